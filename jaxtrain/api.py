@@ -89,7 +89,7 @@ class Model:
     _predict: Any = dataclasses.field(repr=False)
 
     def __call__(self, **arrays: Any) -> Any:
-        """Computes the model's outputs for named arrays, rows first, as its workload's `Task.predict` documents."""
+        """Compute the model's outputs for named arrays, rows first, as its workload's `Task.predict` documents."""
         return self._predict(self.variables, {name: jnp.asarray(x) for name, x in arrays.items()})
 
     @property
@@ -99,7 +99,7 @@ class Model:
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, workload: str = "") -> Model:
-    """Reads a run's workdir, one of its steps or an export.
+    """Read a run's workdir, one of its steps or an export.
 
     Args:
       step: of a run; None = its newest.

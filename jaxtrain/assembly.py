@@ -88,7 +88,7 @@ def assemble(
     make_task: Callable[..., Task] | None = None,
     fields: Mapping[str, Field] | None = None,
 ) -> Assembly:
-    """Puts a config together: layout, task, optimizer, abstract state.
+    """Put a config together: layout, task, optimizer, abstract state.
 
     Args:
       mesh: None = all devices, as config.mesh says.

@@ -68,7 +68,7 @@ def _is_compiling() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names. Returns its exit code (`jaxtrain.commands.arguments`)."""
+    """Run the command that the first argument names. Return its exit code (`jaxtrain.commands.arguments`)."""
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))

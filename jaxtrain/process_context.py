@@ -173,7 +173,7 @@ class ProcessContext:
             yield
 
     def beat(self, doing: str) -> None:
-        """Reports progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""
+        """Report progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:
@@ -181,7 +181,7 @@ class ProcessContext:
         self._watchdog.starting(doing)
 
     def meet(self, name: str) -> None:
-        """Returns when every process has come here."""
+        """Return when every process has come here."""
         cluster.barrier(name)
 
 

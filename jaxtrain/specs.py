@@ -38,7 +38,7 @@ def count(specs: PyTree) -> int:
 
 
 def digest(specs: PyTree) -> str:
-    """Changes when a path, shape, axis or dtype does: whether a checkpoint fits the model."""
+    """Change when a path, shape, axis or dtype does: whether a checkpoint fits the model."""
     rows = [
         (p, s.shape, s.axes, jnp.dtype(s.dtype).name)
         for p, s in zip(paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)

@@ -58,7 +58,7 @@ class Workload:
     next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
 
     def get(self, name: str) -> Any:
-        """Returns the object of a field. Raises ImportError, AttributeError: "module:name" names none."""
+        """Return the object of a field. Raises ImportError, AttributeError: "module:name" names none."""
         return resolved(getattr(self, name))
 
 
@@ -69,12 +69,12 @@ def _imported(reference: str) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Returns the object that "module:name" names, or any other value as it is. Raises ImportError, AttributeError."""
+    """Return the object that "module:name" names, or any other value as it is. Raises ImportError, AttributeError."""
     return _imported(value) if isinstance(value, str) else value
 
 
 def shipped() -> list[str]:
-    """Lists the workloads of this package by their dotted names. Imports none."""
+    """List the workloads of this package by their dotted names. Imports none."""
     package = importlib.import_module(PACKAGE)
     return sorted(f"{PACKAGE}.{module.name}" for module in pkgutil.iter_modules(package.__path__))
 

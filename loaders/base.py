@@ -21,7 +21,7 @@ ENDLESS = 1 << 40  # [batches] of a training split, which repeats
 
 
 def refuse_problems(config: Any) -> None:
-    """Raises DataError for the first of ``config.problems()``."""
+    """Raise DataError for the first of ``config.problems()``."""
     for field, text in config.problems():
         raise DataError(f"data.{field} {text}")
 
@@ -138,7 +138,7 @@ class Loader(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """Stops the workers. A wait in ``__next__`` in another thread ends with StopIteration."""
+        """Stop the workers. A wait in ``__next__`` in another thread ends with StopIteration."""
         self._closed = True
         self._stop_reading()
 

@@ -43,7 +43,7 @@ class ShuffleStats:
         }
 
     def add(self, index: Sequence[int] | np.ndarray) -> None:
-        """Takes in the next batch. ``index``: int [B], its recordings."""
+        """Take in the next batch. ``index``: int [B], its recordings."""
         recordings = np.asarray(index, np.int64)
         self._window.append(recordings)
         for name, histograms in self._histograms.items():

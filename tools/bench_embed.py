@@ -27,7 +27,7 @@ from loaders.audio import shards, spectrogram
 
 
 def measured(model: encoder.Model, data: spectrogram.Config, *, batch: int) -> dict[str, float]:
-    """Runs one pass of each part. Returns name -> recordings/s."""
+    """Run one pass of each part. Return name -> recordings/s."""
     setup = encoder.set_up(model, data, embed.features(model.config, ("mean", "cls"), data.views), model.head, batch=batch)
 
     def rate(run: Callable[[], object]) -> float:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def headers(folder: pathlib.Path, n: int) -> None:
-    """Prints how fast recordings become an index."""
+    """Print how fast recordings become an index."""
     rng = np.random.default_rng(0)
     for k in range(n):
         path = folder / "recordings" / f"class{k % 10}" / f"{k}.wav"
@@ -62,7 +62,7 @@ def headers(folder: pathlib.Path, n: int) -> None:
 
 
 def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
-    """Prints what it takes to open an index of ``n`` rows."""
+    """Print what it takes to open an index of ``n`` rows."""
     kind = store.schema([f"class {k}" for k in range(100)])
     paths: list[pathlib.Path] = []
     for first in range(0, n, store.SHARD_ROWS):

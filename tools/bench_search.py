@@ -38,7 +38,7 @@ def write(folder: pathlib.Path, rows: int, width: int) -> embeddings.Embeddings:
 
 
 def timed(what: str, action: Callable[[], Any]) -> Any:
-    """Calls ``action``, and prints what it took."""
+    """Call ``action``, and print what it took."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
     print(f"{what:32} {time.perf_counter() - wall:9.3f} s   {time.process_time() - cpu:9.3f} s of CPU", flush=True)

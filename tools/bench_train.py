@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
 
 
 def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int = 5) -> None:
-    """Prints what takes longest of a step, as each side's own profiler has it: ours by scope, PyTorch's by operator."""
+    """Print what takes longest of a step, as each side's own profiler has it: ours by scope, PyTorch's by operator."""
     import jax
     import torch
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(folder: pathlib.Path, name: str, hours: float) -> pathlib.Path:
-    """Writes noise under a swell, minute by minute, unless it is there."""
+    """Write noise under a swell, minute by minute, unless it is there."""
     kind, subtype, options = KINDS[name]
     path = folder / f"{name.replace(', ', '-').lower()}-{hours:g}h"
     if not path.exists():
@@ -66,7 +66,7 @@ def cpu(action: Callable[[], object]) -> float:
 
 
 def measure(name: str, path: pathlib.Path, n: int) -> None:
-    """Prints the line of one recording."""
+    """Print the line of one recording."""
     data = path.read_bytes()
     whole = np.zeros(0, np.float32)
 

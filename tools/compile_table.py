@@ -44,7 +44,7 @@ class Workload(NamedTuple):
     def config(
         self, size: str, mesh: str, count: int, folder: pathlib.Path, more: Mapping[str, str] | None = None
     ) -> config_lib.Config:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run"), **(more or {})}
         # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of devices.

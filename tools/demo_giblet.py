@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(one: pathlib.Path, two: pathlib.Path, seconds: float) -> int:
-    """Prints the results of both runs. Returns 0 when their curves agree, and the model has learned."""
+    """Print the results of both runs. Return 0 when their curves agree, and the model has learned."""
     curves = [{r["step"]: r for r in records(folder, "train")} for folder in (one, two)]
     same_steps = curves[0].keys() == curves[1].keys()
     differences = [abs(a["loss"] - curves[1][step]["loss"]) / a["loss"] for step, a in curves[0].items() if step in curves[1]]

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
-    """Writes a split's recordings as files, as they are."""
+    """Write a split's recordings as files, as they are."""
     folder = data
     if data == "demo":
         from loaders.audio import demo
@@ -157,7 +157,7 @@ def data_flags(out: pathlib.Path, kind: str) -> dict[str, str | float]:
 
 
 def train(out: pathlib.Path, kind: str, rest: Sequence[str], *, stop_at: float = 0.0) -> None:
-    """Runs the program; with ``stop_at`` only up to that share of its steps."""
+    """Run the program; with ``stop_at`` only up to that share of its steps."""
     flags = [f"--config.data.{name}={value}" for name, value in data_flags(out, kind).items()]
     command = [
         sys.executable,

@@ -83,7 +83,7 @@ AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac",
 
 
 def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str, **options: str) -> bytes:
-    """Encodes float32 [n, channels] with FFmpeg's libraries, in samples of ``form``; ``options`` are the container's."""
+    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``; ``options`` are the container's."""
     import av
 
     file = io.BytesIO()
@@ -144,7 +144,7 @@ class Result(NamedTuple):
 
 
 def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: float) -> Result:
-    """Runs a target until it has had ``seconds`` of CPU time, or found something.
+    """Run a target until it has had ``seconds`` of CPU time, or found something.
 
     libFuzzer counts by the clock, which beside other programs is faster: it is started again for the seconds that are left.
 
@@ -192,7 +192,7 @@ def _children() -> float:
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
-    """Puts the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus. Returns how many."""
+    """Put the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus. Return how many."""
     place = FUZZ / "corpus" / f"{name}.zip"
     place.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:

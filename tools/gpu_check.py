@@ -110,7 +110,7 @@ def _names(allowed: Sequence[str]) -> Any:
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the parts, one process after the other, and gathers what they found."""
+    """Run the parts, one process after the other, and gathers what they found."""
     began = time.time()
     found: dict[str, Any] = {}
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end

@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def forget(paths: Sequence[pathlib.Path]) -> None:
-    """Drops the files from the page cache, as far as the system listens."""
+    """Drop the files from the page cache, as far as the system listens."""
     os.sync()
     for path in paths:
         with open(path, "rb") as file:

@@ -50,7 +50,7 @@ def main(folder: pathlib.Path, arguments: list[str]) -> int:
 
 
 def fetch(folder: pathlib.Path) -> None:
-    """Makes an environment with uv and pip. Raises OSError, CalledProcessError."""
+    """Make an environment with uv and pip. Raises OSError, CalledProcessError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     pyproject = pathlib.Path(__file__).parents[1] / "pyproject.toml"
     wanted = tomllib.loads(pyproject.read_text())["dependency-groups"]["install"]

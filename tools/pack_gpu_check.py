@@ -107,7 +107,7 @@ def target(python: str) -> list[str]:
 
 
 def assemble(folder: pathlib.Path, limit: float) -> int:
-    """Puts the rest next to the wheels; returns the bytes of it all. Raises PackError when they are more than ``limit`` MiB."""
+    """Put the rest next to the wheels; returns the bytes of it all. Raises PackError when they are more than ``limit`` MiB."""
     for pattern in TAKEN:
         for file in ROOT.glob(pattern):
             copy = folder / file.relative_to(ROOT)

@@ -33,7 +33,7 @@ def lengths_of(path: str) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> tuple[float, float, float]:
-    """Returns padding, cut and mean context of an epoch, packed by best fit."""
+    """Return padding, cut and mean context of an epoch, packed by best fit."""
     shuffled = lengths[order.permutation(seed, 0, len(lengths), np.arange(len(lengths)))]
     rows = cut = 0
     seen = 0.0
@@ -49,7 +49,7 @@ def best_fit(lengths: np.ndarray, context: int, window: int, seed: int = 0) -> t
 
 
 def concat(lengths: np.ndarray, context: int) -> tuple[float, float, float]:
-    """Returns the same for the stream of all documents, cut every ``context`` tokens."""
+    """Return the same for the stream of all documents, cut every ``context`` tokens."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     first, last = starts // context, np.maximum(ends - 1, starts) // context

@@ -131,7 +131,7 @@ class Result(NamedTuple):
 
 
 def run(name: str) -> Result:
-    """Runs a part, which prints as it goes."""
+    """Run a part, which prints as it goes."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         part = PARTS[name]
         command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *part.tests]
@@ -160,7 +160,7 @@ def run(name: str) -> Result:
 
 
 def result_of(text: str, minutes: float) -> Result:
-    """Counts the tests of a JUnit report."""
+    """Count the tests of a JUnit report."""
     suites = list(xml.etree.ElementTree.fromstring(text).iter("testsuite"))
     count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]

@@ -156,11 +156,11 @@ class Hosts:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
     def slow(self) -> str:
-        """Makes the cable slow. Returns how, a name of `SLOW`; empty where this kernel can do none of them."""
+        """Make the cable slow. Return how, a name of `SLOW`; empty where this kernel can do none of them."""
         return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
 
     def fast(self) -> None:
-        """Takes `slow` back."""
+        """Take `slow` back."""
         self._queue("del")
 
     def _queue(self, action: str, *queue: str) -> bool:
@@ -263,7 +263,7 @@ class Soak:
             was_alone |= alone
 
     def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
-        """Waits for a step beyond ``before``, or for the end. Returns whether it did not stand still."""
+        """Wait for a step beyond ``before``, or for the end. Return whether it did not stand still."""
         if self._reaches(job, before + 1) or self._ends(job):  # the fault may have come behind the last step
             fault.resumed = time.monotonic() - job.began
         elif any(code is None for code in job.codes()):
@@ -275,7 +275,7 @@ class Soak:
         return True
 
     def _reaches(self, job: Job, step: int) -> bool:
-        """Waits for a step. Returns whether it came before a process ended, or `STUCK` seconds had passed."""
+        """Wait for a step. Return whether it came before a process ended, or `STUCK` seconds had passed."""
         deadline = time.monotonic() + STUCK
         while job.steps() < step:
             if any(code is not None for code in job.codes()) or time.monotonic() > deadline:
@@ -284,7 +284,7 @@ class Soak:
         return True
 
     def _fault(self, job: Job, until: float) -> Fault | None:
-        """Does one, some steps from now, and waits until the job has ended. None: the job ended by itself, or time is up."""
+        """Do one, some steps from now, and wait until the job has ended. None: the job ended by itself, or time is up."""
         if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
             return None
         time.sleep(self.draw.random())
@@ -312,7 +312,7 @@ class Soak:
         return fault
 
     def _do(self, fault: Fault, job: Job) -> Callable[[], Any]:
-        """Returns what takes it back."""
+        """Return what takes it back."""
         kind = fault.kind
         one = self.draw.randrange(len(job.processes))
         if kind in ("kill", "coordinator"):
@@ -343,7 +343,7 @@ class Soak:
         return lambda: None
 
     def _damage(self, workdir: pathlib.Path) -> bool:
-        """Changes a bit of the newest checkpoint. False: no other would stay whole."""
+        """Change a bit of the newest checkpoint. False: no other would stay whole."""
         *others, newest = _checkpoints(workdir) or [workdir]
         if not others:
             return False
@@ -354,7 +354,7 @@ class Soak:
         return True
 
     def _ends(self, job: Job) -> bool:
-        """Waits until all have ended. Returns whether they have with 0."""
+        """Wait until all have ended. Return whether they have with 0."""
         last, since = -1, time.monotonic()
         while any(code is None for code in job.codes()):
             if (now := job.steps()) != last:
@@ -407,7 +407,7 @@ class Soak:
         return {(name, hashlib.sha256(array.read(()).tobytes()).hexdigest()) for name, array in state.items()}
 
     def forget(self, number: int) -> None:
-        """Adds up a lap's time, and frees its space."""
+        """Add up a lap's time, and frees its space."""
         workdir = self.folder / DISK / f"lap{number}"
         self.seconds.update(goodput.of_run(goodput.read(workdir)))
         if number:
@@ -517,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(soak: Soak, hours: float, most: int) -> int:
-    """Runs laps for so many hours, or until there were ``most`` faults (0: any number). Prints what came of them."""
+    """Run laps for so many hours, or until there were ``most`` faults (0: any number). Prints what came of them."""
     began, number, ended = time.monotonic(), 0, ""
     try:
         soak.lap(0, until=0)

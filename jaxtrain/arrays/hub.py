@@ -20,7 +20,7 @@ CHUNK = 1 << 24  # [bytes] that are read at once
 def push(
     folder: str, name: str, *, private: bool = False, api: Any = None, tell: Callable[[str], None] = lambda line: None
 ) -> str:
-    """Uploads a folder of `jaxtrain export` as the model ``name``. Returns a line about it.
+    """Upload a folder of `jaxtrain export` as the model ``name``. Return a line about it.
 
     Args:
       name: OWNER/MODEL, or MODEL of the account that is logged in.

@@ -22,7 +22,7 @@ SIDES = {lora.A: "lora_A", lora.B: "lora_B"}
 
 
 def export(run: str, out: str, *, step: int | None = None, named: str = "") -> str:
-    """Writes the folder ``out``. Returns a line about it. ``named``: --workload (`jaxtrain.arrays.run_workload`).
+    """Write the folder ``out``. Return a line about it. ``named``: --workload (`jaxtrain.arrays.run_workload`).
 
     Raises StoredError: no such step, no adapters, no names for them.
     """

@@ -18,7 +18,7 @@ MOST_LAYERS = 10_000
 
 
 def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
-    """Returns a run's workload, or None for one that is not shipped and that the user did not name.
+    """Return a run's workload, or None for one that is not shipped and that the user did not name.
 
     Args:
       config: the run's, as it was read.
@@ -44,7 +44,7 @@ def unknown(config: Mapping[str, Any]) -> str:
 
 
 def export_of(config: Mapping[str, Any], named: str = "") -> Export:
-    """Returns how a run's workload is exported: the defaults if `of_run` knows none. Raises StoredError."""
+    """Return how a run's workload is exported: the defaults if `of_run` knows none. Raises StoredError."""
     found = of_run(config, named)
     return (found and found.get("export")) or Export()
 

@@ -68,7 +68,7 @@ def export(
     formats: Sequence[str] = (),
     license: str = "",
 ) -> str:
-    """Writes the folder ``out``, whole or not at all. Returns a line about it.
+    """Write the folder ``out``, whole or not at all. Return a line about it.
 
     Args:
       formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it is written.
@@ -250,7 +250,7 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
 
 
 def reverse(folder: str, out: str) -> str:
-    """Makes ``out`` a workdir with one step: the weights of a folder of safetensors. Returns a line about it.
+    """Make ``out`` a workdir with one step: the weights of a folder of safetensors. Return a line about it.
 
     With jaxtrain.json in the folder the step equals the exported one bit for bit. Without it, names become paths by their dots.
 
@@ -267,7 +267,7 @@ def reverse(folder: str, out: str) -> str:
 
 
 def _refuse_damage(source: Source) -> None:
-    """Compares a source with its checksums. Raises StoredError with the files that differ."""
+    """Compare a source with its checksums. Raises StoredError with the files that differ."""
     try:
         problems = source.damage()
     except checksums.NoManifest as error:
@@ -279,7 +279,7 @@ def _refuse_damage(source: Source) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float, what: str) -> Iterator[None]:
-    """Ends the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
+    """End the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
 
     Python's looks for signals as it goes. In another thread than the main one, which alone may have them, nothing is ended.
     """

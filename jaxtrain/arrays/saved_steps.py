@@ -158,7 +158,7 @@ class Difference:
 
 
 def export(source: Source, out: str) -> int:
-    """Copies the weights of a step into a workdir of their own. Returns the exit code. Raises StoredError."""
+    """Copy the weights of a step into a workdir of their own. Return the exit code. Raises StoredError."""
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
         raise stored.StoredError(
@@ -174,7 +174,7 @@ def export(source: Source, out: str) -> int:
 def save_weights(
     out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Writes ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Returns that folder.
+    """Write ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Return that folder.
 
     The arrays wait in mapped files next to the result: this takes twice the disk space for a while, and host memory that the
     kernel may reclaim, except the arrays that Orbax encodes at once.

@@ -83,7 +83,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, limit: int = 64 << 20) -> Iterator[Index]:
-        """Yields slices along the first axis, of whole chunks and about ``limit`` bytes each."""
+        """Yield slices along the first axis, of whole chunks and about ``limit`` bytes each."""
         if self.n_bytes <= limit or not self.shape:
             yield ()
             return
@@ -94,7 +94,7 @@ class Stored(NamedTuple):
 
 
 def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
-    """Finds the step directory that ``run`` names: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+    """Find the step directory that ``run`` names: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
 
     Raises StoredError, with the steps that exist.
     """
@@ -118,7 +118,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
-    """Opens every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
+    """Open every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
     folder = _item(_absolute(step_dir))
     if folder is None:
         raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
@@ -149,13 +149,13 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
-    """Reads ``data`` or ``meta`` of a step directory, or return None without it. Raises StoredError if it is damaged."""
+    """Read ``data`` or ``meta`` of a step directory, or return None without it. Raises StoredError if it is damaged."""
     folder = epath.Path(step_dir)
     return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
 
 
 def check_format(meta: Mapping[str, Any], place: Any) -> None:
-    """Raises StoredError if a run's metadata, read at ``place``, are of another format than this version reads."""
+    """Raise StoredError if a run's metadata, read at ``place``, are of another format than this version reads."""
     if meta.get("config") and (found := meta.get("format")) != FORMAT:
         older = "from before formats had numbers" if found is None else f"of format {str(found)[:20]}"
         raise StoredError(f"{place} is {older}, and this version reads format {FORMAT}; read it with the version that wrote it")
@@ -182,7 +182,7 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
 
 
 def check_files(folder: epath.Path) -> None:
-    """Raises StoredError unless everything below a folder is a regular file or a folder, inside of it.
+    """Raise StoredError unless everything below a folder is a regular file or a folder, inside of it.
 
     Orbax and tensorstore open any file there, and would wait for a pipe. They read most files whole, and end the process
     if one does not fit in memory. A sparse file may have any size, and takes no space on the disk.
@@ -232,7 +232,7 @@ def _elements(shape: Any) -> int:
 
 
 def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Opens every array of a folder of safetensors (or of one such file). Only the headers are read now.
+    """Open every array of a folder of safetensors (or of one such file). Only the headers are read now.
 
     Raises:
       StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
@@ -326,7 +326,7 @@ def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
 
 
 def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yields the shortest ranges of dimensions of two shapes that have equally many elements."""
+    """Yield the shortest ranges of dimensions of two shapes that have equally many elements."""
     i = j = 0
     while i < len(a) or j < len(b):
         start, m, n = (i, j), 1, 1
@@ -341,12 +341,12 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
 
 
 def in_chunks(tree: Any) -> Any:
-    """Returns how to save each array: in chunks that a reader can decode one at a time, however large a device's part is."""
+    """Return how to save each array: in chunks that a reader can decode one at a time, however large a device's part is."""
     return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Builds a tree of dictionaries and lists from (keys, leaf). Raises StoredError for a path that lies within another."""
+    """Build a tree of dictionaries and lists from (keys, leaf). Raises StoredError for a path that lies within another."""
     leaves = list(leaves)
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
@@ -371,7 +371,7 @@ def place_of(path: epath.PathLike) -> epath.Path:
 
 @functools.cache
 def _ask(url: str) -> None:
-    """Raises StoredError unless a store answers. `epath` would try for longer, and print a traceback at each attempt."""
+    """Raise StoredError unless a store answers. `epath` would try for longer, and print a traceback at each attempt."""
     try:
         ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
     except (OSError, ValueError, TimeoutError) as error:
@@ -385,13 +385,13 @@ def is_address(path: str) -> bool:
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
-    """Makes a path absolute: Orbax and tensorstore ignore the working directory."""
+    """Make a path absolute: Orbax and tensorstore ignore the working directory."""
     text = os.path.expanduser(os.fspath(path))
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
 def _item(folder: epath.Path) -> epath.Path | None:
-    """Finds the arrays in a step directory: in ``state``, as this program writes them, or in ``default``, as many others do."""
+    """Find the arrays in a step directory: in ``state``, as this program writes them, or in ``default``, as many others do."""
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
 
 
@@ -407,7 +407,7 @@ def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str |
 
 
 def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
-    """Opens one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
+    """Open one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
     text = os.fspath(folder)
 
     # The folder alone decides: an array's name is its maker's.
@@ -430,7 +430,7 @@ def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context
 def _read_array(
     array: Callable[[], ts.TensorStore], name: str, shape: tuple[int, ...], dtype: np.dtype, index: Index
 ) -> np.ndarray:
-    """Reads slices of an array.
+    """Read slices of an array.
 
     Raises StoredError for an array that differs from its tree's entry, and for a read that does not fit in memory.
     Tensorstore would end the process, and an array of zeros of any size takes no space in a file.
@@ -509,7 +509,7 @@ def _check_name(name: str, source: epath.Path) -> None:
 
 
 def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
-    """Reads the rows of the first slice, and applies the other slices in memory."""
+    """Read the rows of the first slice, and apply the other slices in memory."""
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
     _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)

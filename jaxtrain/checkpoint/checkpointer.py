@@ -137,7 +137,7 @@ class Checkpointer:
         return max(next(filter(None, steps), [0]))
 
     def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
-        """Reads the newest checkpoint that can be read, of this run or of another ``workdir``, or return None.
+        """Read the newest checkpoint that can be read, of this run or of another ``workdir``, or return None.
 
         Args:
           abstract: the target of every array. The mesh that saved it need not exist any more.
@@ -157,7 +157,7 @@ class Checkpointer:
         return restored
 
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
-        """Reads the newest state of at most ``before`` batches, with its step, or None if none can be read.
+        """Read the newest state of at most ``before`` batches, with its step, or None if none can be read.
 
         Only regular saves are considered, so that it is the same one however often the run was interrupted.
         """
@@ -182,7 +182,7 @@ class Checkpointer:
             self._settle()
 
     def close(self) -> None:
-        """Waits for a save in flight. Raises CheckpointError when it failed."""
+        """Wait for a save in flight. Raises CheckpointError when it failed."""
         try:
             self._settle()
         finally:
@@ -190,14 +190,14 @@ class Checkpointer:
             self._remove_parts()
 
     def _seal(self) -> None:
-        """Writes the checksums of the save in flight. Orbax calls it in process 0, once all have written, before the commit."""
+        """Write the checksums of the save in flight. Orbax calls it in process 0, once all have written, before the commit."""
         step = self._saving
         assert step
         parts = sorted(self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"), key=lambda part: part.stat().mtime)
         checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
 
     def _settle(self) -> None:
-        """Waits for the save in flight."""
+        """Wait for the save in flight."""
         if step := self._saving:
             try:
                 self._manager.wait_until_finished()
@@ -206,7 +206,7 @@ class Checkpointer:
                 self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
-        """Handles a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
+        """Handle a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
         self._drain()
         self._saving = None
         self._given_up.append(step.name)
@@ -224,7 +224,7 @@ class Checkpointer:
         log.error("%s; training continues (config.checkpoint.on_error), and so do later saves", message)
 
     def _drain(self) -> None:
-        """Collects the other errors that Orbax holds for a save that failed.
+        """Collect the other errors that Orbax holds for a save that failed.
 
         Its threads fail one by one, and each error is raised once, in the next call: in the next save, which would count as
         failed without having begun, or in the close.
@@ -247,7 +247,7 @@ class Checkpointer:
                     part.rmtree()
 
     def _damage(self, path: epath.Path) -> str:
-        """Describes the damage that a step's checksums show, or return "". Process 0 reads them for all."""
+        """Describe the damage that a step's checksums show, or return "". Process 0 reads them for all."""
         if jax.process_index() != 0:
             return ""
         try:
@@ -312,7 +312,7 @@ class Checkpointer:
             )
 
     def _check_data(self, path: epath.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-        """Compares the fingerprints. Returns the offset that positions are counted from."""
+        """Compare the fingerprints. Return the offset that positions are counted from."""
         own = {"position", *History._fields}
         changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
         if not changed:
@@ -333,7 +333,7 @@ def _folder(path: str) -> epath.Path:
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    """Opens a folder of steps. Raises CheckpointError if Orbax cannot read its own notes of a step."""
+    """Open a folder of steps. Raises CheckpointError if Orbax cannot read its own notes of a step."""
     try:
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:
@@ -344,7 +344,7 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
 
 
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
-    """Raises CheckpointError, naming the processes, unless all see the same folder: every process writes its part there.
+    """Raise CheckpointError, naming the processes, unless all see the same folder: every process writes its part there.
 
     Process 0 leaves a file there, which the others look for during ``seconds``: a network file system may show it late.
     """
@@ -370,7 +370,7 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
 
 
 def _read_meta(step: epath.Path) -> dict[str, Any]:
-    """Reads a step's meta, as far as possible. Damage is reported when the step itself is read."""
+    """Read a step's meta, as far as possible. Damage is reported when the step itself is read."""
     try:
         return stored.read_json(step, "meta") or {}
     except (OSError, stored.StoredError):

@@ -40,7 +40,7 @@ class NoManifest(FileNotFoundError):
 
 
 def write(step_dir: epath.PathLike) -> None:
-    """Writes the manifest of a step directory. Call it in one process, once every other file but `APART` is written.
+    """Write the manifest of a step directory. Call it in one process, once every other file but `APART` is written.
 
     Reads every file once. Memory: `THREADS` × `PIECE`.
     """
@@ -128,7 +128,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _encode(listed: dict[str, Any]) -> bytes:
-    """Encodes a manifest in its only valid form, so that every byte of it is checked."""
+    """Encode a manifest in its only valid form, so that every byte of it is checked."""
     body = {"algorithm": ALGORITHM, "files": listed}
     digest = hashlib.new(ALGORITHM, json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "hash": digest}, indent=1, sort_keys=True) + "\n").encode()

@@ -33,7 +33,7 @@ class Scores:
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
-        """Raises CheckpointError: best.json is damaged."""
+        """Raise CheckpointError: best.json is damaged."""
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}

@@ -33,7 +33,7 @@ class Start(NamedTuple):
 
 
 def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start:
-    """Returns the state, step and history that the run trains from. Every process calls it. Nothing else is changed.
+    """Return the state, step and history that the run trains from. Every process calls it. Nothing else is changed.
 
     Raises:
       CheckpointError: there are checkpoints, and none can be read, or they are of another model or other data. Never

@@ -37,7 +37,7 @@ class Meeting:
             self._left = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes. Raises OtherFailedError at the end of a phase in which one failed."""
+        """Wait for all processes. Raises OtherFailedError at the end of a phase in which one failed."""
         phase = next((phase for name, phase in PHASES.items() if name in key), None)
         if phase:
             self._come(phase, timeout_ms)
@@ -59,7 +59,7 @@ class Meeting:
         return f"jaxtrain/checkpoint/manager/{self._saves}/"
 
     def _come(self, phase: str, timeout_ms: int) -> None:
-        """Waits for all at the end of a phase, unless another thread of this process does, or did."""
+        """Wait for all at the end of a phase, unless another thread of this process does, or did."""
         with self._lock:
             if phase not in self._left:
                 return

@@ -96,7 +96,7 @@ class CheckpointManager:
             raise
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
-        """Notes an evaluation, by which config.checkpoint.best may keep its step."""
+        """Note an evaluation, by which config.checkpoint.best may keep its step."""
         self._process.confirm()
         self._checkpointer.score(step, record)
 

@@ -74,7 +74,7 @@ class Matches(NamedTuple):
     notes: tuple[str, ...]  # reshaped and rounded parameters
 
     def report(self) -> str:
-        """Returns lines for the log: how many parameters of each kind, and which."""
+        """Return lines for the log: how many parameters of each kind, and which."""
         lines = [f"{len(self.loaded)} parameters loaded: {_listed(self.loaded)}"]
         for names, text in (
             (self.skipped, "skipped, although in the source"),
@@ -86,7 +86,7 @@ class Matches(NamedTuple):
 
 
 def open_source(config: WarmStart) -> dict[str, Stored]:
-    """Opens the parameters of the source, by the paths that they have there. Raises WarmStartError."""
+    """Open the parameters of the source, by the paths that they have there. Raises WarmStartError."""
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
@@ -134,7 +134,7 @@ def damage(config: WarmStart) -> list[str]:
 
 
 def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
-    """Finds for each parameter of ``table``, path -> (shape, dtype), its array of ``source``. Reads no array.
+    """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``. Reads no array.
 
     Raises:
       WarmStartError: with every parameter that is in neither the source nor ``skip``, every array of the source that is in
@@ -203,7 +203,7 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
 
 
 def load(matches: Matches, params: PyTree) -> dict[str, Array]:
-    """Reads the arrays: each device its own part, and no part twice on a process.
+    """Read the arrays: each device its own part, and no part twice on a process.
 
     Args:
       params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least the loaded ones.
@@ -233,7 +233,7 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
-    """Returns a source's array in its new shape. Raises StoredError if that takes more than folding."""
+    """Return a source's array in its new shape. Raises StoredError if that takes more than folding."""
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
@@ -340,7 +340,7 @@ def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
 def _reader(
     one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
-    """Makes a reader: (start, stop) for each axis of the target -> values. It caches: replicas ask for the same part."""
+    """Make a reader: (start, stop) for each axis of the target -> values. It caches: replicas ask for the same part."""
     if how == "fold":
         one = stored.fold(one, shape)
 

@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None) -> None:
-    """Adds RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
+    """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
     parser.add_argument(
         "run", metavar="RUN", nargs=nargs, help="a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
     )
@@ -90,7 +90,7 @@ def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | 
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds --workload, which `jaxtrain.arrays.run_workload` takes."""
+    """Add --workload, which `jaxtrain.arrays.run_workload` takes."""
     parser.add_argument(
         "--workload",
         default="",
@@ -136,7 +136,7 @@ def positive(text: str) -> int:
 
 
 def report(text: object) -> None:
-    """Prints a mistake on stderr."""
+    """Print a mistake on stderr."""
     print(f"error: {text}", file=sys.stderr)
 
 
@@ -150,7 +150,7 @@ def homeless(error: Exception) -> str:
 
 
 def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
-    """Calls ``action`` and returns its exit code. Reports ``mistakes``, errors of files, and an interruption."""
+    """Call ``action`` and return its exit code. Report ``mistakes``, errors of files, and an interruption."""
     try:
         return action()
     except BrokenPipeError:

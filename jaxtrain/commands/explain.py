@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(given: config.Arguments) -> int:
-    """Prints the config, then its mistakes, and returns the exit code. Nothing is generated for it.
+    """Print the config, then its mistakes, and return the exit code. Nothing is generated for it.
 
     Of a config that refuses its argument, or misses it, these are the fields that every config has.
 

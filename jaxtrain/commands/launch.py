@@ -162,7 +162,7 @@ def _submit(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
 def make_executor(
     args: argparse.Namespace, config: config_lib.Config, folder: pathlib.Path, secret: pathlib.Path | None
 ) -> "submitit.SlurmExecutor":
-    """Makes the executor that submits to SLURM, with the script's resources, environment and ending.
+    """Make the executor that submits to SLURM, with the script's resources, environment and ending.
 
     Args:
       folder: of the script.
@@ -252,7 +252,7 @@ def make_executor(
 
 
 def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
-    """Raises LaunchError if a command of SLURM is not in PATH."""
+    """Raise LaunchError if a command of SLURM is not in PATH."""
     if missing := [command for command in commands if not shutil.which(command)]:
         raise LaunchError(f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}")
 
@@ -264,7 +264,7 @@ def _check_line(option: str, text: str) -> None:
 
 
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
-    """Returns the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
+    """Return the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
 
     A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time limit of ``limit`` seconds,
     because the notice came while it compiled and could not answer.

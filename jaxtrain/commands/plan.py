@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(given: config.Arguments) -> int:
-    """Prints the plan of ``given.plan``. Returns the exit code."""
+    """Print the plan of ``given.plan``. Return the exit code."""
     from jaxtrain import loop, plan
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
@@ -56,7 +56,7 @@ def show(given: config.Arguments) -> int:
 
 
 def set_up(kind: str) -> int:
-    """Fetches a compiler for plans (`jaxtrain.plan.environment`). Returns the exit code."""
+    """Fetch a compiler for plans (`jaxtrain.plan.environment`). Return the exit code."""
     from jaxtrain import plan
 
     def fetch() -> int:

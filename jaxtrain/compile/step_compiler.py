@@ -45,7 +45,7 @@ class CompileAhead:
         self._programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
 
     def expect(self, step: int, program: Callable[..., Any] | None = None) -> None:
-        """Starts to compile the program of a step that is likely to be the first, unless ``program`` is that."""
+        """Start to compile the program of a step that is likely to be the first, unless ``program`` is that."""
         if program is None:
             self._submit(self._key_of(step))
         else:
@@ -147,7 +147,7 @@ class StepCompiler:
         return self._assembly.task.stage(index), self._data.bucket_of(index)
 
     def ready(self, first: int) -> None:
-        """Returns once the program of step number ``first``, 0 being the first, is compiled, or at once with no step left.
+        """Return once the program of step number ``first``, 0 being the first, is compiled, or at once with no step left.
 
         Raises:
           RendezvousError: processes that lowered different programs, or have other data, by number.
@@ -195,7 +195,7 @@ class StepCompiler:
 
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
-    """Raises ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
+    """Raise ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
     config, task = assembly.config, assembly.task
     best = config.checkpoint.best.lstrip("-")
     if not best:

@@ -51,7 +51,7 @@ class _Text(str):
 
 
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Reads ``path.py`` or ``path.py:argument`` and applies (dotted path, text) overrides, then check everything.
+    """Read ``path.py`` or ``path.py:argument`` and apply (dotted path, text) overrides, then check everything.
 
     A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
 
@@ -103,7 +103,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
-    """Builds a config, adds all its mistakes to ``problems``, and takes the facts of its data."""
+    """Build a config, add all its mistakes to ``problems``, and take the facts of its data."""
     tree = _shares_in_steps(tree)
     sections: dict[str, Any] = {}
     classes: dict[str, type[Section]] = {}
@@ -186,7 +186,7 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
-    """Builds one section, the dataclass ``cls``, from its part of a config.json. Raises ConfigError."""
+    """Build one section, the dataclass ``cls``, from its part of a config.json. Raises ConfigError."""
     problems: list[tuple[str, str]] = []
     built = _build(cls, tree, cls.__name__.lower(), problems)
     if problems:
@@ -232,7 +232,7 @@ def _checked_class(module_name: str, cls: Any, base: type[Section], functions: M
 
 
 def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
-    """Fills the model's None fields with facts of the data. Does nothing while the data section has mistakes.
+    """Fill the model's None fields with facts of the data. Does nothing while the data section has mistakes.
 
     Args:
       unread: as `without_defaults` has it.
@@ -280,7 +280,7 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
-    """Imports a config file. Return its path, the module, and the text after the colon. Raises ConfigError."""
+    """Import a config file. Return its path, the module, and the text after the colon. Raises ConfigError."""
     path, _, argument = source.partition(":")
     file = locate(path)
     # Modules that a user's config names lie next to it, or in the current folder: as with `python -m`, whatever
@@ -333,7 +333,7 @@ def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: s
 
 
 def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Builds a dataclass from a dictionary. Wrong keys and values are added to ``problems``, and defaults take their place."""
+    """Build a dataclass from a dictionary. Wrong keys and values are added to ``problems``, and defaults take their place."""
     if not isinstance(tree, Mapping):
         problems.append((path, f"is {tree!r}; it is a section with the fields {_names(cls)}"))
         return cls()
@@ -359,7 +359,7 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
 
 
 def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Converts ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints. `_Text` is parsed first."""
+    """Convert ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints. `_Text` is parsed first."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, _Text) and value.lower() == "none"):
@@ -416,7 +416,7 @@ def to_json(config: Config) -> str:
 
 
 def save(config: Config, folder: str | os.PathLike[str]) -> None:
-    """Writes config.json into ``folder``, whole or not at all."""
+    """Write config.json into ``folder``, whole or not at all."""
     path = pathlib.Path(folder) / "config.json"
     temporary = path.with_name(f".config.json.{os.getpid()}")
     temporary.write_text(to_json(config) + "\n")

@@ -34,7 +34,7 @@ class ArgumentError(ConfigError):
 
 
 def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str]) -> Problems:
-    """Yields the ``problems`` that do not rest on a field of ``unread``, whose default stands for a value of the wrong type.
+    """Yield the ``problems`` that do not rest on a field of ``unread``, whose default stands for a value of the wrong type.
 
     A text names every field that it rests on: by its whole path, or within its section by its name.
     """
@@ -69,7 +69,7 @@ def beyond_the_run(config: Config) -> Iterator[str]:
 
 
 def between_sections(config: Config) -> Problems:
-    """Yields the mistakes that only show between sections."""
+    """Yield the mistakes that only show between sections."""
     yield from _axis_problems(config.workload, config.mesh.axis_rules)
     train, optim, mesh = config.train, config.optim, config.mesh
     split = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")
@@ -91,7 +91,7 @@ def between_sections(config: Config) -> Problems:
 
 
 def _factory_problems(optim: Optim, steps: int) -> Problems:
-    """Yields the errors of an optimizer and of a schedule that are named as module:factory."""
+    """Yield the errors of an optimizer and of a schedule that are named as module:factory."""
     if factories.is_factory(optim.schedule):
         yield from factories.problems(
             optim.schedule, optim.schedule_arguments, field="schedule", check=factories.of_schedule,
@@ -104,7 +104,7 @@ def _factory_problems(optim: Optim, steps: int) -> Problems:
 
 
 def _unread(optim: Optim) -> Problems:
-    """Yields the fields that are set, and that the named optimizer or schedule does not read."""
+    """Yield the fields that are set, and that the named optimizer or schedule does not read."""
     unread: dict[str, str] = {}  # field -> the field that decides that it is not read
     for name, arguments, of_built_in in (
         ("schedule", "schedule_arguments", OF_SCHEDULE[3:]),

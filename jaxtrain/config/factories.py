@@ -24,7 +24,7 @@ def is_factory(name: str) -> bool:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """Imports the function of ``module:function``. Raises FactoryError."""
+    """Import the function of ``module:function``. Raises FactoryError."""
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -44,13 +44,13 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
-    """Calls the factory with ``arguments``, and each value of ``given`` that it has a parameter for."""
+    """Call the factory with ``arguments``, and each value of ``given`` that it has a parameter for."""
     taken = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
     return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
 
 
 def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Callable[[Any], str], **given: Any) -> Problems:
-    """Yields the errors of a factory and of its arguments.
+    """Yield the errors of a factory and of its arguments.
 
     Args:
       field: that holds ``name``.
@@ -139,12 +139,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Makes tuples of lists, which config.json has for both."""
+    """Make tuples of lists, which config.json has for both."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _abstractly(function: Callable[[], str]) -> str:
-    """Calls a function whose arrays stay abstract: no device is looked for."""
+    """Call a function whose arrays stay abstract: no device is looked for."""
     import jax  # here: most configs name no factory
 
     found: list[str] = []

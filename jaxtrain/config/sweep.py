@@ -9,7 +9,7 @@ from jaxtrain.config.schema import Config
 
 
 def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple[Config, list[tuple[str, str]]]]:
-    """Checks every point of a config's sweep, and returns them: (config, its overrides).
+    """Check every point of a config's sweep, and return them: (config, its overrides).
 
     The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a workdir of its own gets
     <workdir>/000 and so on.

@@ -106,7 +106,7 @@ class Feed:
         return item
 
     def close(self) -> None:
-        """Stops the thread and the loader. Batches already handed out stay valid."""
+        """Stop the thread and the loader. Batches already handed out stay valid."""
         self._stop.set()
         self._loader.close()
         patience = time.monotonic() + 5  # a loader that hangs must not keep the process from ending

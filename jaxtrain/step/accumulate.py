@@ -51,7 +51,7 @@ def gradients(
 def _reduced(
     task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
 ) -> tuple[PyTree, LossOut]:
-    """Sums over all data groups, under a manual "data": those of this group, then one reduction."""
+    """Sum over all data groups, under a manual "data": those of this group, then one reduction."""
     params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
     local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
@@ -73,7 +73,7 @@ def _summed(
     divided: bool = False,
     cast: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[PyTree, LossOut]:
-    """Sums over n microbatches. A carry with a batch axis is split like the batch.
+    """Sum over n microbatches. A carry with a batch axis is split like the batch.
 
     Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
     on its device. A reshape to (n, rows / n) would move rows between the shards of "fsdp".
@@ -124,7 +124,7 @@ def _microbatch(
 
 
 def require_means(source: str, metrics: dict[str, Any]) -> None:
-    """Raises TypeError for a metric that is not a `Mean`, while a traceback shows the workload."""
+    """Raise TypeError for a metric that is not a `Mean`, while a traceback shows the workload."""
     for name, value in metrics.items():
         if not isinstance(value, Mean):
             raise TypeError(

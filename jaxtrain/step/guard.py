@@ -39,7 +39,7 @@ class Streak:
         self.last_good, self.broken = step, False
 
     def add(self, step: int, *, skipped: bool) -> None:
-        """Counts one step more."""
+        """Count one step more."""
         if skipped:
             self._length += 1
             self.broken = self.broken or self._length >= self._patience

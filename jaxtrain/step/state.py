@@ -138,7 +138,7 @@ def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[A
 
 
 def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises LayoutError for a large array of an optimizer's state that is split less than its parameter."""
+    """Raise LayoutError for a large array of an optimizer's state that is split less than its parameter."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         return math.prod(x.sharding.shard_shape(x.shape))

@@ -46,7 +46,7 @@ def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
 
 
 def update(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Applies the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
+    """Apply the optimizer. The compiler chooses the order: on TPUs, and on several CPU devices."""
     updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
     new = _applied(params, updates, given.accepted)
     return Moved(new, moments, _norms_of_move(new, params) | norms("param_norm_after", new))
@@ -67,7 +67,7 @@ def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: Py
 
 
 def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Writes parameters after the norms, and then the moments, which the update is made of.
+    """Write parameters after the norms, and then the moments, which the update is made of.
 
     XLA for CPUs makes each output in a loop of its own. Without this order it copied the whole
     state in each step. Norms that nobody reads are left out.

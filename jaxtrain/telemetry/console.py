@@ -56,7 +56,7 @@ class Console:
         self._line, self._shown, self._printed = "", "", -math.inf
 
     def progress(self, line: str, *, passing: bool = False) -> None:
-        """Shows a line, unless the last one was shown just now.
+        """Show a line, unless the last one was shown just now.
 
         ``passing``: it belongs to an interlude, such as an evaluation. The line before it comes back with the next message.
         """

@@ -71,7 +71,7 @@ def entries(workload: str, split: str) -> tuple[Entry, ...]:
 
 
 def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
-    """Lists the entries that match none of ``names``, the metrics that a run wrote: for a workload's own tests."""
+    """List the entries that match none of ``names``, the metrics that a run wrote: for a workload's own tests."""
     names = list(names)
     return [entry.names for entry in entries if not any(re.fullmatch(entry.pattern, name) for name in names)]
 

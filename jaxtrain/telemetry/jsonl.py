@@ -22,7 +22,7 @@ Check = Callable[[dict[str, Any]], str]  # an object of a line -> the reason why
 
 
 def record_problem(record: dict[str, Any]) -> str:
-    """Checks a record of metrics.jsonl: a step, a split, and numbers."""
+    """Check a record of metrics.jsonl: a step, a split, and numbers."""
     step, split, numbers = record.get("step"), record.get("split"), {**record, "step": 0, "split": 0}
     if type(step) is not int or step < 0:
         return "it has no step"
@@ -33,7 +33,7 @@ def record_problem(record: dict[str, Any]) -> str:
 
 
 def step_problem(record: dict[str, Any]) -> str:
-    """Checks a sample of samples.jsonl: a step, and anything else."""
+    """Check a sample of samples.jsonl: a step, and anything else."""
     step = record.get("step")
     return "" if type(step) is int and step >= 0 else "it has no step"
 

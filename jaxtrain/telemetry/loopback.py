@@ -81,4 +81,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not listed: their lines hold the token."""
+        """Request are not listed: their lines hold the token."""

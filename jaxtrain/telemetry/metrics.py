@@ -21,7 +21,7 @@ class Sums:
         self._pending: Mapping[str, Mean] | None = None
 
     def add(self, sums: Mapping[str, Mean]) -> None:
-        """Adds a batch's. Waits for those of the batch before."""
+        """Add a batch's. Waits for those of the batch before."""
         self._read()
         self._pending = sums
 
@@ -66,7 +66,7 @@ class Meter:
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
     def begin(self, step: int, waited: float) -> None:
-        """Starts (again) to count here: after compilation, an evaluation, a restart."""
+        """Start (again) to count here: after compilation, an evaluation, a restart."""
         self._last = (time.perf_counter(), step, waited)
 
     def rates(self, step: int, waited: float) -> dict[str, float]:

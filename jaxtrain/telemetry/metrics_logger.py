@@ -89,7 +89,7 @@ class MetricsLogger:
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item) -> bool:
-        """Reads the step before this one, and keeps this one. True when that step agreed to stop: it changed nothing."""
+        """Read the step before this one, and keep this one. True when that step agreed to stop: it changed nothing."""
         if self.flush():
             return True
         self._pending = (item.step, out, item)
@@ -100,7 +100,7 @@ class MetricsLogger:
         return False
 
     def flush(self) -> bool:
-        """Reads the step that is kept, waiting for it. True when it agreed to stop."""
+        """Read the step that is kept, waiting for it. True when it agreed to stop."""
         if not self._pending:
             return False
         step, out, item = self._pending
@@ -140,7 +140,7 @@ class MetricsLogger:
             self._process.console.progress(line)
 
     def evaluating(self, step: int, batch: int, n: int) -> None:
-        """Shows how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
+        """Show how far the evaluation after ``step`` is: at batch number ``batch`` of ``n``."""
         self._process.console.progress(f"evaluation after step {step}: batch {batch} of {n}", passing=True)
 
     def evaluated(
@@ -163,7 +163,7 @@ class MetricsLogger:
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
     def saved(self, step: int, saved: Saved) -> None:
-        """Writes how long the loop waited for a save."""
+        """Write how long the loop waited for a save."""
         steps = saved.seconds / self._meter.seconds_per_step
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
         self._process.beat(f"step {step + 1}")
@@ -174,7 +174,7 @@ class MetricsLogger:
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
-        """Writes named arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the beginning of the run."""
+        """Write named arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the beginning of the run."""
         host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
         self._process.confirm()
         if cluster.is_main():

@@ -38,11 +38,11 @@ class Writer(Protocol):
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Takes named arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the beginning of the run."""
+        """Take named arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the beginning of the run."""
         return None
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the generations of an evaluation."""
+        """Take the generations of an evaluation."""
         return None
 
     def close(self) -> None: ...
@@ -280,7 +280,7 @@ def make_writers(config: Config, step: int) -> list[Writer]:
 def write_pictures(
     folder: str | os.PathLike[str], pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
 ) -> list[pathlib.Path]:
-    """Writes [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Returns their paths.
+    """Write [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Return their paths.
 
     The folder is made only if its parent exists: a deleted workdir must not come back with pictures alone.
     """
@@ -342,7 +342,7 @@ class Lines:
 
 
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
-    """Writes workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, unless ``rate`` gives None."""
+    """Write workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, unless ``rate`` gives None."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
     if (rates := rate(step)) is None:
         return

@@ -176,7 +176,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _only_one(lock: Path) -> Iterator[bool]:
-    """Holds a lock, which the kernel releases when its holder dies. Yields False on a file system without locks."""
+    """Hold a lock, which the kernel releases when its holder dies. Yields False on a file system without locks."""
     with open(lock, "w") as file:  # never removed: another process may be waiting for this very file
         try:
             try:

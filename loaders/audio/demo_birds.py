@@ -227,7 +227,7 @@ def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def encode(rec: Recording, samples: np.ndarray) -> bytes:
-    """Encodes a recording: the bytes of its file."""
+    """Encode a recording: the bytes of its file."""
     file = io.BytesIO()
     codec = rec.codec
     with soundfile.SoundFile(

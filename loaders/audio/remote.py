@@ -137,7 +137,7 @@ def _begin(address: str, folder: pathlib.Path) -> None:
 
 
 def _hold(folder: pathlib.Path) -> None:
-    """Keeps a copy from being removed until this process ends, since it is mapped."""
+    """Keep a copy from being removed until this process ends, since it is mapped."""
     (folder / ".use").touch()
     _held[str(folder)] = lock = open(folder / ".use")
     fcntl.flock(lock, fcntl.LOCK_SH)
@@ -251,7 +251,7 @@ def _digest(info: dict[str, Any]) -> tuple[str, str]:
 
 
 def _prepare(file: File, folder: pathlib.Path) -> bool:
-    """Makes room for a copy, unless it is there whole. Returns whether something of it is missing."""
+    """Make room for a copy, unless it is there whole. Return whether something of it is missing."""
     place, note, parts = folder / file.name, *neighbours(folder / file.name)
     place.parent.mkdir(parents=True, exist_ok=True)
     before: dict[str, Any] = {}
@@ -367,7 +367,7 @@ class _Copy:
         return None
 
     def _end(self, file: File, place: pathlib.Path) -> None:
-        """Compares a whole copy with the store's checksum. Raises DataError."""
+        """Compare a whole copy with the store's checksum. Raises DataError."""
         note, parts = neighbours(place)
         if file.digest[0]:
             with open(place, "rb") as copied:

@@ -177,7 +177,7 @@ def root_of(config: Config, manifest: str) -> pathlib.Path:
 
 
 def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str, str]]]:
-    """Makes the codes of a manifest's recordings that have none yet.
+    """Make the codes of a manifest's recordings that have none yet.
 
     Returns how many, how many were there already, and (recording, reason) of failures.
 

@@ -81,7 +81,7 @@ class Targets(NamedTuple):
 
 
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
-    """Reads the samples of a manifest, unchecked. Raises DataError: there is no such file, or it is not a JSON list."""
+    """Read the samples of a manifest, unchecked. Raises DataError: there is no such file, or it is not a JSON list."""
     try:
         return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MOST_MANIFEST)
     except files.FileError as error:
@@ -195,7 +195,7 @@ def expand(
     codebooks: int,
     delay: bool = True,
 ) -> Laid:
-    """Puts the columns of ``audios`` [K, T] in the place of the tokens ``audio_in`` and ``audio_out``, in order.
+    """Put the columns of ``audios`` [K, T] in the place of the tokens ``audio_in`` and ``audio_out``, in order.
 
     A recording is predicted if its token is an ``audio_out`` with a label. Raises SampleError if there are more or fewer
     recordings than such tokens.

@@ -110,7 +110,7 @@ class Rvq(NamedTuple):
         return (x_tp @ self.basis + self.mean).astype(np.float32).reshape(-1, N_MELS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the file, whole or not at all."""
         with atomic_write.file(path) as file:
             np.savez(file, version=VERSION, mean=self.mean, basis=self.basis, books=self.books)
 
@@ -132,7 +132,7 @@ class Function(NamedTuple):
 
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
-    """Opens a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
+    """Open a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
 
     A function's module is imported: ``text`` is the user's own, never one that was read from a checkpoint.
     """
@@ -330,7 +330,7 @@ class Source(NamedTuple):
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:
-    """Reads and decodes a recording, and keeps its codes.
+    """Read and decode a recording, and keep its codes.
 
     Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes cannot be kept.
     """
@@ -356,7 +356,7 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
 
 @contextlib.contextmanager
 def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Holds a lock between processes, in the first of the folders that can be written, if the file system has locks.
+    """Hold a lock between processes, in the first of the folders that can be written, if the file system has locks.
 
     In a folder that all hosts share it holds between hosts. The kernel releases it when its holder dies.
     """
@@ -371,7 +371,7 @@ def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
 
 
 def read(path: pathlib.Path) -> np.ndarray:
-    """Reads a file of codes, integers [K, T]. Raises ValueError."""
+    """Read a file of codes, integers [K, T]. Raises ValueError."""
     codes = np.array(files.array(path))
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
@@ -379,7 +379,7 @@ def read(path: pathlib.Path) -> np.ndarray:
 
 
 def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
+    """Read codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
 
     An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url (string) and codes
     (a list of K lists of T integers). Raises DataError.

@@ -15,7 +15,7 @@ FRAME_RATE = 25
 
 
 def tokenizer(path: str | os.PathLike[str]) -> None:
-    """Writes a tokenizer.json of 256 bytes and the special tokens. Needs the package tokenizers."""
+    """Write a tokenizer.json of 256 bytes and the special tokens. Needs the package tokenizers."""
     import tokenizers
 
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -80,7 +80,7 @@ def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.P
 
 
 def make(folder: pathlib.Path) -> None:
-    """Writes the film into an empty folder."""
+    """Write the film into an empty folder."""
     (folder / "fmri").mkdir()
     rng = np.random.default_rng(2026)
     n_frames = round(VOLUMES * TR * FPS)
@@ -101,7 +101,7 @@ def make(folder: pathlib.Path) -> None:
 
 
 def make_blank(folder: pathlib.Path, *, viewers: int, volumes: int, voxels: int) -> None:
-    """Writes arrays of Sherlock's shapes, all zeros.
+    """Write arrays of Sherlock's shapes, all zeros.
 
     160 × 90 pixels at 25 frames/s, 8 codebooks at 75 a second, 3 × 1024 values of text every 1.5 s.
     """
@@ -132,7 +132,7 @@ def _write_zeros(
     viewers: int,
     voxels: int,
 ) -> None:
-    """Writes ``streams``, name -> (shape, dtype), and fMRI into an empty folder: sparse files, which take no space."""
+    """Write ``streams``, name -> (shape, dtype), and fMRI into an empty folder: sparse files, which take no space."""
     (folder / "fmri").mkdir()
     names = [f"viewer-{i + 1}" for i in range(viewers)]
     measured = {f"fmri/{name}": ((streams["text"][0][0], voxels), "<f2") for name in names}

@@ -58,7 +58,7 @@ class Film(NamedTuple):
         return len(self.text)
 
     def release(self) -> None:
-        """Gives the mapped pages back, so that a process holds a batch and not the film."""
+        """Give the mapped pages back, so that a process holds a batch and not the film."""
         for array in (self.video, self.audio, self.text, *self.fmri):
             base: Any = array.base
             if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system

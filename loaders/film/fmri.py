@@ -13,7 +13,7 @@ from loaders.io.files import DataError
 
 
 def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) -> tuple[float, int, list[str]]:
-    """Reads the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
+    """Read the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
     given: Any = "--tr"
     shapes, names = {}, [path.name.removesuffix(".gz").removesuffix(".nii") for path in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):

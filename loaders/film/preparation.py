@@ -12,7 +12,7 @@ from loaders.io.files import DataError
 
 
 def prepare(args: argparse.Namespace) -> str:
-    """Makes the folder. Returns a line about it. Raises DataError."""
+    """Make the folder. Return a line about it. Raises DataError."""
     args.out = args.out.resolve()
     paths = [args.video, *args.fmri, args.mask, args.codes, args.audio, args.embeddings, args.annotations]
     if missing := [str(p) for p in paths if p and not p.is_file()]:

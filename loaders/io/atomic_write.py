@@ -32,7 +32,7 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
-    """Writes a .npy file. Raises OSError with its name.
+    """Write a .npy file. Raises OSError with its name.
 
     Given a file of the system, numpy.save would write through C's buffer, and not see that its last part was never written.
     """
@@ -48,7 +48,7 @@ class _Plain:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file. Raises OSError with its name."""
+    """Write a text file. Raises OSError with its name."""
     with file(path) as opened:
         opened.write(text.encode())
 
@@ -72,7 +72,7 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Gives errors of a full disk ``path`` as the file that could not be written."""
+    """Give errors of a full disk ``path`` as the file that could not be written."""
     try:
         yield
     except Exception as error:

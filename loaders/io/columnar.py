@@ -14,7 +14,7 @@ from loaders.io import files
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
-    """Reads a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
+    """Read a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
 
     Raises DataError: there is no such column, or the shard is broken.
     """
@@ -44,7 +44,7 @@ def _refusing(path: pathlib.Path) -> Iterator[None]:
 
 
 def require(path: pathlib.Path, *names: str) -> None:
-    """Raises DataError for the first of ``names`` that is no column of a shard, with the columns of class labels it has."""
+    """Raise DataError for the first of ``names`` that is no column of a shard, with the columns of class labels it has."""
     with _refusing(path):
         schema, _ = _open(path)
         for name in names:

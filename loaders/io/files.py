@@ -92,7 +92,7 @@ def as_found(found: pathlib.Path, kind: type) -> Any:
 
 @contextlib.contextmanager
 def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a regular file to read. Raises FileError for everything else, without waiting for it.
+    """Open a regular file to read. Raises FileError for everything else, without waiting for it.
 
     Args:
       path: on this machine, or an `etils.epath.Path` in an object store, which has no other files.
@@ -238,7 +238,7 @@ def _lexical(path: pathlib.Path) -> pathlib.Path:
 
 
 def array(path: os.PathLike[str]) -> "np.ndarray":
-    """Maps an array of a regular .npy file, whose header must fit the file's size. Raises FileError."""
+    """Map an array of a regular .npy file, whose header must fit the file's size. Raises FileError."""
     import numpy as np
 
     with regular(path) as file:

@@ -39,7 +39,7 @@ def cache_folder(*parts: str) -> pathlib.Path:
 
 
 def trim(folder: pathlib.Path, limit: int) -> None:
-    """Removes the files of a folder of the cache that were used longest ago (by their times), down to ``limit`` bytes."""
+    """Remove the files of a folder of the cache that were used longest ago (by their times), down to ``limit`` bytes."""
     used = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has removed it

@@ -39,7 +39,7 @@ class Records:
             start = end
 
     def write(self, record: bytes) -> None:
-        """Adds one. Raises OSError."""
+        """Add one. Raises OSError."""
         _write(self._partial, record)
         self._end += len(record)
         _write(self._ends, np.array(self._end, "<i8").tobytes())  # after the record, so that its count holds

@@ -178,7 +178,7 @@ class Boards(Loader):
         boards: np.ndarray,
         answers: np.ndarray,
     ) -> None:
-        """Writes puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
+        """Write puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
         puzzles, cells = self._puzzles[k], boards.shape[1]
         batch["inputs"][at, :cells] = boards
         batch["labels"][at, :cells] = np.where(answers == 0, IGNORED, answers.astype(np.int32))
@@ -418,7 +418,7 @@ def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
 
 
 def generate(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Generates both splits of a source: no board twice, and no solution in both splits. Raises DataError."""
+    """Generate both splits of a source: no board twice, and no solution in both splits. Raises DataError."""
     sizes = {"train": source.n_train, "test": source.n_test}
     chosen: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
     seen: set[bytes] = set()
@@ -453,7 +453,7 @@ def generate(source: Source, seed: int) -> dict[str, Puzzles]:
 
 
 def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Generates puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
+    """Generate puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
     if source.kind == "maze":
         mazes = [make_maze(source.side, seed, i) for i in range(start, start + n)]
         boards, answers = (np.stack([m[i].reshape(-1) for m in mazes]) for i in range(2))
@@ -466,7 +466,7 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
 
 
 def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
+    """Generate maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
 
     A random spanning tree over every second cell (depth first), so that exactly one path joins two cells. Start and goal are
     the two ends of a longest path.

@@ -112,7 +112,7 @@ class Stream(Protocol):
         """Rows of the first pass."""
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
-        """Writes the rows ``number`` of this source into the places ``at`` of a batch, both int64 [k]."""
+        """Write the rows ``number`` of this source into the places ``at`` of a batch, both int64 [k]."""
 
 
 class Packed(Stream):

@@ -222,7 +222,7 @@ def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.
 
 
 def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: bool) -> np.ndarray:
-    """Maps ``n`` numbers, which must be all of a file. Raises DataError."""
+    """Map ``n`` numbers, which must be all of a file. Raises DataError."""
     path = files.inside(folder, name, links=links, remedy=files.LINKS)
     with files.regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -239,7 +239,7 @@ def lengths(folder: pathlib.Path) -> np.ndarray:
 def write_shard(
     folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any
 ) -> dict[str, Any]:
-    """Writes one shard and returns its entry for tokens.json. ``sizes``: bytes of text of each document."""
+    """Write one shard and return its entry for tokens.json. ``sizes``: bytes of text of each document."""
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])
     index[1:, 1] = np.cumsum(sizes)
@@ -261,7 +261,7 @@ def write_shard(
 def write_about(
     folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict[str, Any]]
 ) -> None:
-    """Writes tokens.json, after which the folder is complete."""
+    """Write tokens.json, after which the folder is complete."""
     about = {
         "format": FORMAT,
         "dtype": str(token_dtype(vocab)),

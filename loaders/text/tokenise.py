@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
-    """Writes the folder ``out`` by ``workers`` processes, without up to ``skip`` rows that hold no text. Raises TokensError."""
+    """Write the folder ``out`` by ``workers`` processes, without up to ``skip`` rows that hold no text. Raises TokensError."""
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
     files = _files(inputs)
@@ -246,7 +246,7 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
 
 
 def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
-    """Writes one shard, then its entry."""
+    """Write one shard, then its entry."""
     out, number, part, options = job
     vocab, eos, encode = _tokenizer(options)
     bad, documents, sizes = [], [], []
@@ -271,7 +271,7 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
 
 
 def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
-    """Returns (vocabulary, id of the end of a document, texts -> lists of ids). Raises TokensError."""
+    """Return (vocabulary, id of the end of a document, texts -> lists of ids). Raises TokensError."""
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
@@ -304,7 +304,7 @@ def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def _digest(files: Sequence[pathlib.Path], options: Options) -> str:
-    """Identifies the inputs and options that an unfinished folder was begun with."""
+    """Identify the inputs and options that an unfinished folder was begun with."""
     content = hashlib.sha256(pathlib.Path(options.tokenizer).read_bytes()).hexdigest() if options.tokenizer != "bytes" else ""
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([facts, [*options], content, PART]).encode()).hexdigest()

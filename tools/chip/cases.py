@@ -68,7 +68,7 @@ class Case(NamedTuple):
     unit: str  # of what is counted a second: rows, or tokens where the task has them
 
     def config(self, data: Data, choice: Overrides, more: Overrides | None = None) -> config_lib.Config:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         sizes = self.small if data.small else choice
         chosen = {**self.common(data), **sizes, **(more or {}), "workdir": str(data.folder / "runs")}
         return config_lib.load(f"{ROOT}/{self.source(data)}", chosen.items())
@@ -188,7 +188,7 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
-    """Raises LayoutError and OptimError."""
+    """Raise LayoutError and OptimError."""
     assembly = plan_lib.assemble(config, on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     return Chosen(assembly, plan_lib.bound(assembly, traced, plan_lib.parse_target("")), choice)
@@ -243,7 +243,7 @@ class Steps:
         self.state = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(a.config.seed))
 
     def __call__(self, batch: Batch | None = None) -> step_lib.Metrics:
-        """Starts a step, and waits for no device."""
+        """Start a step, and wait for no device."""
         self.state, out = self.program(self.state, self.batch if batch is None else batch, self._go_on)
         return out
 

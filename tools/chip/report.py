@@ -189,7 +189,7 @@ def expected() -> Iterator[tuple[str, str | None]]:
 
 
 def write_readme(source: pathlib.Path, readme: pathlib.Path) -> int:
-    """Replaces what is between the marks. 2 with a message where that cannot be."""
+    """Replace what is between the marks. 2 with a message where that cannot be."""
     try:
         found = json.loads(source.read_text())
         before, _, rest = readme.read_text().partition(BEGIN)

@@ -18,7 +18,7 @@ FIRST = re.compile(r"([\d.]+) s from the command to the first step: (.*)")
 
 
 def measure(data: cases.Data, cache: pathlib.Path, *, quick: bool) -> dict[str, Any]:
-    """Raises RuntimeError with the end of a run's log."""
+    """Raise RuntimeError with the end of a run's log."""
     steps = 6 if data.small else 40 if quick else 100
     case = next(case for case in cases.CASES if case.name == ("vit-s" if data.small or quick else "vit-b"))
     sizes = case.small if data.small else {"train.batch": "256"}

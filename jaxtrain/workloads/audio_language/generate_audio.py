@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
-    """Reads the model of a run, a step or an export, with the tokenizer and the codec that it was trained with, or others.
+    """Read the model of a run, a step or an export, with the tokenizer and the codec that it was trained with, or others.
 
     Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
     """
@@ -74,7 +74,7 @@ def speak(
     text_first: bool = False,
     batch: int = 16,
 ) -> list[Answer]:
-    """Generates an answer to each prompt, ``batch`` at a time: its text and recordings."""
+    """Generate an answer to each prompt, ``batch`` at a time: its text and recordings."""
     c, tools = speaker.model, speaker.tools
     rows = []
     for prompt in prompts:

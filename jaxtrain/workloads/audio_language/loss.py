@@ -73,7 +73,7 @@ def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dic
 
 
 def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
-    """Adds the loss over a whole split, whose labels no batch's scale counts."""
+    """Add the loss over a whole split, whose labels no batch's scale counts."""
     audio = [record[f"audio_{k}"] for k in range(c.codebooks) if not math.isnan(record[f"audio_{k}"])]
     parts = {"text": record["text"], "audio": sum(audio) / len(audio) if audio else math.nan}
     return {**record, **parts, "loss": sum(x for x in parts.values() if not math.isnan(x))}

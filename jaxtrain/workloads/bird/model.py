@@ -42,7 +42,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def with_objectives(cls: type) -> type:
-    """Declares a field for the section of each objective, so that config and command line know them all."""
+    """Declare a field for the section of each objective, so that config and command line know them all."""
     for name, objective in OBJECTIVES.items():
         cls.__annotations__[name] = objective.section
         setattr(cls, name, field(default_factory=objective.section))

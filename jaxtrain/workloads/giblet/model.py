@@ -254,7 +254,7 @@ def entry(x: Array) -> Array:
 def forward(
     c: Config, params: PyTree, running: PyTree, inputs: Mapping[str, Array], shard: Shard, draws: Draws | None = None
 ) -> tuple[Outputs, PyTree]:
-    """Outputs, and the new running statistics.
+    """Output, and the new running statistics.
 
     Args:
       inputs: "video", "audio", "text", [B, values] each, as the loader gives them.

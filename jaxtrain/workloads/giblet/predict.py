@@ -36,7 +36,7 @@ class Predictor(NamedTuple):
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
-    """Reads a run of jaxtrain.workloads.giblet, for the film in a folder of `jaxtrain prepare-giblet`.
+    """Read a run of jaxtrain.workloads.giblet, for the film in a folder of `jaxtrain prepare-giblet`.
 
     Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than the model's.
     """
@@ -133,7 +133,7 @@ class Report(NamedTuple):
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
-    """Writes ``out``, float32 [x, y, z, volumes], volume by volume, behind those of an earlier attempt (`loaders.io.records`).
+    """Write ``out``, float32 [x, y, z, volumes], volume by volume, behind those of an earlier attempt (`loaders.io.records`).
 
     Raises DataError, OSError.
     """
@@ -174,7 +174,7 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
 
 
 def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:
-    """Writes a value for each voxel, float32 [x, y, z]. Raises OSError."""
+    """Write a value for each voxel, float32 [x, y, z]. Raises OSError."""
     import nibabel
 
     content = nibabel.Nifti1Image(brain.volume(values.astype(np.float32)), brain.affine).to_bytes()

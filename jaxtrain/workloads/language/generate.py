@@ -42,7 +42,7 @@ class Continuation(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "") -> Writer:
-    """Reads a run of jaxtrain.workloads.language, with the tokenizer that it was trained with, or another.
+    """Read a run of jaxtrain.workloads.language, with the tokenizer that it was trained with, or another.
 
     Raises StoredError, WarmStartError; DataError: the tokenizer cannot be read.
     """

@@ -85,7 +85,7 @@ def measure(
 
 
 def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
-    """Adds exp(nats per token), and bits for each byte of the text behind the tokens."""
+    """Add exp(nats per token), and bits for each byte of the text behind the tokens."""
     complete = dict(record)
     for name in [name for name in record if name.startswith("cross_entropy")]:
         suffix = name.removeprefix("cross_entropy")

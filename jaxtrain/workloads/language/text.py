@@ -17,7 +17,7 @@ class Codec(NamedTuple):
 
 
 def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None) -> Codec:
-    """Makes a codec from a model's settings of these names. Raises CodecError."""
+    """Make a codec from a model's settings of these names. Raises CodecError."""
     if tokenizer and tokenizer != "bytes":
         return _of_file(tokenizer)
     if symbols:

@@ -55,7 +55,7 @@ class Solved(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
-    """Reads a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
+    """Read a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)

@@ -77,7 +77,7 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Counts a mistake, in one line: names of files may hold anything. Returns whether its row is kept."""
+        """Count a mistake, in one line: names of files may hold anything. Return whether its row is kept."""
         self.counts[kind] += 1
         self.lines.append((kind, re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)))
         return self._policy[kind] == KEEP
@@ -100,7 +100,7 @@ class Mistakes:
         return out
 
     def refuse(self) -> None:
-        """Raises IndexMistakes if a refused kind was met."""
+        """Raise IndexMistakes if a refused kind was met."""
         refused = [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
         if refused:
             n = sum(self.counts[kind] for kind in refused)

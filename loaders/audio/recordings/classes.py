@@ -20,7 +20,7 @@ class Classes(NamedTuple):
 
 
 def read(path: str) -> Classes:
-    """Reads a file of a class a line: its name, then any synonyms, separated as a table's columns are.
+    """Read a file of a class a line: its name, then any synonyms, separated as a table's columns are.
 
     Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
     """

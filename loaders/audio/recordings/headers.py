@@ -88,7 +88,7 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
 
 
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
-    """Groups of recordings with the same bytes, each by name. Only candidates of one size and a few equal bytes are read."""
+    """Group of recordings with the same bytes, each by name. Only candidates of one size and a few equal bytes are read."""
     candidates: dict[tuple[int, str], list[str]] = defaultdict(list)
     for path, header in headers.items():
         candidates[header.size, header.digest].append(path)

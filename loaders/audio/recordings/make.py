@@ -44,7 +44,7 @@ def make(
     note: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Reads sources, checks them and writes the index ``out``. Returns its index.json, and "n_read", headers read.
+    """Read sources, check them and write the index ``out``. Return its index.json, and "n_read", headers read.
 
     Args:
       root: the folder that names in the index are relative to; empty = that of --audio, a folder that is the only source, or
@@ -123,7 +123,7 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
 
 
 def _check(options: Options) -> None:
-    """Raises DataError for numbers that make no sense."""
+    """Raise DataError for numbers that make no sense."""
     for name, flag in (("windows", "--windows"), ("hop", "--hop"), ("min_overlap", "--min-overlap")):
         value = getattr(options, name)
         if not 0 <= value < float("inf"):

@@ -136,7 +136,7 @@ def plan(
     splitter: Splitter,
     mistakes: Mistakes,
 ) -> Plan:
-    """Checks annotations, and decides classes and splits. Mistakes are counted, and dropped rows are left out.
+    """Check annotations, and decides classes and splits. Mistakes are counted, and dropped rows are left out.
 
     Raises DataError: recordings whose decisive value for the split is unknown.
     """

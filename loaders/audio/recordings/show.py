@@ -61,7 +61,7 @@ def report(folder: pathlib.Path) -> list[str]:
 
 
 def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
-    """Counts the rows of the shards of a split, a row group at a time. Raises DataError."""
+    """Count the rows of the shards of a split, a row group at a time. Raises DataError."""
     rows = without = 0
     classes, lengths = np.zeros(n_classes, np.int64), np.zeros(len(LENGTHS) + 1, np.int64)
     pairs: Counter[tuple[int, int]] = Counter()
@@ -93,7 +93,7 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
 
 
 def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Writes pictures of an index: for each split, its classes' counts, and spectrograms of rows spread over it.
+    """Write pictures of an index: for each split, its classes' counts, and spectrograms of rows spread over it.
 
     Raises DataError: a recording that cannot be read.
     """

@@ -189,7 +189,7 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
 
 
 def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
-    """Writes the shards of a split. Returns its rows, recordings and hours."""
+    """Write the shards of a split. Return its rows, recordings and hours."""
     kind = schema(plan.names)
     files: list[pathlib.Path] = []
     writer: pq.ParquetWriter | None = None

@@ -70,7 +70,7 @@ class Windows:
             k += 1
 
     def write(self, folder: pathlib.Path) -> None:
-        """Writes the index that the loader reads them by, into a folder that is new or empty."""
+        """Write the index that the loader reads them by, into a folder that is new or empty."""
         plan = rows.Plan(
             names=[],
             events={self._path(each): [Annotation(self._path(each))] for each in self.recordings},

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Writes the codes of ``args.manifest``. Returns the exit code. Raises DataError."""
+    """Write the codes of ``args.manifest``. Return the exit code. Raises DataError."""
     began = time.perf_counter()
     config = chat_audio.Config(
         manifest=args.manifest, codec=args.codec, audio_root=args.audio_root, cache=args.cache, threads=args.threads,
@@ -56,7 +56,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def listen(args: argparse.Namespace) -> int:
-    """Writes ``args.listen`` as the codec reproduces it. Returns the exit code. Raises DataError and ValueError."""
+    """Write ``args.listen`` as the codec reproduces it. Return the exit code. Raises DataError and ValueError."""
     made = codec.open_codec(args.codec, codebooks=args.codebooks, size=args.codebook_size, frame_rate=codec.FRAME_RATE)
     if not isinstance(made, codec.Rvq):
         raise DataError(f"--codec is {args.codec!r}, which gives codes alone; --listen needs a codec.npz")

@@ -53,7 +53,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> str:
-    """Writes the codec. Returns a table of its errors. Raises DataError."""
+    """Write the codec. Return a table of its errors. Raises DataError."""
     began = time.perf_counter()
     clips = sources(args.sound)
     held = order.held_out(np.arange(len(clips)), args.test_share)
@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> str:
 
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
-    """Finds the recordings of files, folders and manifests, each once. Raises DataError without any."""
+    """Find the recordings of files, folders and manifests, each once. Raises DataError without any."""
     by_name: dict[str, codec.Source] = {}
     for text in paths:
         path = pathlib.Path(text).expanduser()

@@ -280,7 +280,7 @@ def _turned(graph: Graph, x_bhtk: str, turns: list[str], k: int) -> str:
 
 
 def _scores(graph: Graph, kind: str, head: Mapping[str, np.ndarray], features: str, softmax: bool) -> None:
-    """Adds the output "scores" [B, C]."""
+    """Add the output "scores" [B, C]."""
     x = features
     if kind == "probe":
         x = graph("LayerNormalization", x, head["scale"], head["bias"], epsilon=vit.EPS)
@@ -289,7 +289,7 @@ def _scores(graph: Graph, kind: str, head: Mapping[str, np.ndarray], features: s
 
 
 def _outside(onnx: Any, model: Any) -> dict[str, bytes]:
-    """Moves the arrays of a model into a file next to it: its name -> content."""
+    """Move the arrays of a model into a file next to it: its name -> content."""
     content = bytearray()
     for x in model.graph.initializer:
         if len(x.raw_data) < PAGE:

@@ -78,7 +78,7 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
-    """Reads config.json, of timm or with the same words side by side. Raises StoredError: it is damaged, or contradicts itself.
+    """Read config.json, of timm or with the same words side by side. Raises StoredError: it is damaged, or contradicts itself.
 
     Args:
       width: of a token, from which published models have their heads.

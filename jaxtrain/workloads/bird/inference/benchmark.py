@@ -189,7 +189,7 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
 
 
 def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str = "") -> None:
-    """Makes an index, or brings it up to date. Raises DataError."""
+    """Make an index, or brings it up to date. Raises DataError."""
     mistakes = Mistakes(["duplicate-content=keep", "leaking-recording=keep"])
     make.make(
         list(given), out, reading=sources.Options(audio=audio), options=rows.Options(), class_file=classes, root=audio,
@@ -246,7 +246,7 @@ def esc(
 
 
 def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict[str, int]:
-    """Writes out/table.csv, file and label of each clip. Returns the folds by file name."""
+    """Write out/table.csv, file and label of each clip. Return the folds by file name."""
     try:
         lines = list(csv.DictReader(io.StringIO(files.read_text(path, most=files.MOST_JSON))))
         chosen = [line for line in lines if not only_ten or line["esc10"].strip().lower() == "true"]
@@ -266,5 +266,5 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
 
 
 def write(result: Result, out: pathlib.Path) -> None:
-    """Writes results.json, whole."""
+    """Write results.json, whole."""
     atomic_write.write(out / "results.json", json.dumps(result.content, indent=2) + "\n")

@@ -261,7 +261,7 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 
 
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
-    """Writes a part, whole or not at all."""
+    """Write a part, whole or not at all."""
     rows = list(parts.windows.between(*parts.between(number)))
     recordings = parts.windows.recordings
     used = sorted({k for k, _, _ in rows})
@@ -282,7 +282,7 @@ def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
 
 
 def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    """Writes a file that other processes may write at the same time, with the same bytes. Raises OSError with its name."""
+    """Write a file that other processes may write at the same time, with the same bytes. Raises OSError with its name."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with atomic_write.naming(path):
         try:

@@ -128,7 +128,7 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
 
 
 def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
-    """Writes the tables from the scores, in place of earlier ones. Returns counts: detections, unreadable (windows), mistakes.
+    """Write the tables from the scores, in place of earlier ones. Return counts: detections, unreadable (windows), mistakes.
 
     Raises InferenceError: scores that cannot be read; OSError.
     """

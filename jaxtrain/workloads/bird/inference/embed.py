@@ -44,7 +44,7 @@ def embed(
     columns: Sequence[str] = (),
     batch: int = 64,
 ) -> dict[str, Any]:
-    """Writes the folder ``out``, or the rest of it. Returns the content of `PROGRESS`.
+    """Write the folder ``out``, or the rest of it. Return the content of `PROGRESS`.
 
     Raises InferenceError for a folder that was made of something else, DataError for the data.
     """
@@ -125,7 +125,7 @@ def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
 
 
 def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int) -> dict[str, np.memmap]:
-    """Opens the arrays, new ones under the names NAME.npy.partial, which they keep until they are whole.
+    """Open the arrays, new ones under the names NAME.npy.partial, which they keep until they are whole.
 
     Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS. Raises OSError when there is
     too little.
@@ -162,7 +162,7 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
 
 
 def _reserve(path: pathlib.Path) -> None:
-    """Makes the disk keep the space of a sparse file, if the system and the file system can."""
+    """Make the disk keep the space of a sparse file, if the system and the file system can."""
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             try:

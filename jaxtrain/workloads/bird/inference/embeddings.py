@@ -113,7 +113,7 @@ class Embeddings(NamedTuple):
 
 
 def read(folder: str | pathlib.Path) -> Embeddings:
-    """Opens a folder of `jaxtrain embed`. Raises InferenceError: it is none, or is not finished."""
+    """Open a folder of `jaxtrain embed`. Raises InferenceError: it is none, or is not finished."""
     folder = pathlib.Path(folder).expanduser()
     try:
         about = files.read_json(files.inside(folder, ABOUT))

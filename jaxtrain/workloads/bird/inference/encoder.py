@@ -70,7 +70,7 @@ class Model(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
-    """Reads the encoder of a run, a step or an export.
+    """Read the encoder of a run, a step or an export.
 
     Args:
       random: a seed, by which the run's encoder is initialised instead of read.

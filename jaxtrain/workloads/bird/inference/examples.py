@@ -100,7 +100,7 @@ def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, s
 
 
 def refuse_one_sided(given: Examples) -> None:
-    """Raises InferenceError unless every class has rows with it and rows without it."""
+    """Raise InferenceError unless every class has rows with it and rows without it."""
     for c, name in enumerate(given.names):
         if not (given.y[:, c] * given.known[:, c]).any():
             raise InferenceError(f"the class {name!r} has no example; add one, or leave the class out")

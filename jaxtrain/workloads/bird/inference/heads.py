@@ -121,7 +121,7 @@ def read(path: str | os.PathLike[str]) -> Head:
 def _check(
     path: pathlib.Path, kind: str, arrays: Mapping[str, np.ndarray], thresholds: np.ndarray | None, n_classes: int
 ) -> None:
-    """Raises InferenceError for arrays that do not fit together."""
+    """Raise InferenceError for arrays that do not fit together."""
     if set(arrays) != set(KINDS[kind]):
         raise InferenceError(
             f"{path} holds the arrays {', '.join(sorted(arrays))}; a head of kind {kind} has {', '.join(KINDS[kind])}"
@@ -140,7 +140,7 @@ def _check(
 
 
 def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str) -> None:
-    """Raises InferenceError unless a fitted head belongs to this encoder and front end."""
+    """Raise InferenceError unless a fitted head belongs to this encoder and front end."""
     have = (head.arrays["w"] if head.kind == "linear" else head.arrays["mean"]).shape[0]
     if have != width:
         raise InferenceError(

@@ -17,7 +17,7 @@ class Neighbours:
     """The embeddings of windows, in memory: float32 [windows that have any, D]."""
 
     def __init__(self, folders: Sequence[Embeddings], windows: Sequence[tuple[str, float, float]]):
-        """Finds for each window the row that holds most of it.
+        """Find for each window the row that holds most of it.
 
         Args:
           windows: absolute path of the recording, start and end [s].

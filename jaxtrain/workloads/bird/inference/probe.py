@@ -128,7 +128,7 @@ def evaluate(
     trials: int = 20,
     k: int = 20,
 ) -> dict[str, Any]:
-    """Evaluates one (train, test) pair, or one for each fold, whose test rows are then scored together.
+    """Evaluate one (train, test) pair, or one for each fold, whose test rows are then scored together.
 
     Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few shot" -> shots -> the same of
     accuracy, or cmAP of several classes, over draws of the examples.
@@ -260,7 +260,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
 
 
 def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) -> str:
-    """Writes results.json, results.md and the pictures. Returns the table."""
+    """Write results.json, results.md and the pictures. Return the table."""
     out = pathlib.Path(out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     text = table(results)

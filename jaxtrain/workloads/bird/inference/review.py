@@ -53,7 +53,7 @@ class Session:
     """The windows of a table in the order in which they are shown, and the answers so far. Safe for several threads."""
 
     def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
-        """Reads earlier answers from ``out``. Raises InferenceError.
+        """Read earlier answers from ``out``. Raises InferenceError.
 
         Args:
           neighbours: which windows sound most like each; None: the page does not show them.
@@ -114,7 +114,7 @@ class Session:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
-        """Notes an answer, in the place of an earlier one, and writes the table. Raises InferenceError, IndexError, OSError."""
+        """Note an answer, in the place of an earlier one, and write the table. Raises InferenceError, IndexError, OSError."""
         if answer not in ANSWERS:
             raise InferenceError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
         label = " ".join(label.split())

@@ -190,7 +190,7 @@ class Encoder:
     """Embeds clips as a folder was embedded, by its run."""
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
-        """Raises StoredError, ConfigError, and InferenceError: it is not the encoder of the folder."""
+        """Raise StoredError, ConfigError, and InferenceError: it is not the encoder of the folder."""
         self._model, self._kind = encoder.load(run), kind
         if folder.encoder != self._model.digest:
             raise InferenceError(

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(args: argparse.Namespace) -> int:
-    """Writes the folder. Returns the exit code. Raises DataError."""
+    """Write the folder. Return the exit code. Raises DataError."""
     source = sudoku.Source(kind=args.kind, n_train=args.train, n_test=args.test, blanks=tuple(args.blanks), side=args.side)
     for where, text in sudoku.Config((source,)).problems():
         raise DataError(f"--{where.rpartition('.')[2].removeprefix('n_')} {text}")
