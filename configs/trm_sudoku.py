@@ -14,7 +14,7 @@ row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last one, which is dif
 for 2 + 3 cycles. At 40 % of the peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it
 needs half of the 40 GB of one H100.
 
-`python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores; docs/performance.md has the results.
+`python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores (docs/results/cpu-steps.md).
 """
 
 import os

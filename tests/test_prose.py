@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Files and folders that are clean. Add one when `python -m tests.test_prose IT` ends its first line with "clean".
-CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "jaxtrain", "loaders")
+CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "jaxtrain", "loaders", "tools")
 LEFT_OUT = {"docs/reference.md", "docs/results/cpu-steps.md"}  # made of comments of dataclasses; lab notes, not rewritten yet
 
 # The limits are the upper end of what nanodo, seqax, big_vision, equinox and kauldron have.

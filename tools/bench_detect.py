@@ -4,8 +4,8 @@
 
 Writes recordings of noise (tools.bench_windows) once, then runs, in turns, the loader over all windows, the encoder and head
 over as many batches, and the command's scoring with its files. Prints windows/s, hours of recording an hour ("× real time"),
-and what detect reaches of the slower part, and of both parts in turn, which is the limit where they share all cores. The peak
-of memory is printed after each round: one that stays says that length costs none.
+and detect's share of the slower part, and of both parts in turn, which is the limit if they share all cores. The peak
+of memory is printed after each round: a constant one means that length costs none.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""`jaxtrain embed` compared with its parts: a loader without an encoder, an encoder without a loader; recordings/s, in turns.
+"""`jaxtrain embed` compared with its parts: a loader without an encoder, an encoder without a loader, in turns.
 
     NPROC=1 python -m tools.bench_embed RUN --data '/path/to/esc10/*/*.arrow' --threads 1
 
-Each part makes one pass in a round, with empty queues and a compiled program; medians, and of ratios those within a round.
-Where loader and encoder have cores of their own (as in the command, of one thread each on two cores) or a device, embedding can
-be as fast as the slower of them, "slower". Where they share all cores it can be as fast as both parts' times in turn, "turns".
+Each part makes one pass in a round, with empty queues and a compiled program. Times are medians, and ratios medians of
+those within a round. If loader and encoder have cores of their own (as in the command, of one thread each on two cores)
+or a device, embedding can be as fast as the slower of them, "slower". If they share all cores it can be as fast as both
+parts' times in turn, "turns".
 
-Seen on two free cores, one thread each: with the encoder of configs/esc10_folds.py (2.5 s, 128 wide) loader 227, encoder
-1,045, embedding 238, 1.10 of "slower"; with that of its supervised_long (5 s, 192 wide) loader 146, encoder 218, embedding 120,
-0.76 of "slower" and 1.26 of "turns". On cores that other work kept busy (load 10): 237, 930 and 184, 0.95 of "turns".
+Seen on two free cores, one thread each, with the encoder of configs/esc10_folds.py (2.5 s, 128 wide): loader 227,
+encoder 1,045, embedding 238, 1.10 of "slower". And with that of its supervised_long (5 s, 192 wide): loader 146,
+encoder 218, embedding 120, 0.76 of "slower" and 1.26 of "turns". On cores that other work kept busy (load 10): 237, 930
+and 184, 0.95 of "turns".
 """
 
 import argparse

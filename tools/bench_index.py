@@ -1,8 +1,8 @@
-"""What an index costs: python -m tools.bench_index [--rows=10000000] [--recordings=100000] [--files=2000]
+"""The cost of an index: python -m tools.bench_index [--rows=10000000] [--recordings=100000] [--files=2000]
 
 First `jaxtrain index` over a folder of short WAVs: recordings a second whose headers are read, and those of a second run.
 Then an index of many rows, written as `jaxtrain index` writes them: opened without a cache, by the run that writes it, and
-from it, each in a process of its own. Times are of the CPU (user and system), memory is what a process holds more than before.
+from it, each in a process of its own. Times are of the CPU (user and system), memory is the growth of a process.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def headers(folder: pathlib.Path, n: int) -> None:
 
 
 def opening(folder: pathlib.Path, n: int, n_recordings: int) -> None:
-    """Print what it takes to open an index of ``n`` rows."""
+    """Print the cost of opening an index of ``n`` rows."""
     kind = store.schema([f"class {k}" for k in range(100)])
     paths: list[pathlib.Path] = []
     for first in range(0, n, store.SHARD_ROWS):

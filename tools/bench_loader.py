@@ -4,19 +4,19 @@
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5 --json loader.json
 
 A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi log-mel, normalised. All
-make the same crops of the same recordings in the same order: those that our loader draws. The peers are given each crop's
+make the same crops of the same recordings in the same order, drawn by our loader. The peers are given each crop's
 start, which ours has to find.
 
-    whole         soundfile reads all of the recording, soxr resamples all, then the crop; kaldi-native-fbank
-    datasets      a Hugging Face datasets Audio column, which decodes and resamples all; torchaudio's Kaldi fbank
+    whole         soundfile reads all of the recording, soxr resamples all, then the crop, then kaldi-native-fbank
+    datasets      a Hugging Face datasets Audio column, which decodes and resamples all, and torchaudio's Kaldi fbank
     librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not Kaldi's
     torch         a torch DataLoader: soundfile seeks, torchaudio resamples and makes the fbank
     seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy could be made
     seek-malloc   the same, with glibc set to keep freed memory, which saves its page faults
 
-How it is measured. One process for each peer, pinned to one core, its libraries held to one thread; for two threads two such
+How it is measured. One process for each peer, pinned to one core, its libraries held to one thread. For two threads two such
 processes, whose rates are added (ours and the DataLoader are one process on two cores). They take turns, one pass over the
-recordings each, for some rounds, so that a machine whose speed drifts is as slow for all; each rate is the median of its
+recordings each, for some rounds, so that a drift of the machine's speed meets all. Each rate is the median of its
 rounds, each ratio the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with empty
 queues. Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
 
@@ -133,7 +133,7 @@ def recordings(shard: pathlib.Path) -> list[memoryview]:
 
 
 def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
-    """The crops of an epoch, in order: what `loaders.audio.spectrogram` makes with seed SEED."""
+    """The crops of an epoch, in the order of `loaders.audio.spectrogram` with seed SEED."""
     data = recordings(shard)
     drawn = []
     for row in order.permutation(SEED, epoch, len(data), np.arange(len(data))):
@@ -288,7 +288,7 @@ class TorchCrops:
 
 
 class Torch:
-    """With one thread the DataLoader works in its own process; with more it has as many workers, which stay."""
+    """With one thread the DataLoader works in its own process. With more it has as many workers, which stay."""
 
     def __init__(self, shard: pathlib.Path, threads: int):
         import torch
@@ -362,7 +362,7 @@ class Ours:
         self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
 
     def run(self, epoch: int, n: int) -> tuple[list[np.ndarray], float]:
-        """The first ``n`` samples of an epoch. Seeking throws away what was made ahead: the clock sees all work."""
+        """The first ``n`` samples of an epoch. Seeking throws away batches made ahead: the clock sees all work."""
         begin = time.perf_counter()
         self.loader.seek(epoch * self.n_batches)
         out = [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]

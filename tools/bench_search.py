@@ -1,7 +1,7 @@
-"""What a search costs: python -m tools.bench_search [--rows=1000000] [--width=384] [--queries=10]
+"""The cost of a search: python -m tools.bench_search [--rows=1000000] [--width=384] [--queries=10]
 
-Writes embeddings of windows that lie about as many calls as a hundredth of the rows, then asks `jaxtrain search` for the 20
-nearest of some rows: by comparing every row, and, where usearch is installed, by its index, which is made first. Prints wall
+Writes embeddings of windows around as many calls as a hundredth of the rows. Then it asks `jaxtrain search` for the 20
+nearest of some rows: by comparing every row, and, if usearch is installed, by its index, which is made first. Prints wall
 and CPU time, and the share of the exact answers that the index finds.
 """
 
@@ -37,11 +37,11 @@ def write(folder: pathlib.Path, rows: int, width: int) -> embeddings.Embeddings:
     return embeddings.read(folder)
 
 
-def timed(what: str, action: Callable[[], Any]) -> Any:
-    """Call ``action``, and print what it took."""
+def timed(label: str, action: Callable[[], Any]) -> Any:
+    """Call ``action``, and print its time."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
-    print(f"{what:32} {time.perf_counter() - wall:9.3f} s   {time.process_time() - cpu:9.3f} s of CPU", flush=True)
+    print(f"{label:32} {time.perf_counter() - wall:9.3f} s   {time.process_time() - cpu:9.3f} s of CPU", flush=True)
     return result
 
 

@@ -5,16 +5,17 @@
     python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
     python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6]
     python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8]
-    python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/performance.md; each row in its own process
-    python -m tools.bench_train --model=bird --kernels                  # what the time of a step goes to, on both sides
+    python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/results/cpu-steps.md, by row
+    python -m tools.bench_train --model=bird --kernels                  # the time of a step by part, on both sides
 
-The small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the film demo, the
-recursive model, or adapters on a small audio language model next to peft (rows of --context text tokens and as many times of
-sound): forward, backward, gradient clipping, the update. Weights and rows are the same on both sides (not with peft), and the
-losses of 20 steps are compared first; losses that differ end the command with 1.
+A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the
+film demo, the recursive model, or adapters on a small audio language model. The latter runs next to peft, in rows of
+--context text tokens and as many times of sound. A step is forward, backward, gradient clipping and the update. Weights and rows are the
+same on both sides (not with peft), and the losses of 20 steps are compared first. If they differ, the command exits
+with 1.
 
-Steps alternate, ours and theirs, so that what else the machine does meets all; the medians are compared. torch.compile takes
-the forward pass with the loss (of TRM the net), and so its gradients; where it cannot (it needs a C++ compiler), a line says
+Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are compared. `torch.compile` takes
+the forward pass with the loss (of TRM the net), and so its gradients. If it cannot (it needs a C++ compiler), a line says
 so. PyTorch comes with the extra `bench`.
 """
 
@@ -95,7 +96,7 @@ def ratios(ours: Times, theirs: Times) -> tuple[float, float, tuple[float, float
 
 
 def row(label: str, times: Mapping[str, Times], flops: float, product: float, load: float) -> str:
-    """A row of the table: ours, eager and, where it could be compiled, torch.compile."""
+    """A row of the table: ours, eager and, if it could be compiled, torch.compile."""
     ours, eager, *compiled = times.values()
     median, shortest, (least, most), cpu = ratios(ours, eager)
     more = ratios(ours, compiled[0])[:2] if compiled else None
@@ -121,7 +122,7 @@ def product_rate() -> float:
 
 
 def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float, steps: int) -> bool:
-    """Whether the losses of the first ``steps`` of both are the same; prints how far they are apart, and those of 20 steps."""
+    """Whether the losses of the first ``steps`` of both are the same. Print their distance, also after 20 steps."""
     both = [(ours(), theirs()) for _ in range(SAME)]
     each = [abs(a / b - 1) for a, b in both]
     first = max(each[:steps])
@@ -131,7 +132,7 @@ def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float,
 
 
 def compiled_or_why(make: Callable[[], Callable[[], float]]) -> Callable[[], float] | None:
-    """The step once it has been compiled; None, and a line that says why, where it cannot be."""
+    """The compiled step, or None and a line with the reason."""
     try:
         step = make()
         step()
@@ -170,7 +171,7 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
 
 
 def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int = 5) -> None:
-    """Print what takes longest of a step, as each side's own profiler has it: ours by scope, PyTorch's by operator."""
+    """Print the longest parts of a step by each side's own profiler: ours by scope, PyTorch's by operator."""
     import jax
     import torch
 
@@ -201,15 +202,15 @@ def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int
 
 
 def table(names: Sequence[str], *options: str) -> int:
-    """Measures each row in a process of its own, and prints it as it comes; what else a row says goes to stderr."""
+    """Measure each row in a process of its own, and print it as it comes. Other output of a row goes to stderr."""
     print(HEAD, flush=True)
     failed = 0
     for name in names or ROWS:
         label, arguments = ROWS[name]
         command = [sys.executable, "-m", "tools.bench_train", *arguments, *options, f"--row={label}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        *said, last = done.stdout.splitlines() or [""]
-        print("\n".join([f"{name}:", *said, *([] if last.startswith("|") else [last])]), file=sys.stderr, flush=True)
+        *others, last = done.stdout.splitlines() or [""]
+        print("\n".join([f"{name}:", *others, *([] if last.startswith("|") else [last])]), file=sys.stderr, flush=True)
         if last.startswith("|"):
             print(last, flush=True)
         failed |= done.returncode

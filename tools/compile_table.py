@@ -2,14 +2,14 @@
 
     jaxtrain plan --setup gpu                                            # once
     python -m tools.compile_table                                                       # 8 H100s: data, fsdp, 2 × 2 × 2
-    python -m tools.compile_table --form docs                                           # the tables of docs/planning.md
+    python -m tools.compile_table --form docs                          # the tables of docs/results/compiled-steps.md
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth. The
 whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
-Nothing is tuned without a card, so no time of a row is a chip's. --form docs has a row for each step
-and a column for each mesh: bytes, and what overlaps.
+Nothing is tuned without a card, so no time of a row is a chip's. With --form docs there is a row for each step
+and a column for each mesh: bytes, and overlapped exchanges.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def axes(mesh: str, count: int) -> dict[str, str]:
 
 
 def write_data(folder: pathlib.Path) -> None:
-    """What configs name and no step depends on."""
+    """Write the files that configs name, on which no step depends."""
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
 
 
@@ -151,7 +151,7 @@ def rows(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
 
 
 def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
-    """For each target, bytes and what overlaps, with a row for each step and a column for each mesh."""
+    """For each target, bytes and overlapped exchanges, with a row for each step and a column for each mesh."""
     for target in args.targets:
         found = dict(answers(args, target, folder))
         for title, cell in ((f"{target}, GB of each device", _bytes), ("exchanges that overlap", _overlap)):
@@ -166,7 +166,7 @@ def _bytes(answer: worker.Answer) -> str:
 
 
 def _overlap(answer: worker.Answer) -> str:
-    """As "129 of 144 all-gather, …": those that begin early, of all."""
+    """As "129 of 144 all-gather, …": the early ones, of all."""
     step = answer.compiled
     if step is None or step.collectives is None:
         return ""

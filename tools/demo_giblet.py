@@ -4,10 +4,10 @@
 
 1. One process with 8 devices, the parameters split over all of them (data 1 × fsdp 8).
 2. Two processes with 4 devices each (data 2 × fsdp 4), asked to stop in the middle: they save and end.
-3. One process again, with data 2 × fsdp 2 × model 2, resumes from what the two have saved.
+3. One process again, with data 2 × fsdp 2 × model 2, resumes from the checkpoint of the two.
 
-Both runs end with an evaluation on the held-out part of the film: how well the fMRI of the moments that were never trained on
-is predicted (Pearson r of each moment across 2,000 voxels; no prediction can reach more than about 0.7), next to the r of
+Both runs end with an evaluation on the held-out part of the film: Pearson's r of the predicted fMRI of moments that were never
+trained on, across 2,000 voxels. No prediction can reach more than about 0.7. Next to it is the r of
 shuffled pairs. Exits with 1 when that is below 0.3, or the two curves are not one.
 """
 

@@ -213,7 +213,7 @@ class Classifier(NamedTuple):
 
 
 def features(mel: np.ndarray) -> np.ndarray:
-    """Of 40 ms and four bands together, 12 nats below the loudest and up: what a codec keeps.
+    """Of 40 ms and four bands together, 12 nats below the loudest and up, as a codec keeps.
 
     Otherwise its smoothness would be taken for a class; so as many held-out real recordings are known through codec and
     Griffin-Lim as without (78 and 79 % of ten classes).

@@ -1,9 +1,9 @@
-"""Draws what jaxtrain.workloads.bird.augment does to a recording.
+"""Draw the augmentations of jaxtrain.workloads.bird.augment.
 
 python -m tools.draw_augmentations [--out tools/augmentations.png]
 
-Each row is one augmentation alone, as it is drawn for the same recording in three epochs; below them all together. Partners of
-mixup and backgrounds are other recordings. Without --data it draws the built-in demo birds.
+Each row is one augmentation alone, as it is drawn for the same recording in three epochs. Below them are all together.
+Partners of mixup and backgrounds are other recordings. Without --data it draws the built-in demo birds.
 """
 
 import argparse

@@ -3,11 +3,11 @@
     python -m tools.esc10_folds /path/to/esc10 [--together] [--config.section.field=value …]
 
 For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other four folds (without their
-labels, except "supervised"); all 400 recordings are embedded, each as the mean over three views; classifiers are fitted to the
+labels, except "supervised"). All 400 recordings are embedded, each as the mean over three views. Classifiers are fitted to the
 frozen features of the four folds, and tested on the one that neither has seen. "random" is the same encoder as it is
 initialised, with another seed in each fold. Finished parts are not done again.
 
---objectives=supervised_long, by itself, is what labels alone reach with a wider encoder that hears each recording whole.
+--objectives=supervised_long, by itself, is the result of labels alone with a wider encoder that hears each recording whole.
 
 With --together, which takes a fifth of the time, objectives without labels are trained once, on all recordings: the
 classifiers still never see the fold that they are tested on, but the encoder has.
@@ -39,7 +39,7 @@ VIEWS = 3
 def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
     """Trains one run, unless it is finished. Returns the CPU seconds that it took.
 
-    Raises SystemExit where it was finished with other overrides.
+    Raises SystemExit if it was finished with other overrides.
     """
     workdir = out / f"{objective}_{fold}"
     noted = workdir / "finished.json"

@@ -1,14 +1,14 @@
-"""Coverage-guided fuzzing of what reads files from elsewhere: make fuzz, or
+"""Coverage-guided fuzzing of the readers of other people's files: make fuzz, or
 
     python -m tools.fuzz                            every target for 5 minutes of CPU time
     python -m tools.fuzz flac wav --minutes 30      these
     python -m tools.fuzz --keep                     and keep their corpora, minimised, in rust/fuzz/corpus
 
 It builds rust/fuzz on the stable toolchain, with the coverage that libFuzzer reads (RUSTC_BOOTSTRAP=1), and gives each target a
-corpus of small real files, made here by the encoders of the extra `dev`, besides what rust/fuzz/corpus has. Asserted of every
-input (rust/fuzz/fuzz_targets): no panic, but those of symphonia that the loader answers with an error, which are listed; no
-abort; samples that are finite; memory and CPU time within bounds that grow with its size. Prints a row for each target, and
-ends with 1 when one has found something; the input lies in the folder that it names, and belongs into a test of what it broke.
+corpus of small real files, made here by the encoders of the extra `dev`, besides those of rust/fuzz/corpus. The assertions for
+every input (rust/fuzz/fuzz_targets) are: no panic (symphonia's, which the loader turns into errors, are listed), no abort,
+finite samples, and memory and CPU time within bounds that grow with its size. Prints a row for each target, and
+exits with 1 if one has found something. The input is in the folder that it names, and belongs into a test.
 
 It needs cargo, a C++ compiler (libFuzzer is C++) and libfuzzer-sys, which cargo fetches.
 """
@@ -83,7 +83,7 @@ AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac",
 
 
 def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str, **options: str) -> bytes:
-    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``; ``options`` are the container's."""
+    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``. ``options`` are the container's."""
     import av
 
     file = io.BytesIO()
@@ -144,9 +144,9 @@ class Result(NamedTuple):
 
 
 def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: float) -> Result:
-    """Run a target until it has had ``seconds`` of CPU time, or found something.
+    """Run a target for ``seconds`` of CPU time, or until it finds something.
 
-    libFuzzer counts by the clock, which beside other programs is faster: it is started again for the seconds that are left.
+    libFuzzer counts by the clock, which is faster on a busy machine. So it is started again for the remaining seconds.
 
     Args:
       corpus: the folder of inputs, which it extends.

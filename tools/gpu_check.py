@@ -5,17 +5,17 @@
     python tools/gpu_check.py --only speed,profile --models language
     python tools/gpu_check.py --readme gpu_check.json                # docs/accelerator.md's table from a run's numbers
 
-    ceilings      products of matrices, copies in memory and from the host: what the chip itself does
+    ceilings      products of matrices, copies in memory and from the host: the chip's own limits
     correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
     speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
     feeding       from Arrow shards through the loader to the step: does the device wait for data?
-    state         what a save costs the run, a restore, the time from the command to the first step
-    profile       which operations a step spends its time in, and what would be the next thing to look at
+    state         the cost of a save, of a restore, the time from the command to the first step
+    profile       which operations a step spends its time in, and the next thing to look at
 
 "feeding" and "state" are of the bird model. It needs no network. Every part, and every model of "speed" and "profile", runs in
 a process of its own within a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
-table and writes all numbers to --out. It ends with code 1 when a check failed or a part could not run, and with 3 when the time
-was over before all had run. On a CPU it runs its small form, which shows that it all works and says nothing of speed.
+table and writes all numbers to --out. It exits with 1 if a check failed or a part could not run, and with 3 if the time
+was over before all parts ran. On a CPU it runs its small form, which shows that it all works and says nothing of speed.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is recomputed, and no gather of
 embeddings; "full" counts the places that a causal mask leaves out, "causal" does not. MFU is of the chip's datasheet (dense
@@ -54,7 +54,7 @@ CONVENTIONS = {
 
 
 class Unit(NamedTuple):
-    """What one process does."""
+    """The task of one process."""
 
     kind: str  # machine, ceilings, correctness, model, feeding or state
     case: str = ""  # of a model
@@ -110,7 +110,7 @@ def _names(allowed: Sequence[str]) -> Any:
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts, one process after the other, and gathers what they found."""
+    """Run the parts, one process after the other, and gather their results."""
     began = time.time()
     found: dict[str, Any] = {}
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
@@ -169,7 +169,7 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
 
 
 def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float) -> tuple[Any, str]:
-    """(what the process found, "") or (None, why it did not)."""
+    """(the process's result, "") or (None, the reason)."""
     out, log = folder / "result.json", folder / "log"
     out.unlink(missing_ok=True)
     command = [
@@ -220,9 +220,9 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
 
 
 def platforms() -> str:
-    """What JAX_PLATFORMS is to be; "" leaves the choice to JAX.
+    """The value for JAX_PLATFORMS, or "" to leave the choice to JAX.
 
-    The CPU is always needed. And libtpu, where there is no TPU, must not be loaded: its profiler can bring down the process
+    The CPU is always needed. And libtpu must not be loaded without a TPU: its profiler can bring down the process
     that takes a trace (libtpu 0.0.51 with jaxlib 0.10.2).
     """
     if asked := os.environ.get("JAX_PLATFORMS", ""):

@@ -1,8 +1,8 @@
-"""What an index of XCL's size costs: python -m tools.index_scale [FOLDER] [--rows=N] [--shards=N] [--gigabytes=N]
+"""The cost of an index of XCL's size: python -m tools.index_scale [FOLDER] [--rows=N] [--shards=N] [--gigabytes=N]
 
-Writes shards of the real layout, in which the audio is a hole that takes no space on disk, and prints the time and memory of
-indexing them without a cache, of the first run that writes it and of the next that reads it, each in a process of its own and,
-where it says cold, after the system has dropped the files from memory; then the time of a seek and of the first place of an
+Writes shards of the real layout, in which the audio is a hole that takes no space on disk. Prints the time and memory of
+indexing them without a cache, of the first run that writes it and of the next that reads it, each in its own process.
+Here "cold" is after the system has dropped the files from memory. Then it prints the time of a seek and of the first place of an
 epoch.
 """
 

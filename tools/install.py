@@ -1,7 +1,7 @@
-"""Installs packages for the Python that runs it, with pip's arguments: python tools/install.py FOLDER ARGUMENT…
+"""Install packages for the Python that runs it, with pip's arguments: python tools/install.py FOLDER ARGUMENT…
 
-uv does it, in seconds where pip takes more than a minute. It is fetched once and kept in FOLDER. Where it cannot be had, where
-it fails, and where pip has settings that uv does not share (other indexes, a proxy), pip does it.
+uv does it in seconds, and pip in more than a minute. uv is fetched once and kept in FOLDER. If it cannot be fetched,
+if it fails, or if pip has settings that uv does not share (other indexes, a proxy), pip does it.
 """
 
 import os
@@ -65,7 +65,7 @@ def fetch(folder: pathlib.Path) -> None:
 
 
 def shared(folder: pathlib.Path) -> list[str] | None:
-    """uv's arguments that say what pip's settings do; None where it has none for one of them."""
+    """uv's arguments for pip's settings, or None if it has none for one of them."""
     listed = subprocess.run(
         [str(folder / "bin" / "python"), "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     )
@@ -81,7 +81,7 @@ def shared(folder: pathlib.Path) -> list[str] | None:
 
 
 def environment() -> dict[str, str]:
-    """Certificates where pip finds them, and its patience."""
+    """pip's certificates, and its timeout."""
     here = dict(os.environ)
     if "PIP_CERT" in here:
         here.setdefault("SSL_CERT_FILE", here["PIP_CERT"])

@@ -1,9 +1,9 @@
-"""Pins what `make test` installs: python -m tools.lock writes requirements.lock, which make test LOCKED=1 installs instead.
+"""Pin the packages of `make test`: python -m tools.lock writes requirements.lock, which make test LOCKED=1 installs instead.
 
-Each line is one package with its version and the checksum of the file that pip takes for this machine; pip then installs these
-files and no others. So it is for one kind of machine: the first line says which. rust/Cargo.lock pins the crates in the same
-way, and LOCKED=1 builds with it. --keep leaves the versions of the lock that is there, and adds or drops what changed in
-pyproject.toml.
+Each line is one package with its version and the checksum of the file that pip takes for this machine. Then pip
+installs these files and no others. So it is for one kind of machine, named in the first line. Likewise rust/Cargo.lock
+pins the crates, and LOCKED=1 builds with it. With --keep the present versions stay, and only changed requirements of
+pyproject.toml are added or dropped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Prints what pip has to install for this checkout, a requirement a line: python tools/needs.py [EXTRA …].
+"""Print pip's requirements of this checkout, one a line: python tools/needs.py [EXTRA …].
 
 The package itself is not among them, so that `make` can build it meanwhile.
 """

@@ -1,14 +1,14 @@
 """One folder with all that tools/gpu_check.py needs on a machine without a network: python -m tools.pack_gpu_check --out FOLDER
 
     FOLDER/
-      run.sh              installs what is in wheels/ next to itself, once, and runs the check: run.sh --quick
+      run.sh              installs wheels/ once, and runs the check: run.sh --quick
       requirements.txt    the wheels, by name and version
       wheels/             this project's, for any Python from 3.11 on, and every package that the machine lacks
       configs/ tools/     from this checkout
 
-The machine has Python and the packages of --has, with a jaxlib for its accelerator; all that those need themselves, it has too.
-What else this project needs is found by pip's own resolver, for the machine's Python and platform, not for this one's. Nothing
-is installed over what the machine has. The folder has --limit MiB at most; one that would be larger is an error.
+The machine has Python and the packages of --has, with a jaxlib for its accelerator; and all of their requirements.
+pip's own resolver finds the other requirements of this project, for the machine's Python and platform, not for this one's.
+No package of the machine is replaced. The folder has --limit MiB at most; one that would be larger is an error.
 """
 
 import argparse
@@ -45,7 +45,7 @@ PYTHONPATH="$PWD/packages${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" tools/gpu_c
 
 
 class PackError(RuntimeError):
-    """What could not be packed, and why."""
+    """A package that could not be packed, and the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def build(wheels: pathlib.Path) -> str:
 
 
 def missing(own: pathlib.Path, has: Sequence[str], python: str) -> list[str]:
-    """name==version of what ``own`` needs and a machine with ``has`` lacks. Raises PackError when no versions go together."""
+    """name==version of ``own``'s requirements beyond ``has``. Raises PackError if no versions go together."""
     there = {name.lower() for name, _ in resolve(has, python)}
     needed = [*resolve([*has, str(own), *SMALLER], python), *resolve(ALONE, python, deps=False)]
     left_out = there | {own.name.partition("-")[0].lower()}

@@ -2,11 +2,11 @@
 
     python -m tools.proofs kills matrix     these parts, one after the other
     python -m tools.proofs                  all of them
-    python -m tools.proofs --list           the parts, and what each proves
+    python -m tools.proofs --list           the parts, and their claims
 
 A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in exactly one of them. It
-prints what its tests print, and their tables, then a row: passed, failed, skipped, minutes. The row is kept in
-docs/results/proofs.md, with the commit and the day, until the part is run again. It ends with 1 when a test failed, or a part
+prints the output of its tests and their tables, then a row: passed, failed, skipped, minutes. The row is kept in
+docs/results/proofs.md, with the commit and the day, until the part is run again. It exits with 1 if a test failed, or a part
 took longer.
 """
 
@@ -168,7 +168,7 @@ def result_of(text: str, minutes: float) -> Result:
 
 
 def commit() -> str:
-    """The commit of the checkout; with "-dirty" behind it where files other than the results differ from it, or are new."""
+    """The commit of the checkout; with "-dirty" after it if files other than the results differ from it, or are new."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]

@@ -1,7 +1,7 @@
-"""Lists what a wheel brings with it: python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
+"""List the contents of a wheel: python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
 
 It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package that pip installs with it, in
-the version that the tests are run with (requirements.lock): name, version, checksum, licence. pip is asked, and installs
+the version of the tests (requirements.lock), each with name, version, checksum and licence. It asks pip, which installs
 nothing. Extras are not in it.
 """
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def crates(wheel: pathlib.Path) -> dict[str, Any]:
-    """The list of crates in a wheel. Raises ValueError where there is none."""
+    """The list of crates in a wheel. Raises ValueError without one."""
     with zipfile.ZipFile(wheel) as archive:
         found = [name for name in archive.namelist() if "/sboms/" in name]
         if len(found) != 1:
@@ -32,13 +32,13 @@ def crates(wheel: pathlib.Path) -> dict[str, Any]:
 
 
 def packages(processor: str) -> list[dict[str, Any]]:
-    """What pip would install with jaxtrain on Linux on a processor: its report of each package. Raises CalledProcessError."""
+    """pip's report of each package that it would install with jaxtrain on Linux on a processor. Raises CalledProcessError."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")
         pins.write_text("\n".join(pin.split()[0] for pin in (ROOT / "requirements.lock").read_text().splitlines()[1:]))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--only-binary=:all:"]
-        # Of each glibc up to that of the wheel: pip does not take the older ones to be meant.
+        # Of each glibc up to that of the wheel: pip does not include the older ones.
         command += [f"--platform=manylinux_2_{minor}_{processor}" for minor in range(28, 4, -1)]
         command += [f"--platform={old}_{processor}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
         subprocess.run([*command, f"--report={report}", f"--constraint={pins}", *needs(project, [])], check=True)
@@ -70,7 +70,7 @@ def component(package: dict[str, Any]) -> dict[str, Any]:
 
 
 def licence(about: dict[str, Any]) -> str:
-    """What a package's metadata (as `importlib.metadata` has them) says of its licence: an SPDX expression, or a name."""
+    """The licence in a package's metadata (of `importlib.metadata`): an SPDX expression, or a name."""
     classifiers = [each for each in about.get("classifier", []) if each.startswith("License :: OSI Approved :: ")]
     names = " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     return about.get("license_expression") or names or about.get("license", "").strip().partition("\n")[0]

@@ -1,12 +1,12 @@
 """How well the orders of loaders.audio.spectrogram mix: python -m tools.shuffle_quality [--rows=N] [--shards=N] [--batch=N]
 
-Prints for the global order, for the block order of several sizes, and for shards read one after the other through a
-shuffle buffer of 10,000 rows (what many loaders do), over one epoch:
+Prints the following for the global order, for the block order of several sizes, and for shards read one after the other
+through a shuffle buffer of 10,000 rows (as many loaders do), over one epoch:
 
     ACF(1)     lag-1 autocorrelation of the histograms of shards, batch after batch: 0 when a batch says nothing of the next
     shards     different shards in a batch, on average
     chi2/df    of a batch's histogram of shards against even use: 1 for independent draws, less for a spread that is too even
-    unique     different rows in 100 batches, and in brackets what independent draws would give, N (1 - (1 - 1/N)^(100 batch))
+    unique     different rows in 100 batches, and in brackets those of independent draws, N (1 - (1 - 1/N)^(100 batch))
 """
 
 import argparse

@@ -1,27 +1,27 @@
-"""A run under hours of mixed faults, which nobody helps: make soak, or one of
+"""A run under hours of mixed faults, without help: make soak, or one of
 
     SOAK_HOURS=3 make soak                          the bird demo
     SOAK_HOURS=3 SOAK_MODEL=language make soak      a small language model on text that is made for it
     python -m tools.soak --hours 3 --seed 1 --model language --config.train.steps=400
     python -m tools.soak --hours 3 --config=my_config.py --config.train.steps=60 …
 
-Four processes on two hosts (network namespaces, where this user may make them; else on this one) train, lap by lap, a run of
-the model's config to its end. A supervisor does what a scheduler does: when a process has ended it waits for the others, and
+Four processes on two hosts (network namespaces, if this user may make them, else on this one) train, lap by lap, a run of
+the model's config to its end. A supervisor acts as a scheduler: after the end of a process it waits for the others, and
 starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
 
     kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
-    cut          the link between the hosts is down              slow    it is slow for 10 s; the run goes on
-    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill where it is the only one)
+    cut          the link between the hosts is down              slow    it is slow for 10 s, and the run continues
+    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill if it is the only one)
     full         the workdir's file system is full until the run has ended
     host         a host is gone: the run resumes on the other alone, and after the next fault on both
     load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
 
-The first lap has no fault. Each later one must end where it did: with the same rows in each batch, a record of every step and,
+The first lap has no fault. Each later one must end like it: with the same rows in each batch, a record of every step and,
 unless a host was gone meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each kind of
-fault: how often; seconds until the job had ended (noticed) and from its restart to its next new step (going on), median and
-most; steps computed again; then where all laps' time went. It ends with 1 when something was lost or wrong, or when the
-supervisor had to end a job that stood still (by hand). Ctrl-C and SIGTERM end it with what it has found so far.
+fault: its number, seconds until the end of the job (noticed) and from its restart to its next new step (going on), median and
+most, and steps computed again. Then come all laps' times by phase. It exits with 1 if something was lost or wrong, or if the
+supervisor ended a job that stood still (by hand). Ctrl-C and SIGTERM end it with the results so far.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def make_loader(config, *, split, rows, seed):
 
 @dataclasses.dataclass
 class Fault:
-    """One fault and what came of it."""
+    """One fault and its outcome."""
 
     kind: str
     step: int  # before it
@@ -123,7 +123,7 @@ class Fault:
 
 
 class Hosts:
-    """Two network namespaces joined by a cable, or none where they cannot be made."""
+    """Two network namespaces joined by a cable, or none if they cannot be made."""
 
     def __init__(self) -> None:
         self.names = [f"soak{os.getpid()}-{i}" for i in range(HOSTS)]
@@ -156,7 +156,7 @@ class Hosts:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
     def slow(self) -> str:
-        """Make the cable slow. Return how, a name of `SLOW`; empty where this kernel can do none of them."""
+        """Make the cable slow. Return a name of `SLOW`, or "" if this kernel can do none of them."""
         return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
 
     def fast(self) -> None:
@@ -275,7 +275,7 @@ class Soak:
         return True
 
     def _reaches(self, job: Job, step: int) -> bool:
-        """Wait for a step. Return whether it came before a process ended, or `STUCK` seconds had passed."""
+        """Wait for a step. Return whether it came before a process ended, or `STUCK` seconds passed."""
         deadline = time.monotonic() + STUCK
         while job.steps() < step:
             if any(code is not None for code in job.codes()) or time.monotonic() > deadline:
@@ -312,7 +312,7 @@ class Soak:
         return fault
 
     def _do(self, fault: Fault, job: Job) -> Callable[[], Any]:
-        """Return what takes it back."""
+        """Return the function that takes it back."""
         kind = fault.kind
         one = self.draw.randrange(len(job.processes))
         if kind in ("kill", "coordinator"):
@@ -365,7 +365,7 @@ class Soak:
         return set(job.codes()) == {0}
 
     def _log(self, job: Job) -> str:
-        """What process 0 printed in this lap."""
+        """The output of process 0 in this lap."""
         return self._text(int(job.workdir.name.removeprefix("lap")))
 
     def _text(self, number: int) -> str:
@@ -373,7 +373,7 @@ class Soak:
         return path.read_text(errors="replace") if path.exists() else "nothing"
 
     def compare(self, number: int, *, bits: bool) -> None:
-        """What a lap left, with what the first one did."""
+        """Compare the files of a lap with those of the first one."""
         expected, found = self._rows(0), self._rows(number)
         if odd := sorted(key for key in expected if found.get(key) != expected[key]):
             at, row = odd[0]
@@ -517,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(soak: Soak, hours: float, most: int) -> int:
-    """Run laps for so many hours, or until there were ``most`` faults (0: any number). Prints what came of them."""
+    """Run laps for so many hours, or until there were ``most`` faults (0: any number). Prints their outcomes."""
     began, number, ended = time.monotonic(), 0, ""
     try:
         soak.lap(0, until=0)

@@ -57,7 +57,7 @@ TABLE = (
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
     # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of a model
     # with norms of 85 M numbers, takes 1.3 times as long. And on several cores its products of matrices, since XLA's own gain
-    # less by a second core (measured on two); on one they are slower (docs/performance.md).
+    # less by a second core (measured on two); on one they are slower (docs/results/cpu-steps.md).
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
     Option(
         "xla_cpu_experimental_ynn_fusion_type",

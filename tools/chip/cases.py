@@ -1,7 +1,7 @@
-"""What is measured: the five workloads by their own configs, at sizes for a large GPU and at small ones for a CPU.
+"""The measured cases: the five workloads by their own configs, at sizes for a large GPU and at small ones for a CPU.
 
-A case is a config file with overrides. At full size the first of its choices is taken that fits by the plan; the data are made
-here (`Data`), need no network, and are what the loaders read in any run: the batch that is timed comes from the loader.
+A case is a config file with overrides. At full size the first of its choices is taken that fits by the plan. The data are made
+here (`Data`) without a network, and the loaders read them as in any run: the timed batch comes from the loader.
 """
 
 import functools
@@ -195,7 +195,7 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:
-    """The same with half the rows in a microbatch, for what does not fit though the plan says so; None: there are no halves."""
+    """The same with half the rows in a microbatch, for a case that does not fit despite its plan, or None."""
     config = chosen.assembly.config
     rows = config.train.batch // config.train.accumulate
     if rows % 2:
@@ -204,7 +204,7 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
 
 
 def first_batch(assembly: plan_lib.Assembly) -> Batch:
-    """A training batch of the loader, on the device; of the largest shape where there are several."""
+    """A training batch of the loader, on the device, of the largest shape if there are several."""
     return batches(assembly, 1)[0]
 
 
@@ -233,7 +233,7 @@ def compiled(chosen: Chosen) -> jax.stages.Compiled:
 
 
 class Steps:
-    """A compiled step with a state of its own, on one batch that stays where it is."""
+    """A compiled step with a state of its own, on one batch that stays in place."""
 
     def __init__(self, chosen: Chosen, batch: Batch, program: Callable[..., Any] | None = None):
         self.assembly, self.batch = chosen.assembly, batch

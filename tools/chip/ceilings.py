@@ -1,4 +1,4 @@
-"""What the chip itself does: matrix products, copies within its memory, copies from the host."""
+"""The limits of the chip itself: matrix products, copies within its memory, copies from the host."""
 
 import math
 import time

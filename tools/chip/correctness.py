@@ -2,10 +2,10 @@
 
 Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`), on any machine.
 
-- A workload's loss and gradients (with --quick of birds and language alone), the same parameters and batch on both: the error
-  of the loss relative to it, and of each gradient the norm of the difference over the norm, of which the largest counts.
-  float32 products are exact on both sides (matmul precision "highest"; an accelerator's own default rounds to TF32). In
-  bfloat16 a GPU takes cuDNN's attention.
+- A workload's loss and gradients (with --quick of birds and language alone), the same parameters and batch on both. The
+  error of the loss is relative to it. That of a gradient is the norm of the difference over the norm, and the largest
+  counts. Products of float32 are exact on both sides (matmul precision "highest"; an accelerator's own default rounds
+  to TF32). In bfloat16 a GPU takes cuDNN's attention.
 - Attention, the kernel of this platform, against the formula with all weights at once, in float32 from the same 16-bit numbers.
 - Loss curves over 50 steps, all in bfloat16 and all in float32: the mean distance relative to the mean loss.
 - The same steps twice, compiled twice, with deterministic operations (XLA_FLAGS of `gpu_check`): every bit of the state.

@@ -80,7 +80,7 @@ def speed(name: str, one: Found, found: Found) -> Row:
 
 
 def mfu(one: Found, found: Found) -> Iterator[str]:
-    """Causal and full, of the datasheet and of the measured product; where they are the same, once."""
+    """Causal and full, of the datasheet and of the measured product, once if they are the same."""
     peaks = {"MFU": found["machine"]["datasheet_flops_per_second"]}
     peaks["of the product"] = found["ceilings"]["product"]["flops_per_second"] if "ceilings" in found else None
     rates = {"": one["flops_per_second"]}
@@ -157,7 +157,7 @@ def title(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """The section of docs/accelerator.md: what a chip was measured at, and one line of what was not."""
+    """The section of docs/accelerator.md: the measured figures of a chip, and one line of the missing ones."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
         return "No figure of this section has been measured on a chip yet. The last run found only a CPU."
@@ -178,7 +178,7 @@ def markdown(found: Found) -> str:
 
 
 def expected() -> Iterator[tuple[str, str | None]]:
-    """(part, case): what a full run on a chip measures."""
+    """(part, case) of a full run on a chip."""
     from tools.chip import cases, feeding
 
     yield from (("ceilings", None), ("correctness", None))
@@ -189,7 +189,7 @@ def expected() -> Iterator[tuple[str, str | None]]:
 
 
 def write_readme(source: pathlib.Path, readme: pathlib.Path) -> int:
-    """Replace what is between the marks. 2 with a message where that cannot be."""
+    """Replace the text between the marks. 2 with a message if that fails."""
     try:
         found = json.loads(source.read_text())
         before, _, rest = readme.read_text().partition(BEGIN)

@@ -1,7 +1,7 @@
-"""What a run's state costs: a save while it trains, a restore, and the time from the command to the first step.
+"""The cost of a run's state: a save while it trains, a restore, and the time from the command to the first step.
 
 Two runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache of compiled programs, that
-saves a few times; and one that resumes from it.
+saves a few times, and one that resumes from it.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""What a trace of `jax.profiler` says about a few steps: which operations take the time, matrix units, gaps, copies.
+"""A trace of `jax.profiler` of a few steps: the longest operations, matrix units, gaps, copies.
 
     python -m tools.chip.trace FOLDER       # as jax.profiler.trace(FOLDER) or start_trace wrote it
 
 Read are the XSpace files (``plugins/profile/*/*.xplane.pb``), those of chips by `jax.profiler.ProfileData`. On a GPU an
 operation is a kernel of a stream (planes ``/device:GPU:…``, lines ``Stream …``), on a TPU an event of the line ``XLA Ops``. On
-a CPU it is whatever on the host's threads names an instruction, with its scope (`jaxtrain.telemetry.report.trace`).
+a CPU it is any event of the host's threads that names an instruction, with its scope (`jaxtrain.telemetry.report.trace`).
 """
 
 import pathlib
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
 
 
 def read(folder: str | pathlib.Path) -> list[Operation]:
-    """All operations of a trace, by start. Raises ValueError where there is none."""
+    """All operations of a trace, by start. Raises ValueError without any."""
     files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
     if not files:
         raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
@@ -145,7 +145,7 @@ def _plain(name: str) -> str:
 
 
 def advice(found: Summary) -> str:
-    """The first thing to look at, by what takes the most time that no matrix unit works in."""
+    """The first thing to look at, by the longest time without a matrix unit."""
     lost = {kind: share * (1 - found.idle) for kind, share in found.kinds.items() if kind not in MATRIX}
     lost["gaps"] = found.idle
     worst = max(lost, key=lambda kind: lost[kind])

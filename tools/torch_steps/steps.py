@@ -1,4 +1,4 @@
-"""A training step as jaxtrain takes it, and the same by AdamW in PyTorch: what the models of this folder have in common."""
+"""A training step as jaxtrain takes it, and the same by AdamW in PyTorch: the common parts of this folder's models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """The recursive model: its step, and the formulas as tests/data/trm was computed by, one PyTorch operation after another.
 
-Both do what a step of the published recipe does: the slots are refilled, high cycles of low + 1 applications of the net, the
-last of them differentiated, stable-max cross-entropy (in float64 here, as the original has it), the q-head's loss, halting,
-AdamATan2 and the average of the parameters.
+Both take a step of the published recipe. The slots are refilled, then come high cycles of low + 1 applications of the net,
+of which the last is differentiated. The loss is stable-max cross-entropy (in float64 here, as the original has it) and the
+q-head's. Halting, AdamATan2 and the average of the parameters follow.
 """
 
 import itertools
