@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="of the loader; 0 = one for each core")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--keep", type=pathlib.Path, help="where the recordings are kept; default: nowhere")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder that keeps the recordings; default: none")
     args = parser.parse_args(argv)
     model = encoder.load(args.run)
     seconds = encoder.data_config(model).clip_seconds

@@ -583,7 +583,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="wall",
         help="cpu: seconds that a core worked for the peer, for a machine that has other work too (default: %(default)s)",
     )
-    parser.add_argument("--json", type=pathlib.Path, help="a file for every round's rate, and what was measured with")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for every round's rate, and the versions")
     args = parser.parse_args(argv)
 
     codecs, threads = args.codecs.split(","), [int(n) for n in args.threads.split(",")]

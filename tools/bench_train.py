@@ -10,9 +10,9 @@
 
 A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the
 film demo, the recursive model, or adapters on a small audio language model. The latter runs next to peft, in rows of
---context text tokens and as many times of sound. A step is forward, backward, gradient clipping and the update. Weights and rows are the
-same on both sides (not with peft), and the losses of 20 steps are compared first. If they differ, the command exits
-with 1.
+--context text tokens and as many times of sound. A step is forward, backward, gradient clipping and the update. Weights
+and rows are the same on both sides (not with peft), and the losses of 20 steps are compared first. If they differ, the
+command exits with 1.
 
 Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are compared. `torch.compile` takes
 the forward pass with the loss (of TRM the net), and so its gradients. If it cannot (it needs a C++ compiler), a line says

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--windows", type=int, default=20)
-    parser.add_argument("--out", type=pathlib.Path, help="where the recordings are kept; default: nowhere")
+    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps the recordings; default: none")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or pathlib.Path(temporary)

@@ -1,9 +1,9 @@
 """The cost of an index of XCL's size: python -m tools.index_scale [FOLDER] [--rows=N] [--shards=N] [--gigabytes=N]
 
-Writes shards of the real layout, in which the audio is a hole that takes no space on disk. Prints the time and memory of
-indexing them without a cache, of the first run that writes it and of the next that reads it, each in its own process.
-Here "cold" is after the system has dropped the files from memory. Then it prints the time of a seek and of the first place of an
-epoch.
+Writes shards of the real layout, in which the audio is a hole that takes no space on disk. Prints the time and memory
+of indexing them without a cache, of the first run that writes it and of the next that reads it, each in its own
+process. Here "cold" is after the system has dropped the files from memory. Then it prints the time of a seek and of the
+first place of an epoch.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def make(folder: pathlib.Path, rows: int, shards: int, gigabytes: float) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", help="where to write the shards; default: a temporary folder")
+    parser.add_argument("folder", nargs="?", help="of the shards; default: a temporary folder")
     for name, default in (("rows", 528_422), ("shards", 690), ("gigabytes", 484)):
         parser.add_argument(f"--{name}", type=int, default=default)
     flags = parser.parse_args()

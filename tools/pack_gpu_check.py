@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder, which must not exist")
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
     parser.add_argument("--has", default=",".join(HAS), help=f"packages that it has (default: {','.join(HAS)})")
-    parser.add_argument("--wheel", type=pathlib.Path, help="of this project, where it is built already (else: pip wheel)")
+    parser.add_argument("--wheel", type=pathlib.Path, help="of this project; default: pip wheel makes it")
     parser.add_argument("--limit", type=float, default=64, help="[MiB] of the folder (default: 64)")
     args = parser.parse_args(argv)
     try:

@@ -473,7 +473,7 @@ def make_parser() -> argparse.ArgumentParser:
     hours, model = os.environ.get("SOAK_HOURS", "3"), os.environ.get("SOAK_MODEL", "bird")
     parser.add_argument("--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3")
     parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too; default: 0, any number")
-    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
     parser.add_argument("--kinds", default="", help="of faults, between commas; default: all that this machine can do")
     parser.add_argument("--model", default=model, help=f"{' or '.join(MODELS)}; default: SOAK_MODEL, or bird")
     text = "what is trained, in place of the model; --config.section.field=value changes a field of either"

@@ -224,7 +224,7 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str)
     found = {}
     for path, spec in specs.items():
         if path not in arrays and path not in base:
-            raise StoredError(f"{path} is neither in the run nor read from what it began with (config.warm_start.skip)")
+            raise StoredError(f"{path} is neither in the run nor in its base weights (config.warm_start.skip)")
         one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
         n_layers, n_first = lora.sides(spec)
         layers, first, last = spec.shape[:n_layers], spec.shape[n_layers:][:n_first], spec.shape[n_layers:][n_first:]

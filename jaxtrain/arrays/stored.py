@@ -199,7 +199,7 @@ def check_files(folder: epath.Path) -> None:
             if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 raise StoredError(f"{path} is a pipe or a device; expected files and folders alone")
             if found.st_size > LARGE and stat.S_ISREG(found.st_mode) and found.st_size > (most := _most_bytes(path, folder)):
-                raise StoredError(f"{path} has {found.st_size:,} bytes, and what it holds takes at most {int(most):,}")
+                raise StoredError(f"{path} has {found.st_size:,} bytes, and its contents take at most {int(most):,}")
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:

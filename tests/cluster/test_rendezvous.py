@@ -237,7 +237,7 @@ def test_strangers_hear_random_bytes_and_nothing_else(port):
 def test_a_process_with_another_secret_is_not_admitted_and_says_why(port):
     found = call(port, 0, 1, of=2, timeout=1.5, secret={0: SECRET, 1: "another"})
     assert "process 1 of 2 did not connect" in str(found[0][0])
-    assert "what listens there has another JAXTRAIN_SECRET" in str(found[1][0])
+    assert "the listener there has another JAXTRAIN_SECRET" in str(found[1][0])
 
 
 def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(port):

@@ -228,7 +228,7 @@ def test_a_sparse_file_is_not_given_to_tensorstore_whole(tmp_path, name, size, o
         file.truncate(size)
     if ok:
         return stored.check_files(epath.Path(tmp_path))
-    with pytest.raises(stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and what it holds takes at most "):
+    with pytest.raises(stored.StoredError, match=f"{path} has 10,737,418,240 bytes, and its contents take at most "):
         stored.check_files(epath.Path(tmp_path))
 
 

@@ -85,9 +85,9 @@ async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
     try:
         answer = await _read(reader, MAC)
     except ConnectionError as error:
-        raise HandshakeError("what listens there has another JAXTRAIN_SECRET") from error
+        raise HandshakeError("the listener there has another JAXTRAIN_SECRET") from error
     if not hmac.compare_digest(answer, _mac(secret, b"coordinator", nonces)):
-        raise HandshakeError("what listens there does not know JAXTRAIN_SECRET")
+        raise HandshakeError("the listener there does not know JAXTRAIN_SECRET")
     return Line((reader, writer), secret, nonces, coordinator=False)
 
 

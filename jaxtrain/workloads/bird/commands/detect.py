@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
     parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
-    parser.add_argument("--root", default="", metavar="FOLDER", help="of names, in tables too; default: what holds all")
+    parser.add_argument("--root", default="", metavar="FOLDER", help="base of all names; default: the nearest folder above all")
     parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
     parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")

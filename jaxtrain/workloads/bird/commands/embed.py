@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or to resume")
-    parser.add_argument("--data", help="folder, glob or file of shards; default: what the run was trained on")
+    parser.add_argument("--data", help="folder, glob or file of shards; default: the run's training data")
     parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
     parser.add_argument("--audio-root", default="", help="folder of recordings that are files; default: each shard's own")

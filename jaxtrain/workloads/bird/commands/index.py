@@ -35,13 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain index", __doc__)
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="the index to make, or to bring up to date")
-    parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print what an index holds")
+    parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="with --show: write pictures of it there")
     source = parser.add_argument_group("sources")
-    source.add_argument("--audio", default="", metavar="FOLDER", help="where the recordings that tables name lie")
-    source.add_argument(
-        "--root", default="", metavar="FOLDER", help="what names in the index are relative to; default: --audio"
-    )
+    source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
+    source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
     source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
     for name, what in (("file", "the recording"), ("start", "its start"), ("end", "its end"), ("label", "the label")):
         source.add_argument(f"--{name}-column", default="", metavar="NAME", help=f"of a table: {what}; default: by usual names")

@@ -26,12 +26,12 @@ ORDERS = ("table", "best", "uncertain", "diverse")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain review", __doc__)
     parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
-    parser.add_argument("--root", default="", metavar="FOLDER", help="what recordings lie below; default: what holds all")
+    parser.add_argument("--root", default="", metavar="FOLDER", help="folder above all recordings; default: their nearest")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("answers.csv"), help="default: answers.csv")
-    parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show what sounds alike, by these folders")
-    parser.add_argument("--order", default="uncertain", choices=ORDERS, help="what comes first; default: uncertain")
+    parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show similar sounds of these folders")
+    parser.add_argument("--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain")
     parser.add_argument(
-        "--class", dest="label", default="", metavar="NAME", help="of these alone; or what rows without one may be"
+        "--class", dest="label", default="", metavar="NAME", help="of these alone, or the class of rows without one"
     )
     parser.add_argument("--port", type=int, default=0, help="on the loopback; default: any that is free")
     args = parser.parse_args(argv)

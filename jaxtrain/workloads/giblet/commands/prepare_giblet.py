@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audio", type=pathlib.Path, help="a file whose sound becomes features; or --codes")
     parser.add_argument("--embeddings", required=True, type=pathlib.Path, help="of segments or volumes")
     parser.add_argument("--annotations", type=pathlib.Path, help="CSV or xlsx; default: a row for each volume")
-    parser.add_argument("--tr", type=float, help="[s] between volumes; default: what the NIfTI files say")
+    parser.add_argument("--tr", type=float, help="[s] between volumes; default: the NIfTI files' own")
     parser.add_argument("--volumes", type=int, help="how many to take; default: all")
     parser.add_argument("--fps", type=float, default=25.0, help="frames a second; default: 25")
     parser.add_argument("--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90")
