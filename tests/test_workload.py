@@ -97,3 +97,20 @@ def test_the_rest_works_without_a_workload(name, tmp_path):
     gone = workload.of(f"{workload.PACKAGE}.{name}").commands
     listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
     assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed
+
+
+TRAINER = ("test_specs.py", "test_state.py", "test_layout.py", "test_begin.py", "test_evaluate.py", "test_programs.py")
+
+
+def test_the_trainers_own_tests_pass_without_any_workload(tmp_path):
+    """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for bit."""
+    for part in ("jaxtrain", "loaders", "configs", "tests"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in NAMES:
+        shutil.rmtree(tmp_path / "jaxtrain" / "workloads" / name)
+    run = "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TRAINER)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, f"{run}[adamw-data]"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
