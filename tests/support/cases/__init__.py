@@ -32,23 +32,27 @@ class Case(NamedTuple):
     steps: int = 10  # of the schedule
 
 
+def assembled(case, mesh, accumulate=1, *, rules=None):
+    """A case put together on a mesh."""
+    batch = case.batch(0)
+    config = config_lib.Config(
+        model=case.model,
+        train=config_lib.Train(batch=len(next(iter(batch.values()))), steps=case.steps, accumulate=accumulate, ema=case.ema),
+        mesh=config_lib.Mesh(axis_rules=rules or {}),
+        metrics=config_lib.Metrics(every=1),
+        optim=case.optim,
+        lora=case.adapters,
+    )
+    fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
+    devices = jax.devices()[: int(np.prod(mesh))]
+    return assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
+
+
 class Run:
-    """A case on a mesh, its step compiled; over all processes, where there are several."""
+    """A case on a mesh with its step compiled, over all processes."""
 
     def __init__(self, case, mesh, accumulate=1, *, rules=None, stage=None):
-        self.case, batch = case, case.batch(0)
-        rows = len(next(iter(batch.values())))
-        devices = jax.devices()[: int(np.prod(mesh))]
-        config = config_lib.Config(
-            model=case.model,
-            train=config_lib.Train(batch=rows, steps=case.steps, accumulate=accumulate, ema=case.ema),
-            mesh=config_lib.Mesh(axis_rules=rules or {}),
-            metrics=config_lib.Metrics(every=1),
-            optim=case.optim,
-            lora=case.adapters,
-        )
-        fields = {name: Field(x.shape[1:], np.dtype(x.dtype)) for name, x in batch.items()}
-        assembly = assemble(config, make_mesh(*mesh, devices=devices), make_task=case.workload.make_task, fields=fields)
+        self.case, assembly = case, assembled(case, mesh, accumulate, rules=rules)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
         self.step = assembly.trace(stage).lower().compile(SOON)
         cluster.barrier("compiled")  # the first collective waits for half a minute only
