@@ -143,7 +143,8 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert min(found.parts[part] for part in ("forward", "backward", "optimizer")) > 0.001, found
     assert list(traced.glob("plugins/profile/*/*.trace.json.gz")), "for Perfetto"
     typed = [line.partition(": ")[2] for line in last[last.index("next") + 1 :]]
-    longer, export, embed, _ = typed
+    page, longer, export, embed, _ = typed
+    assert page == "jaxtrain report runs/tiny --out runs/tiny/report.html"
     again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
     assert shlex.split(longer) == ["jaxtrain", "train", *again]
     assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
@@ -155,7 +156,7 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert list(records(workdir, "train")) == [1, 2, 3, 4] and "resuming from step 2" in done.stderr
     assert (folder / "runs" / "tiny-weights" / "model.safetensors").stat().st_size > 1000
     assert np.isfinite(np.load(folder / "runs" / "tiny-embeddings" / "mean.npy")).all()
-    assert "encoder/w_patch" in done.stdout
+    assert "encoder/w_patch" in done.stdout and (workdir / "report.html").stat().st_size > 1_000_000
 
 
 def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
