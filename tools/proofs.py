@@ -108,7 +108,12 @@ PARTS = {
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
-        ("tests/test_docs_commands.py", "tests/report/test_pages_of_runs.py", "tests/test_writers.py"),
+        (
+            "tests/test_docs_commands.py",
+            "tests/test_docs_notebooks.py",
+            "tests/report/test_pages_of_runs.py",
+            "tests/test_writers.py",
+        ),
     ),
     "peers": Part(
         "exports as transformers, timm and onnxruntime load them (pip install --group peers; skipped without)",

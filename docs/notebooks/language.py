@@ -1,0 +1,115 @@
+# %% [markdown]
+# # Notebook: a language model from text files to transformers
+#
+# After this page you can train a language model on text files, continue prompts, and export it for transformers.
+# It takes two minutes on two cores.
+# [The notebook](language.py) is plain Python with cells: open it in Jupyter or VS Code, or run it with `python`.
+
+# %%
+import pathlib
+import random
+import subprocess
+
+import tokenizers
+
+import jaxtrain
+
+
+def run(command, last=8):
+    """Run a command and print the last lines of its output."""
+    done = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    print(f"$ {command}", *done.stdout.splitlines()[-last:], sep="\n")
+    done.check_returncode()
+
+
+# %% [markdown]
+# ## The text
+#
+# Use your own `.txt`, `.jsonl` or Parquet files.
+# Here, a small grammar writes 2,000 documents.
+
+# %%
+random.seed(0)
+BIRDS = {"wren": "hedge", "owl": "barn", "heron": "river", "lark": "field"}
+
+
+def sentence():
+    bird = random.choice(list(BIRDS))
+    verb, when = random.choice(["sings", "sleeps", "waits"]), random.choice(["at dawn", "at night", "in the rain"])
+    return f"the {bird} {verb} {when} near the {BIRDS[bird]} ."
+
+
+texts = pathlib.Path("texts")
+texts.mkdir(exist_ok=True)
+for number in range(20):
+    documents = [" ".join(sentence() for _ in range(random.randint(2, 8))) for _ in range(100)]
+    (texts / f"{number}.txt").write_text("\n".join(documents))
+print(documents[0])
+
+# %% [markdown]
+# ## The tokenizer and the tokens
+#
+# Any `tokenizer.json` of Hugging Face works.
+# This one has a token for each word.
+
+# %%
+tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[unk]"))
+tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["[unk]", "<|endoftext|>"])
+tokenizer.train([str(path) for path in texts.iterdir()], trainer)
+tokenizer.save("tokenizer.json")
+run("jaxtrain tokens corpus/train texts --tokenizer=tokenizer.json --eos='<|endoftext|>' --documents=line")
+
+# %% [markdown]
+# ## Train
+#
+# The config is Qwen3's architecture, with fields that make it small.
+# `jaxtrain.train` is the command `jaxtrain train` as a function.
+
+# %%
+small = {
+    "model.embed": 64, "model.depth": 2, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 16, "model.mlp": 128,
+    "model.vocab": None, "model.context": 128, "model.dtype": "float32", "data.context": 128,
+    "data.sources": ({"path": "corpus"},),
+    "train.steps": 200, "train.batch": 16, "train.accumulate": 1, "train.eval_every": 100,
+    "optim.lr": 3e-3, "optim.warmup": 0.1, "workdir": "runs/words",
+}  # fmt: skip
+done = jaxtrain.train("lm:qwen3-0.6b", small)
+print(done.step, {name: round(value, 3) for name, value in done.evaluation.items()})
+
+# %% [markdown]
+# ## Continue prompts
+#
+# Each bird has a place of its own, and the model has learned it.
+
+# %%
+run(
+    "jaxtrain generate runs/words 'the owl sings at dawn near the ' 'the lark sleeps at night near the ' "
+    "--tokens 2 --temperature 0"
+)
+
+# %% [markdown]
+# ## Export for transformers
+#
+# The folder has `config.json`, `model.safetensors` and the tokenizer.
+# `AutoModelForCausalLM.from_pretrained("exported")` loads it.
+
+# %%
+run("jaxtrain export runs/words --out exported")
+try:
+    import torch
+    import transformers
+except ImportError:
+    print(
+        "pip install transformers torch, to load the folder", sorted(path.name for path in pathlib.Path("exported").iterdir())
+    )
+else:
+    model = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    ids = torch.tensor([tokenizer.encode("the lark sleeps in the rain near the").ids])
+    print(tokenizer.decode(model.generate(ids, max_new_tokens=2, do_sample=False)[0].tolist()))
+
+# %% [markdown]
+# ## Next
+#
+# - [Language models](../workloads/language.md): mixtures of corpora, adapters, scored prompts.
+# - [Weights in and out](../weights.md): start from a folder of Hugging Face.
