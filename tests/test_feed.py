@@ -71,8 +71,10 @@ def test_a_process_reads_what_its_devices_hold():
 
 
 def test_whatever_the_mesh_and_the_processes_all_rows_are_read_in_order():
-    """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random: what the processes read
-    together is the batch of a single process, and each reads exactly what its devices hold, in order."""
+    """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random.
+
+    The processes together read the batch of a single process. Each reads exactly the rows of its devices, in order.
+    """
     rng = np.random.default_rng(0)
     shapes = [(a, b, 8 // (a * b)) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
     batch = whole(5)["x"]

@@ -54,8 +54,10 @@ class CheckpointManager:
         return self._checkpointer.is_finished()
 
     def likely(self) -> int:
-        """The step that the run will probably resume from: the newest one that is listed, in this workdir or in that of
-        config.resume.path, 0 without any. Nothing of it is read."""
+        """The step that the run will probably resume from, 0 without any.
+
+        It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it is read.
+        """
         found = 0
         if cluster.is_main():
             with contextlib.suppress(OSError):  # which reading it will say

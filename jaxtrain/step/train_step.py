@@ -91,8 +91,10 @@ def train_step(
     update: update_lib.Update = update_lib.update,
     records: Callable[[Array], Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """State and metrics after one global batch. Every metric is of this step: none mixes old and new parameters, and norms of
-    parameters say which they are of: ``param_norm_before`` or ``param_norm_after`` the update (the same if it is skipped).
+    """State and metrics after one global batch.
+
+    Every metric is of this step: none mixes old and new parameters. The norms of parameters are ``param_norm_before`` or
+    ``param_norm_after`` the update (the same if it is skipped).
 
     Args:
       stop: int32 [devices], the request of each device's process (`abstract_stop`). With any but zeros the step is a no-op.

@@ -166,8 +166,9 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
-    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies. T = ceil(n / 1280) at
-    32 kHz. Raises ValueError for sound without samples.
+    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies.
+
+    T = ceil(n / 1280) at 32 kHz. Raises ValueError for sound without samples.
     """
     wave = np.ascontiguousarray(wave, np.float32)
     if rate != RATE:

@@ -230,8 +230,10 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """The facts of the film: n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects;
-    and n_train, n_test, n_between: the volumes of each split, and of neither. Raises DataError.
+    """The facts of the film. Raises DataError.
+
+    - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects.
+    - n_train, n_test, n_between: the volumes of each split, and of neither.
     """
     film = open_film(config)
     video, audio = windows(film.info)

@@ -258,8 +258,11 @@ def test_an_mp3_of_a_changing_rate_that_lost_a_frame_is_read_to_its_end():
 @pytest.mark.parametrize("rate", [44100, 48000, 32000])
 @pytest.mark.parametrize("joint", [0, 1, 2, 3], ids=["plain", "intensity", "middle-side", "both"])
 def test_mp3_stereo_modes(joint, rate):
-    """No encoder at hand writes intensity stereo. A frame is as valid with the mode's bits set to it: what were the right
-    channel's scale factors are positions then. Of those that no encoder would write, libsndfile makes NaN; FFmpeg does not."""
+    """Intensity stereo, which no encoder at hand writes.
+
+    A frame is as valid with the mode's bits set to it: the right channel's scale factors are positions then. libsndfile makes
+    NaN of positions that no encoder would write, and FFmpeg does not.
+    """
     rng = np.random.default_rng(joint)
     wave = 0.3 * song(rate, 60_000, 2)
     # So that the right channel's upper bands are empty at times; all of it never is, which would leave out its positions.

@@ -28,9 +28,9 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Add the scores of the whole split: r and R² of each voxel across moments, from its means, as averages over voxels whose
-    measurement varies, or nan if none does.
+    """Add the scores of the whole split.
 
+    They are r and R² of each voxel across moments, from its means, as averages over voxels whose measurement varies, or nan.
     "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null" the average with shuffled pairs.
     """
     voxel, null = spread(record, "voxel"), spread(record, "null")

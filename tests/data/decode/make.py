@@ -1,5 +1,8 @@
-"""Makes the recordings beside this file: `python tests/data/decode/make.py`. They are kept because the Rust tests and
-benches have no encoders; tests/loaders/test_decode.py compares them (and many more) with libsndfile."""
+"""Makes the recordings in this folder: `python tests/data/decode/make.py`.
+
+They are kept because the Rust tests and benches have no encoders. tests/loaders/test_decode.py compares them, and many more,
+with libsndfile.
+"""
 
 from pathlib import Path
 
