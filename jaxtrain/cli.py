@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _named(argv: list[str]) -> int:
     own = _own_workload(argv)
+    if own == [""]:
+        arguments.report("--workload names no module; expected --workload MODULE")
+        return arguments.MISTAKE
     try:
         table = commands.table(*own)
     except (commands.CommandError, ImportError) as error:
@@ -95,7 +98,7 @@ def _named(argv: list[str]) -> int:
     if argv[0] in ("-h", "--help", "help"):
         argv = [argv[1], "--help"]
     if command := table.get(argv[0]):
-        return _run(command, [*argv, "--workload", *own] if own and command.takes_workload else argv)
+        return _run(command, [*argv, "--workload", *own] if own and command.takes_workload else argv, "".join(own))
     if arguments.asks_for_help(argv) and not asked:
         return arguments.run(lambda: _say(listing(table)))
     names = [*table, *FLAGS]
@@ -107,14 +110,14 @@ def _named(argv: list[str]) -> int:
 
 
 def _own_workload(argv: list[str]) -> list[str]:
-    """Take ``--workload NAME`` out of ``argv``, wherever it is. Return the name, or nothing without it."""
+    """Take ``--workload NAME`` out of ``argv``, wherever it is. Return the name ("" if it is missing), or nothing."""
     for i, argument in enumerate(argv):
         flag, _, name = argument.partition("=")
         if flag == "--workload":
             del argv[i]
             if not name and i < len(argv):
                 name = argv.pop(i)
-            return [name] if name else []
+            return [name]
     return []
 
 
@@ -142,7 +145,7 @@ def _flush() -> int:
     return 0
 
 
-def _run(command: Command, argv: Sequence[str]) -> int:
+def _run(command: Command, argv: Sequence[str], workload: str) -> int:
     try:
         if wrong := "" if arguments.asks_for_help(argv) else _unfit(command, argv):
             arguments.report(wrong)
@@ -153,7 +156,8 @@ def _run(command: Command, argv: Sequence[str]) -> int:
             if not f"{command.module}.".startswith(f"{error.name}."):
                 raise  # a module that the command imports
             arguments.report(
-                f"the command {argv[0]!r} is the module {command.module!r}, which does not exist; see its WORKLOAD"
+                f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module {command.module!r}, "
+                "which does not exist; correct it in WORKLOAD"
             )
             return arguments.MISTAKE
         return module.main(argv[1:])

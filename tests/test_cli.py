@@ -493,6 +493,21 @@ def test_the_version_needs_no_installation(monkeypatch, capsys):
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jaxtrain.__version__
 
 
+def test_python_m_jaxtrain_is_the_command(capsys):
+    assert cli.main(["--version"]) == 0
+    command = [sys.executable, "-m", "jaxtrain", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, capsys.readouterr().out)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an installed package has no commit")
+def test_the_version_of_a_checkout_names_its_commit(capsys):
+    assert cli.main(["--version"]) == 0
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert capsys.readouterr().out == f"jaxtrain {jaxtrain.__version__} (commit {commit})\n"
+
+
 def test_a_python_that_is_too_old_is_told():
     """Before any syntax that it does not know."""
     program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"

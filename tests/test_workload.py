@@ -47,7 +47,14 @@ def test_a_command_whose_module_does_not_exist_is_one_line(tmp_path, monkeypatch
     module(tmp_path, "showing", value)
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["--workload=showing", "show"]) == 2
-    text = "error: the command 'show' is the module 'nowhere.show', which does not exist; see its WORKLOAD"
+    text = "the command 'show' of showing is the module 'nowhere.show', which does not exist; correct it in WORKLOAD"
+    assert capsys.readouterr().err.splitlines() == [f"error: {text}"]
+
+
+@pytest.mark.parametrize("argv", [["--workload"], ["--workload="], ["runs", "--workload"]])
+def test_a_flag_without_its_workload_is_one_line(argv, capsys):
+    assert cli.main(argv) == 2
+    text = "error: --workload names no module; expected --workload MODULE"
     assert capsys.readouterr().err.splitlines() == [text]
 
 
