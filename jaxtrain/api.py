@@ -27,7 +27,7 @@ from jaxtrain.types import PyTree, Task, Variables
 class Trained(NamedTuple):
     """The result of `train`."""
 
-    state: TrainState | None  # its parameters are state.variables.params; None if the run had already ended, with weights only
+    state: TrainState | None  # its parameters are state.variables.params; None if the run already ended, with weights only
     step: int
     evaluation: dict[str, float]  # the last one
     records: list[dict[str, Any]]  # of all starts of the run, as metrics.jsonl has them: {"step": 1, "split": "train", …}
