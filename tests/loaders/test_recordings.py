@@ -325,7 +325,7 @@ MISTAKES = {
     "bad-row": ("a.wav,one,2,x", 1),
     "missing-file": ("zzz.wav,1,2,x", 1),
     "unknown-label": ("a.wav,1,2,zzz", 1),
-    "conflicting-labels": ("a.wav,0,0.5,x\na.wav,0,0.5,y", 1),
+    "shared-times": ("a.wav,0,0.5,x\na.wav,0,0.5,y", 1),
     "duplicate-row": ("c.mp3,0,0.5,x\nc.mp3,0,0.5,x", 1),
     "overlapping-times": ("b.flac,0,1,x\nb.flac,0.5,1.5,x", 1),
 }
@@ -341,7 +341,7 @@ def test_mistakes_are_listed_together_and_nothing_is_written(recordings, tmp_pat
         assert f"\n{kind}: {n} (" in "\n" + err, kind
     assert "t.csv:2: [2, 1) s" in err and "'zzz.wav', which is not below" in err
     assert "nothing was written" in err and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-    err = index(*args, "--on=all=drop", "--on=beyond-end=keep", "--on=conflicting-labels=keep", capsys=capsys)
+    err = index(*args, "--on=all=drop", "--on=beyond-end=keep", "--on=shared-times=keep", capsys=capsys)
     found = [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")]
     kept = [
         ("a.wav", 0.0, 0.5, [0, 1]),
@@ -525,20 +525,6 @@ def test_date_and_place_of_headers(tmp_path):
     assert found["moth.wav"] == {"date": "2021-06-23", "time": "19:17:30+01:00"}
     assert found["bat.wav"] == {"date": "2020-08-12", "time": "21:04:05-05:00", "latitude": "32.18", "longitude": "-110.87"}
     assert found["5E90A4D4.WAV"] == {"date": "2020-04-10", "time": "16:54:44+00:00"}
-
-
-@pytest.mark.parametrize(
-    "name, about",
-    [
-        ("NORTH-2_20230501_053000.wav", {"date": "2023-05-01", "time": "05:30:00", "site": "NORTH-2"}),
-        ("2023-05-01T05-30-00Z.flac", {"date": "2023-05-01", "time": "05:30:00+00:00"}),
-        ("rec_20230501.wav", {"date": "2023-05-01"}),
-        ("20239901_053000.wav", {}),
-        ("XC123456.mp3", {}),
-    ],
-)
-def test_date_and_site_of_file_names(name, about):
-    assert headers.from_name(name) == about
 
 
 def test_each_channel_as_a_row(tmp_path, capsys):

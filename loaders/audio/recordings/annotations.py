@@ -1,7 +1,7 @@
 """The annotations of a source, and the list of mistakes in it."""
 
 import dataclasses
-import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -29,10 +29,12 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
     "overlapping-times": ("two events of one class that overlap in a recording; dropped: the later one", KEEP, True),
     "duplicate-row": ("a line that says what another said; dropped: all but one", DROP, False),
-    "conflicting-labels": ("one recording or part under several labels; kept: it has all of them", REFUSE, True),
+    "conflicting-labels": ("a whole recording under several labels; kept: it has all of them", REFUSE, True),
+    "shared-times": ("parts with the same times under several labels; kept: one row with all of them", KEEP, True),
     "unknown-label": ("a label that is in no line of --classes", REFUSE, False),
     "rare-label": ("a label with fewer events than --min-count", DROP, True),
     "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
+    "other-time": ("a recording whose header has another time than its name; kept: the header's", KEEP, True),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
 }
 
@@ -57,6 +59,20 @@ class Annotation:
     about: Mapping[str, str] = dataclasses.field(default_factory=dict)  # recording, site, date, time, latitude, longitude
 
 
+def shown(text: str) -> str:
+    """A text in one line, in which accents of their own, odd blanks and invisible characters are escaped.
+
+    Two names that differ then look different, although a terminal shows them alike.
+    """
+
+    def escape(character: str) -> str:
+        kind = unicodedata.category(character)
+        odd = kind[0] == "M" or kind in ("Cc", "Cf", "Zl", "Zp") or (kind == "Zs" and character != " ")
+        return ascii(character)[1:-1] if odd else character
+
+    return text if text.isascii() and text.isprintable() else "".join(map(escape, text))
+
+
 class Mistakes:
     """Every mistake by its kind, and the action for each kind."""
 
@@ -79,7 +95,7 @@ class Mistakes:
     def add(self, kind: str, text: str) -> bool:
         """Count a mistake, in one line: names of files may hold anything. Return whether its row is kept."""
         self.counts[kind] += 1
-        self.lines.append((kind, re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)))
+        self.lines.append((kind, shown(text)))
         return self._policy[kind] == KEEP
 
     def policy(self, kind: str) -> str:

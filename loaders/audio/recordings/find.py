@@ -2,7 +2,9 @@
 
 import os
 import pathlib
-from collections.abc import Iterator
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
 
 from loaders.audio.recordings.annotations import Mistakes
 
@@ -47,13 +49,61 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
     yield from enter(os.path.abspath(folder), ())
 
 
+class Names:
+    """Recordings by their names below a folder. A name is compared in one Unicode form."""
+
+    def __init__(self, names: Iterable[str]):
+        """names: of recordings, relative to a folder, "/" between."""
+        self._by_last: dict[str, list[str]] = {}
+        self._any_case: dict[str, list[str]] = {}
+        for name in names:
+            last = _one_form(name.rpartition("/")[2])
+            for key in dict.fromkeys((last, last.rpartition(".")[0])):
+                self._by_last.setdefault(key, []).append(name)
+                self._any_case.setdefault(key.casefold(), []).append(name)
+
+    def match(self, name: str) -> tuple[list[str], list[str]]:
+        """The recordings that a name may mean, and others of the same file name, whose folders contradict it.
+
+        Folders are compared from the right, as far as both names have some. Of several that agree, those count that agree
+        longest. The file name may lack its ending, or have another one.
+        """
+        parts = _parts(name)
+        if not parts:
+            return [], []
+        last = parts[-1]
+        for key in (last, last.rpartition(".")[0] if is_audio(last) else last, "Y" + last):
+            if found := self._by_last.get(key) or self._any_case.get(key.casefold()):
+                break
+        agreeing: dict[int, list[str]] = {}
+        others = []
+        for each in found or []:
+            folders = list(zip(reversed(_parts(each)[:-1]), reversed(parts[:-1]), strict=False))
+            if any(ours.casefold() != theirs.casefold() for ours, theirs in folders):
+                others.append(each)
+            else:
+                agreeing.setdefault(len(folders), []).append(each)
+        return (agreeing[max(agreeing)] if agreeing else []), others
+
+
+def _one_form(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of a path of any system."""
+    parts = [part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")]
+    return parts[1:] if parts and re.fullmatch(r"[A-Za-z]:", parts[0]) else parts
+
+
 class Finder:
-    """Finds the file that a table's name means: below the folder of recordings, next to the table, or by its name alone."""
+    """Finds the file that a table's name means: below the folder of recordings, next to the table, or by a part of its path."""
 
     def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
         self._folder, self._mistakes = folder, mistakes
         self._found: dict[tuple[str, str], str | None] = {}
-        self._names: dict[pathlib.Path, dict[str, list[str]]] = {}
+        self._names: dict[pathlib.Path, Names] = {}
+        self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
         """The absolute path of a recording. None for none or several, which is counted once for each name."""
@@ -73,47 +123,49 @@ class Finder:
             if "\0" not in name and os.path.isfile(path) and pathlib.Path(path).is_relative_to(os.path.abspath(folder)):
                 return path
         # Tables hold the paths of the machine that they were made on, and names without their ending.
-        last = name.rpartition("/")[2]
-        for folder in folders or [table.parent]:
-            names = self._by_name(folder)
-            found = names.get(last) or names.get(last.rpartition(".")[0] if is_audio(last) else last) or names.get("Y" + last)
-            if found and len(found) > 1:
-                tail = [path for path in found if path.endswith("/" + "/".join(name.split("/")[-2:]))]
-                found = tail if len(tail) == 1 else found
-            if found and len(found) == 1:
-                return found[0]
-            if found:
-                self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(found[:3])}")
-                return None
-        self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {(folders or [table.parent])[0]}")
-        return None
+        folder = (folders or [table.parent])[0]
+        found, others = self._of(folder).match(name)
+        paths = [os.path.join(os.path.abspath(folder), each) for each in found]
+        if len(paths) > 1:
+            self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
+            return None
+        if not paths:
+            text = f"{where} names {name!r}, which is not below {folder}"
+            if others:
+                text += f"; {others[0]!r} has its file name, in a folder that contradicts the table's"
+            self._mistakes.add("missing-file", text)
+            return None
+        before = self._meant.setdefault(paths[0], name)
+        if not Names([before]).match(name)[0]:
+            self._mistakes.add(
+                "ambiguous-name", f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
+            )
+            return None
+        return paths[0]
 
-    def next_to(self, table: pathlib.Path, where: str) -> str | None:
+    def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """The recording that a table without file names is about: the one whose name it begins with."""
         stem = table.name
         while stem:
             for folder in (table.parent, *([self._folder] if self._folder else [])):
-                found = self._by_name(folder).get(stem, [])
-                near = [path for path in found if os.path.dirname(path) == os.path.abspath(table.parent)] or found
+                found, others = self._of(folder).match(os.path.join(os.path.abspath(table.parent), stem))
+                near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
+                near = near or (found if found and "/" in found[0] else [*found, *others])
                 if len(near) == 1:
-                    return near[0]
-                if near:
+                    return os.path.join(os.path.abspath(folder), near[0])
+                if near and not quiet:
                     self._mistakes.add("ambiguous-name", f"{where} is about {stem!r}, and there are {', '.join(near[:3])}")
+                if near:
                     return None
             stem = stem.rpartition(".")[0]
-        self._mistakes.add(
-            "missing-file", f"{where}: no recording has the name that the table begins with; name it in a column"
-        )
+        if not quiet:
+            text = f"{where}: no recording has the name that the table begins with; name it in a column"
+            self._mistakes.add("missing-file", text)
         return None
 
-    def _by_name(self, folder: pathlib.Path) -> dict[str, list[str]]:
-        """The recordings below a folder by their name, with and without its ending."""
+    def _of(self, folder: pathlib.Path) -> Names:
+        """The recordings below a folder."""
         if folder not in self._names:
-            names: dict[str, list[str]] = {}
-            for path in walk(folder, Mistakes()):
-                if is_audio(path):
-                    last = path.rpartition("/")[2]
-                    names.setdefault(last, []).append(path)
-                    names.setdefault(last.rpartition(".")[0], []).append(path)
-            self._names[folder] = names
+            top = os.path.abspath(folder)
+            self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Mistakes()) if is_audio(path))
         return self._names[folder]

@@ -8,10 +8,10 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
 from typing import BinaryIO
 
 from loaders import _rust
+from loaders.audio.recordings import recorders
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.io import machine
 
@@ -58,6 +58,10 @@ def read_all(
                 if not mistakes.add("truncated-file", text):
                     continue
             found[path] = outcome
+            name, header = recorders.from_name(os.path.basename(path)), outcome.about
+            if recorders.differ(name, header):
+                stated, used = ("T".join(filter(None, (x.get("date"), x.get("time")))) for x in (name, header))
+                mistakes.add("other-time", f"{path}: its name states {stated}, its header {used}")
     return found, n_read
 
 
@@ -83,7 +87,7 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
         return "missing-file", f"{path} does not exist"
     except (OSError, ValueError) as error:
         return "unreadable-file", f"{path}: {error}"
-    about = {**from_name(os.path.basename(path)), **about}
+    about = {**recorders.from_name(os.path.basename(path)), **about}
     return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, promised, digest, about)
 
 
@@ -156,10 +160,10 @@ def from_guano(text: str) -> dict[str, str]:
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
     about: dict[str, str] = {}
     if stamp := fields.get("Timestamp"):
-        about |= _stamp(stamp.replace(" ", "T", 1))
+        about |= recorders.stamp(stamp.replace(" ", "T", 1))
     place = fields.get("Loc Position", "").split()
     if len(place) == 2:
-        about |= _place(*place)
+        about |= recorders.place(*place)
     return about
 
 
@@ -169,25 +173,7 @@ def from_audiomoth(text: str) -> dict[str, str]:
     if not found:
         return {}
     time, day, month, year, zone = found.groups()
-    return _stamp(f"{year}-{month}-{day}T{time}{_zone(zone)}")
-
-
-def from_name(name: str) -> dict[str, str]:
-    """Date, time and site of common patterns of file names: SITE_20230501_053000.wav, 2023-05-01T05-30-00Z, 5E90A4D4.WAV."""
-    stem = name.rpartition(".")[0]
-    date = r"((?:19|20)\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])"
-    time = r"([01]\d|2[0-3])[-_:]?([0-5]\d)[-_:]?([0-5]\d)"
-    if found := re.search(rf"(?<!\d){date}[T_ -]{time}(Z|[+-]\d{{2}}:?\d{{2}})?(?!\d)", stem):
-        year, month, day, hour, minute, second, zone = found.groups()
-        about = _stamp(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone or ''}")
-        if about and (site := stem[: found.start()].rstrip("_- ")):
-            about["site"] = site
-        return about
-    if re.fullmatch(r"[456][0-9A-F]{7}", stem):  # AudioMoth's first firmware: seconds since 1970, in hexadecimal
-        return _stamp(datetime.fromtimestamp(int(stem, 16), UTC).isoformat())
-    if found := re.search(rf"(?<!\d){date}(?!\d)", stem):
-        return _stamp("-".join(found.groups()) + "T00:00:00", clock=False)
-    return {}
+    return recorders.stamp(f"{year}-{month}-{day}T{time}{_zone(zone)}")
 
 
 def _zone(zone: str | None) -> str:
@@ -195,23 +181,3 @@ def _zone(zone: str | None) -> str:
         return "+00:00"
     hours, _, minutes = zone[1:].partition(":")
     return f"{zone[0]}{int(hours):02d}:{minutes or '00'}"
-
-
-def _stamp(text: str, clock: bool = True) -> dict[str, str]:
-    """date "2023-05-01" and time "05:30:00+02:00" of an ISO 8601 text, or nothing."""
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError:
-        return {}
-    zone = when.utcoffset()
-    when -= timedelta(microseconds=when.microsecond)
-    time = when.time().isoformat() + ("" if zone is None else when.isoformat()[19:])
-    return {"date": when.date().isoformat()} | ({"time": time} if clock else {})
-
-
-def _place(latitude: str, longitude: str) -> dict[str, str]:
-    try:
-        inside = abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
-    except ValueError:
-        return {}
-    return {"latitude": str(float(latitude)), "longitude": str(float(longitude))} if inside else {}

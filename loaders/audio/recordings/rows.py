@@ -229,36 +229,24 @@ def _checked(
             labels.append(name)
     if each.labels and not labels:
         return None
-    channel = each.channel if options.channels == "table" else None
-    if channel is not None and channel >= header.channels:
-        mistakes.add("bad-row", f"{each.where}: channel {channel + 1} of a recording with {header.channels}")
+    if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
+        mistakes.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
         return None
-    return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)), channel=channel)
+    return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
 
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
     """The annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
     seen: dict[tuple[Any, ...], Annotation] = {}
     for each in sorted(events, key=_order):
-        key = (each.start, each.end, each.channel, each.labels, each.split)
+        key = (each.start, each.end, each.channel, each.low, each.high, each.labels, each.split)
         if key in seen:
             mistakes.add("duplicate-row", f"{each.where or path} says what {seen[key].where or path} says")
         else:
             seen[key] = each
     events = list(seen.values())
     if not options.windows:
-        places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
-        for each in events:
-            places[each.start, each.end, each.channel, each.split].append(each)
-        events = []
-        for several in places.values():
-            if len(several) == 1:
-                events += several
-                continue
-            labels = tuple(dict.fromkeys(label for each in several for label in each.labels))
-            text = f"{several[0].where or path}: {', '.join(labels)}"
-            if mistakes.add("conflicting-labels", text):
-                events.append(dataclasses.replace(several[0], labels=labels))
+        events = list(_merged(path, events, options, mistakes))
     last: dict[str, float] = {}
     kept = []
     for each in events:
@@ -269,6 +257,23 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
             last[label] = max(last.get(label, 0.0), each.end or math.inf)
         kept.append(each)
     return kept
+
+
+def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:
+    """The annotations, of which those with the same times and other labels become one with all labels."""
+    places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
+    for each in events:
+        places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
+    for several in places.values():
+        if len({each.labels for each in several}) == 1:
+            yield from several
+            continue
+        labels = tuple(dict.fromkeys(label for each in several for label in each.labels))
+        kind = "conflicting-labels" if several[0].start is None else "shared-times"
+        if mistakes.add(kind, f"{several[0].where or path}: {', '.join(labels)}"):
+            low, high = [each.low for each in several], [each.high for each in several]
+            band = (None if None in low else min(low), None if None in high else max(high))  # type: ignore[type-var]
+            yield dataclasses.replace(several[0], labels=labels, low=band[0], high=band[1])
 
 
 def _order(each: Annotation) -> tuple[Any, ...]:
@@ -327,7 +332,7 @@ def _channels(stated: int | None, n: int, option: str) -> Sequence[int]:
         return range(n) if n > 1 else (-1,)
     if option.isdecimal():
         return (int(option),)
-    return (-1 if stated is None else stated,)
+    return (stated if option == "table" and stated is not None else -1,)
 
 
 def windows_of(events: list[Annotation], seconds: float, numbers: Mapping[str, int], options: Options) -> Iterator[Part]:

@@ -233,7 +233,10 @@ def _columns(table: tables.Table, options: Options, mistakes: Mistakes, finder: 
 
 
 def _raven(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """A selection table of Raven: a selection is listed once for each view of it. Times count from its first recording."""
+    """A selection table of Raven. Times count from its first recording.
+
+    A selection is listed once for each view of it. Joined tables have several of one number, which differ in other columns.
+    """
     begin, end = (table.find(name) for name in RAVEN)
     selection, view = table.find("Selection"), table.find("View")
     file, offset, channel = table.find("Begin Path", "Begin File"), table.find("File Offset (s)"), table.find("Channel")
@@ -244,7 +247,7 @@ def _raven(table: tables.Table, options: Options, mistakes: Mistakes, finder: Fi
     for number, row in table.rows():
         where = f"{table.path}:{number}"
         if selection and view:
-            key = row.get(selection)
+            key = tuple(value for column, value in row.items() if column != view)
             if key in seen:
                 continue
             seen.add(key)
