@@ -7,23 +7,8 @@ any number of reading threads are the same operation. That is the global order: 
 The block order is for file systems with slow scattered reads. Runs of at most ``block_rows`` neighbouring rows of a shard
 are permuted as a whole, then the rows of each ``block_window`` runs among themselves. So only a few hundred runs are needed
 next, which are read ahead one window at a time. It is a pure function of the place as well. The price is that the rows of a
-batch share shards. Of an epoch of 528,422 rows in 690 shards (python -m tools.shuffle_quality, and --batch=256):
-
-                                        batches of 2048                     batches of 256
-                                ACF(1)  shards  chi2/df   unique    ACF(1)  shards  chi2/df  unique
-    global                      -0.010   654.4     1.00  204,800    -0.001   213.9     1.00  25,600
-    blocks of 8, window of 64    0.039   249.4     7.31  204,800     0.446    77.0     3.90  25,600
-    blocks of 8, window of 256   0.240   341.5     5.32  204,800     0.416   152.0     1.83  25,600  (the default)
-    blocks of 8, window of 1024  0.501   526.6     2.56  204,800     0.172   196.1     1.21  25,600
-    blocks of 32, window of 64   0.286   115.4    20.03  204,800     0.721    64.5     4.68  25,600
-    blocks of 32, window of 256  0.720   246.8     7.90  204,800     0.475   147.0     1.94  25,600
-    a shuffle buffer of 10,000   0.859    72.6    71.94  204,800     0.899    46.1    10.25  25,600
-
-ACF(1) is the lag-1 autocorrelation of the histograms of shards over the batches. The column shards counts the different ones in
-a batch. The column chi2/df compares a batch's histogram with uniform use, and is 1 for independent draws. The column unique
-counts different rows in 100 batches. Independent draws would give N (1 - (1 - 1/N)^(100 batch)) = 169,780 and 24,990, but no
-order here repeats a row before the epoch is over. A window
-of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB. Two windows are requested at most.
+batch share shards: docs/results/loader.md has how much, and chi2_shard and acf_shard of a run's metrics say it for its own
+data. A window of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB. Two windows are requested at most.
 
 The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only powers of two (Black
 and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function is splitmix64's output function.

@@ -4,15 +4,12 @@
     python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32] [--batch=32] [--rounds=20]
     python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
     python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6]
-    python -m tools.bench_train --model=higgs [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=8]
     python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/results/cpu-steps.md, by row
     python -m tools.bench_train --model=bird --kernels                  # the time of a step by part, on both sides
 
 A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the
-film demo, the recursive model, or adapters on a small audio language model. The latter runs next to peft, in rows of
---context text tokens and as many times of sound. A step is forward, backward, gradient clipping and the update. Weights
-and rows are the same on both sides (not with peft), and the losses of 20 steps are compared first. If they differ, the
-command exits with 1.
+film demo, or the recursive model. A step is forward, backward, gradient clipping and the update. Weights and rows are the
+same on both sides, and the losses of 20 steps are compared first. If they differ, the command exits with 1.
 
 Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are compared. `torch.compile` takes
 the forward pass with the loss (of TRM the net), and so its gradients. If it cannot (it needs a C++ compiler), a line says
@@ -33,7 +30,7 @@ from typing import NamedTuple
 
 from loaders.io import machine
 
-MODELS = ("trm", "language", "bird", "giblet", "higgs")
+MODELS = ("trm", "language", "bird", "giblet")
 # Rows of the table: name -> what is measured, and the arguments.
 ROWS = {
     "language-128": ("language, d 128, 4 layers, 12 × 64 tokens", ("--model=language",)),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from loaders import order
+from loaders import _rust, order
 from loaders.base import Population
 from loaders.shuffle_stats import ShuffleStats
 
@@ -47,14 +47,31 @@ def test_an_order_that_is_not_shuffled_is_told():
     assert found["chi2_shard"] > 20 * found["chi2_shard_expected"] and found["chi2_div"] > 20
     assert found["chi2_mod"] < 0.1 < 0.9 < found["chi2_mod_expected"], "neighbours are spread too evenly"
     # A buffer that holds a few batches: one batch says much of the next.
+    found = record(buffered())[-1]
+    assert found["acf_shard"] > 0.7 and found["acf_div"] > 0.5
+
+
+def test_the_block_order_mixes_worse_than_the_global_one_and_better_than_a_buffer():
+    """By the metrics of a run, as docs/results/loader.md shows for larger ones."""
+    stops = order.block_stops(np.arange(N), STARTS, 8)
+    blocks = _rust.block_order(0, 0, stops, 256, np.arange(70 * BATCH))
+    assert len(np.unique(blocks)) == len(blocks)
+    orders = [order.permutation(0, 0, N, np.arange(70 * BATCH)), blocks, buffered()]
+    found = [record(rows.reshape(-1, BATCH)) for rows in orders]
+    acf = [batches[-1]["acf_shard"] for batches in found]
+    chi2 = [np.mean([batch["chi2_shard"] for batch in batches]) for batches in found]
+    assert abs(acf[0]) < 0.1 < acf[1] < acf[2] and chi2[0] < chi2[1] < chi2[2]
+
+
+def buffered():
+    """The rows one after the other, through a buffer of 2,000 from which one at a random place is taken at a time."""
     rng = np.random.default_rng(0)
     buffer, out = list(range(2_000)), []
     for i in range(2_000, N):
         j = rng.integers(len(buffer))
         out.append(buffer[j])
         buffer[j] = i
-    found = record(np.array(out[: 70 * BATCH]).reshape(-1, BATCH))[-1]
-    assert found["acf_shard"] > 0.7 and found["acf_div"] > 0.5
+    return np.array(out[: 70 * BATCH]).reshape(-1, BATCH)
 
 
 def test_a_split_is_judged_by_its_own_rows():
