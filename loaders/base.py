@@ -26,6 +26,18 @@ def refuse_problems(config: Any) -> None:
         raise DataError(f"data.{field} {text}")
 
 
+def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
+    """Ids or counts as integers of ``dtype``. Raises DataError, which names ``of``, if one of them does not fit.
+
+    NumPy's own casts take the rest after a division by 2^16 or 2^32. So no other cast makes ids or counts narrower.
+    """
+    values, bounds = np.asarray(values), np.iinfo(dtype)
+    if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
+        found = f"{values.min()} to {values.max()}"
+        raise DataError(f"{of} are {found}; {np.dtype(dtype).name} holds {bounds.min} to {bounds.max}")
+    return values.astype(dtype, copy=False)
+
+
 class Field(NamedTuple):
     """One array of a batch: the shape of one row (without the batch dimension) and its dtype."""
 

@@ -28,9 +28,9 @@ def generate(
     n_new: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    end: int = -1,
+    ends: Sequence[int] = (),
 ) -> Array:
-    """Continue each prompt, int32 [B, N]. After a token ``end`` all further ones are ``end``.
+    """Continue each prompt, int32 [B, N]. After one of the tokens ``ends`` all further ones are the first of them.
 
     A row draws by its own key, fold_in(key, row), so that it does not depend on the other prompts.
 
@@ -46,9 +46,9 @@ def generate(
         logits_bv, cache, ended_b = state
         draw = functools.partial(choose, temperature=temperature, top_p=top_p)
         token_b = jax.vmap(lambda logits_v, key: draw(logits_v, jax.random.fold_in(key, i)))(logits_bv, keys_b)
-        token_b = jnp.where(ended_b, end, token_b)
+        token_b = jnp.where(ended_b, ends[0], token_b) if ends else token_b
         logits_bv, cache = extend(c, params, token_b, length_b + i, cache, shard)
-        return (logits_bv, cache, ended_b | (token_b == end)), token_b
+        return (logits_bv, cache, ended_b | jnp.isin(token_b, jnp.array(ends, jnp.int32))), token_b
 
     _, tokens_nb = jax.lax.scan(write, (logits_bv, cache, jnp.zeros(len(length_b), bool)), jnp.arange(n_new))
     return tokens_nb.T

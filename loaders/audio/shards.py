@@ -32,7 +32,7 @@ import numpy as np
 
 from loaders import _rust
 from loaders.audio import remote
-from loaders.base import DataError
+from loaders.base import DataError, narrowed
 from loaders.io import checks, files, machine
 
 CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is true
@@ -317,7 +317,7 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
             f"{stats[0][0]}: column {label!r} has classes {classes.min()} to {classes.max()}, but names for {len(names)} only"
         )
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
-    return ClassLists(tuple(names), starts, classes.astype(np.int32))
+    return ClassLists(tuple(names), starts, narrowed(classes, np.int32, f"the classes of {label!r}"))
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,6 +27,7 @@ from loaders.buckets import Shape
 from loaders.chat import chatml
 from loaders.chat import codec as codec_lib
 from loaders.io import checks, files, machine
+from loaders.text.tokenizer import Tokenizer, open_tokenizer
 
 log = logging.getLogger("jaxtrain")
 
@@ -91,14 +92,20 @@ class Sample(NamedTuple):
 class Tools(NamedTuple):
     """The tools that turn samples into rows."""
 
-    encode: Callable[[str], Sequence[int]]
+    tokenizer: Tokenizer
     ids: Mapping[str, int]  # of the special tokens
-    vocab: int
     codebooks: int
     size: int
     frame_rate: float
     delay: bool
     find: Callable[[chatml.Clip], np.ndarray]  # codes of a whole recording. Raises ValueError or OSError
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode([text])[0]
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab
 
     @property
     def pad(self) -> int:
@@ -225,11 +232,13 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 @functools.lru_cache(maxsize=4)
 def tools_of(config: Config, manifest: str) -> Tools:
     """The tokenizer and the codes of a config, for one of its manifests. Raises DataError."""
-    path = pathlib.Path(config.tokenizer).expanduser()
-    tokenizer = read_tokenizer(str(path))
-    ids = {token: tokenizer.token_to_id(token) for token in chatml.SPECIAL}
-    if missing := [token for token, i in ids.items() if i is None]:
-        raise DataError(f"data.tokenizer: {path} has no token {', '.join(missing)}; add them as special tokens")
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+    except DataError as error:
+        raise DataError(f"data.tokenizer: {error}") from error
+    ids = {token: i for token in chatml.SPECIAL if (i := tokenizer.id_of(token)) is not None}
+    if missing := [token for token in chatml.SPECIAL if token not in ids]:
+        raise DataError(f"data.tokenizer: {tokenizer.path} has no token {', '.join(missing)}; add them as special tokens")
     root = root_of(config, manifest)
     if config.codes:
         table = _read_many(config.codes)
@@ -249,9 +258,8 @@ def tools_of(config: Config, manifest: str) -> Tools:
             return codec_lib.read(source.codes(codec, config.cache))
 
     return Tools(
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        tokenizer=tokenizer,
         ids=ids,
-        vocab=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         codebooks=codebooks,
         size=size,
         frame_rate=frame_rate,
@@ -261,19 +269,6 @@ def tools_of(config: Config, manifest: str) -> Tools:
 
 
 _read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
-
-
-@functools.lru_cache(maxsize=2)
-def read_tokenizer(path: str) -> Any:
-    """A tokenizer.json, as ``tokenizers.Tokenizer``. Raises DataError."""
-    try:
-        import tokenizers
-
-        return tokenizers.Tokenizer.from_file(path)
-    except ImportError as error:
-        raise DataError("data.tokenizer needs the package tokenizers: pip install 'jaxtrain[language]'") from error
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise DataError(f"data.tokenizer: {path} cannot be read as a tokenizer.json: {error}") from error
 
 
 def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:

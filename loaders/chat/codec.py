@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from loaders import _rust
-from loaders.base import DataError
+from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, files, machine
 
 VERSION = 1
@@ -93,7 +93,7 @@ class Rvq(NamedTuple):
         return self.books.shape[1]
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
-        return self.quantise(vectors(wave, rate)).T.astype(np.int16)
+        return narrowed(self.quantise(vectors(wave, rate)).T, np.int16, "the codes")
 
     def quantise(self, x_nv: np.ndarray) -> np.ndarray:
         """Vectors [N, 512] -> codes [N, K]."""
@@ -128,7 +128,7 @@ class Function(NamedTuple):
         codes = np.asarray(self.call(wave, rate))
         if codes.ndim != 2 or len(codes) != self.codebooks or codes.dtype.kind not in "iu":
             raise ValueError(f"{self.name} gives {codes.dtype} {codes.shape}; expected integers [{self.codebooks}, times]")
-        return codes.astype(np.int16)
+        return narrowed(codes, np.int16, f"the codes of {self.name}")
 
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
@@ -346,7 +346,7 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:  # never through a link that someone left there
             content = io.BytesIO()  # given the file, NumPy would not see that its last part was never written
-            np.save(content, np.ascontiguousarray(codes, np.int16))
+            np.save(content, np.ascontiguousarray(narrowed(codes, np.int16, f"the codes of {codec.name}")))
             file.write(content.getvalue())
         temporary.replace(path)
     except OSError as error:
@@ -410,7 +410,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
             raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
-    return {name: codes.astype(np.int16) for name, codes in table.items()}
+    return {name: narrowed(codes, np.int16, f"{path}: the codes of {name}") for name, codes in table.items()}
 
 
 def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:

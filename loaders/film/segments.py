@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from loaders.audio.recordings import tables
+from loaders.base import DataError, narrowed
 from loaders.film import film_files, sources
 from loaders.io import files
-from loaders.io.files import DataError
 
 MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
 MAX_ROWS, MAX_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many rows
@@ -31,7 +31,7 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
         )
     if codes.min() < 0 or codes.max() > film_files.LARGEST_CODE:
         raise DataError(f"{path} holds codes from {codes.min()} to {codes.max()}; expected 0 … {film_files.LARGEST_CODE}")
-    return np.ascontiguousarray(codes.T).astype(np.int16)
+    return narrowed(np.ascontiguousarray(codes.T), np.int16, f"the codes of {path}")
 
 
 def window_text(

@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow.csv
 
 from loaders import _rust, order
-from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
+from loaders.base import DataError, Facts, Field, Loader, Rows, narrowed, refuse_problems
 from loaders.io import checks, columnar, files, machine
 
 log = logging.getLogger("jaxtrain")
@@ -413,7 +413,7 @@ def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
         raise DataError(f"{folder}: rows, puzzles and groups differ in number")
     if (empty := np.flatnonzero(np.diff(puzzles[groups]) == 0)).size:  # of which training could take no row
         raise DataError(f"{folder}: group {empty[0]} has no row; leave it out of all__group_indices.npy")
-    puzzle = np.repeat(np.asarray(ids, np.int32), np.diff(puzzles))
+    puzzle = np.repeat(narrowed(ids, np.int32, f"the puzzles of {folder}"), np.diff(puzzles))
     return Puzzles(inputs, labels, puzzle, np.zeros(len(inputs), np.int64), np.asarray(puzzles, np.int64)[groups])
 
 

@@ -2,8 +2,9 @@
 
 A folder holds the splits train/ and test/, or is itself the training split. A folder of one split holds
 
-    tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "tokenizer": "tokenizer.json", "shards":
-                    [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "sha256": "…"}, …]}; eos, tokenizer: or null
+    tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256], "tokenizer":
+                    "tokenizer.json", "shards": [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "sha256": "…"}, …]}
+                    vocab: the largest id + 1; eos: added to every document, or null; ends: the ids that end a text
     00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the other
     00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in bytes of text, and the end
     tokenizer.json  for Hugging Face ``tokenizers``
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders import order
-from loaders.base import DataError
+from loaders.base import DataError, narrowed
 from loaders.io import atomic_write as whole
 from loaders.io import files
 
@@ -40,6 +41,7 @@ class Documents(NamedTuple):
     n_bytes: int  # of text
     vocab: int
     digest: str
+    ends: tuple[int, ...] = ()  # tokens that end a text
 
     def read(self, document: int, offset: int, count: int) -> np.ndarray:
         """``count`` tokens of a document, from its token ``offset`` on, as a view of the map."""
@@ -132,7 +134,7 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
         tokens = np.searchsorted(known, points)
         if (strange := np.flatnonzero(known[np.minimum(tokens, len(known) - 1)] != points)).size:
             raise DataError(f"{path}: character {content[strange[0]]!r} at {strange[0]} is not in the training text")
-        tokens = tokens.astype(np.uint32)
+        tokens = narrowed(tokens, np.uint32, f"the symbols of {path}")
     else:
         tokens = np.frombuffer(encoded, np.uint8)
     digest = hashlib.sha256(encoded + vocabulary.encode()).hexdigest()
@@ -164,7 +166,8 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
     digest = hashlib.sha256("".join(entry["sha256"] for entry in about["shards"]).encode()).hexdigest()
     n_bytes = sum(entry["bytes"] for entry in about["shards"])
     joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
-    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest)
+    ends = about.get("ends", [] if about.get("eos") is None else [about["eos"]])
+    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest, tuple(ends))
 
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
@@ -205,7 +208,8 @@ def _is_complete(about: dict[str, Any]) -> bool:
         )
 
     shards = about.get("shards")
-    is_known = about.get("dtype") in ("uint16", "uint32") and whole(about.get("vocab"))
+    ends = [about.get("eos") or 0, *(found if isinstance(found := about.get("ends", []), list) else [None])]
+    is_known = about.get("dtype") in ("uint16", "uint32") and all(map(whole, [about.get("vocab"), *ends]))
     return is_known and isinstance(shards, list) and all(map(complete, shards))
 
 
@@ -243,7 +247,7 @@ def write_shard(
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])
     index[1:, 1] = np.cumsum(sizes)
-    tokens = np.concatenate([np.asarray(d, dtype) for d in documents]) if documents else np.empty(0, dtype)
+    tokens = np.concatenate([narrowed(d, dtype, f"the tokens of {folder / name}") for d in documents] or [np.empty(0, dtype)])
     raw = tokens.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
     for suffix, content in (("tokens", raw), ("docs", index.tobytes())):
         with whole.file(folder / f"{name}.{suffix}") as file:
@@ -259,7 +263,13 @@ def write_shard(
 
 
 def write_about(
-    folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict[str, Any]]
+    folder: pathlib.Path,
+    *,
+    vocab: int,
+    eos: int | None,
+    tokenizer: str | None,
+    shards: Sequence[dict[str, Any]],
+    ends: Sequence[int] = (),
 ) -> None:
     """Write tokens.json, after which the folder is complete."""
     about = {
@@ -267,6 +277,7 @@ def write_about(
         "dtype": str(token_dtype(vocab)),
         "vocab": vocab,
         "eos": eos,
+        "ends": list(ends),
         "tokenizer": tokenizer,
         "shards": list(shards),
     }

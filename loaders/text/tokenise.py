@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from loaders.io import atomic_write, machine
 from loaders.io import files as files_lib
 from loaders.text import token_files
+from loaders.text.tokenizer import FILES, open_tokenizer
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     eos: str
     column: str
     documents: str
+    specials: bool = True  # whether names of special tokens inside texts become these tokens
 
 
 class Part(NamedTuple):
@@ -66,9 +68,9 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
     files = _files(inputs)
-    vocab, eos, _ = _tokenizer(options)
+    encoder = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
-    plan = _digest(files, options)
+    plan = _digest(files, options, encoder.ends)
     if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
         if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
             print(
@@ -105,11 +107,21 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
         print(f"skipped: {line}", file=sys.stderr)
     name = None
     if options.tokenizer != "bytes":
-        name = "tokenizer.json"
-        with atomic_write.file(out / name) as file:
-            file.write(pathlib.Path(options.tokenizer).read_bytes())
+        name, path = "tokenizer.json", pathlib.Path(options.tokenizer).expanduser()
+        companions = {each: path.parent / each for each in FILES if (path.parent / each).is_file()}
+        for each, place in {**companions, name: path}.items():
+            with atomic_write.file(out / each) as file:
+                file.write(files_lib.read(place, most=files_lib.MOST_JSON))
     shards = [entry["shard"] for entry in entries]
-    token_files.write_about(out, vocab=vocab, eos=eos, tokenizer=name, shards=shards)
+    token_files.write_about(out, vocab=encoder.vocab, eos=encoder.eos, ends=encoder.ends, tokenizer=name, shards=shards)
+    if encoder.ends and encoder.eos is None:
+        named = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
+        print(f"no document ends with a token; the tokenizer's own files name {named} (--eos)", file=sys.stderr)
+    if held := sum(entry.get("specials", 0) for entry in entries):
+        print(
+            f"{held:,} special tokens come from their names inside texts; --specials-as-text splits such a name like any text",
+            file=sys.stderr,
+        )
     for i in range(len(parts)):
         _entry(out, i).unlink()
     marker.rename(out / MADE_OF)
@@ -248,13 +260,16 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
 def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
     """Write one shard, then its entry."""
     out, number, part, options = job
-    vocab, eos, encode = _tokenizer(options)
+    encoder = _tokenizer(options)
+    end = [] if encoder.eos is None else [encoder.eos]
     bad, documents, sizes = [], [], []
+    held: list[int] = []  # special tokens inside each text
     waiting: list[str] = []
 
     def flush() -> None:
-        for ids, text in zip(encode(waiting), waiting, strict=True):
-            documents.append(np.asarray([*ids, *([eos] if eos is not None else [])], np.int64))
+        for ids, text in zip(encoder.encode(waiting), waiting, strict=True):
+            documents.append(np.asarray([*ids, *end], np.int64))
+            held.append(sum(i in encoder.specials for i in ids))
             sizes.append(len(text.encode()))
         waiting.clear()
 
@@ -266,45 +281,45 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
         if len(waiting) == 1000:
             flush()
     flush()
-    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(vocab))
-    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad}))
+    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab))
+    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": sum(held)}))
 
 
-def _tokenizer(options: Options) -> tuple[int, int | None, Any]:
-    """Return (vocabulary, id of the end of a document, texts -> lists of ids). Raises TokensError."""
+class _Encoder(NamedTuple):
+    vocab: int
+    eos: int | None  # id that is added to every document
+    ends: tuple[int, ...]  # ids that end a text: eos, else those that the tokenizer's own files name
+    specials: dict[int, str]  # id -> the special token
+    encode: Callable[[Sequence[str]], list[list[int]]]
+
+
+def _tokenizer(options: Options) -> _Encoder:
+    """Raises TokensError."""
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
-        return 256, None, lambda texts: [list(text.encode()) for text in texts]
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise TokensError("the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
+        return _Encoder(256, None, (), {}, lambda texts: [list(text.encode()) for text in texts])
     path = pathlib.Path(options.tokenizer).expanduser()
     if not path.is_file():
         raise TokensError(f"--tokenizer is {options.tokenizer!r}; expected a tokenizer.json of Hugging Face, or bytes")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001  it raises Exception itself
-        raise TokensError(f"{path} is not a tokenizer of Hugging Face: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    eos = tokenizer.token_to_id(options.eos) if options.eos else None
+    tokenizer = open_tokenizer(path, specials=options.specials)
+    eos = tokenizer.id_of(options.eos) if options.eos else None
     if options.eos and eos is None:
         raise TokensError(f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its special tokens")
-    return (
-        tokenizer.get_vocab_size(),
-        eos,
-        lambda texts: [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)],
-    )
+    ends = tokenizer.ends() if eos is None else (eos,)
+    return _Encoder(tokenizer.vocab, eos, ends, tokenizer.specials, tokenizer.encode)
 
 
 def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
     return out / PARTIAL / f"{number:05}.json"
 
 
-def _digest(files: Sequence[pathlib.Path], options: Options) -> str:
+def _digest(files: Sequence[pathlib.Path], options: Options, ends: Sequence[int]) -> str:
     """Identify the inputs and options that an unfinished folder was begun with."""
-    content = hashlib.sha256(pathlib.Path(options.tokenizer).read_bytes()).hexdigest() if options.tokenizer != "bytes" else ""
+    content = (
+        hashlib.sha256(pathlib.Path(options.tokenizer).expanduser().read_bytes()).hexdigest()
+        if options.tokenizer != "bytes"
+        else ""
+    )
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps([facts, [*options], content, PART]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([facts, [*options], content, [*ends], PART]).encode()).hexdigest()

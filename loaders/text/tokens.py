@@ -44,6 +44,7 @@ from loaders.text.token_files import Documents, open_splits, symbols
 
 PACKINGS = ("best_fit", "concat", "random")
 TEXTS = ("characters", "bytes")
+REMAKE = "make the tokens again with `jaxtrain tokens`"
 VERSION = 1  # changes whenever the same (seed, row number) would give another row
 
 
@@ -183,6 +184,10 @@ class Tokens(Loader):
             number = place[valid] - self._starts[source]
         for k in np.unique(source):
             self._streams[k].fill(batch, valid[source == k], number[source == k])
+        if max(batch[name].max(initial=0) for name in ("tokens", "targets")) >= self._documents[0].vocab:
+            raise DataError(
+                f"a token is not below the vocabulary of {self._documents[0].vocab} that tokens.json names; {REMAKE}"
+            )
         batch["source"][valid], batch["weight"][valid] = source, 1
         return batch
 
@@ -201,8 +206,12 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """The facts of the documents.
 
-    vocab; context; bytes_per_token of the test split (of train, if there is none); n_train, n_test: documents by source;
-    tokenizer: path of the first source's tokenizer.json, or ""; symbols: of a text of characters, symbol i is token i, or "".
+    vocab; context; bytes_per_token of the test split (of train, if there is none).
+
+    n_train, n_test: documents by source; ends: tokens that end a text.
+
+    tokenizer: path of the first source's tokenizer.json, or "";
+    symbols: of a text of characters, symbol i is token i, or "".
 
     Raises:
       DataError: files that cannot be read, or sources with different vocabularies.
@@ -220,6 +229,7 @@ def facts(config: Config) -> Facts:
         "bytes_per_token": sum(d.n_bytes for d in measured) / max(sum(int(d.length.sum()) for d in measured), 1),
         "n_train": tuple(len(s["train"].length) for s in splits),
         "n_test": tuple(len(s["test"].length) for s in splits),
+        "ends": tuple(dict.fromkeys(end for s in splits for end in s["train"].ends)),
         "tokenizer": str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else "",
         "symbols": symbols(first) if first.is_file() and config.text == "characters" else "",
     }

@@ -88,6 +88,38 @@ def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
     assert "name a tokenizer.json: --tokenizer" in capsys.readouterr().err
 
 
+def test_a_text_ends_where_its_data_end_a_text(tmp_path):
+    """By the ids of tokens.json, which go with the run and its export, whatever the token is called."""
+    (tmp_path / "data").mkdir()
+    words = {"[unk]": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 16)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
+    model = {**LANGUAGE, "vocab": 16, "tokenizer": str(tmp_path / "data" / "tokenizer.json")}
+
+    def greedy(run):
+        return next(generate.generate(generate.load(str(run)), ["w3 w4"], tokens=8, temperature=0))
+
+    whole = greedy(saved(tmp_path / "whole", language, {**model, "ends": ()}))
+    written = [words[word] for word in whole.text.split()]
+    assert whole.text == " " + " ".join(f"w{i}" for i in written) and (whole.tokens, whole.ended) == (8, False)
+    n = next(i for i, token in enumerate(written) if i and token not in written[:i])
+    cut = ("w3 w4", 0, "".join(f" w{i}" for i in written[:n]), n, True)
+    run = saved(tmp_path / "run", language, {**model, "ends": (written[n], 1)})
+    assert greedy(run) == cut
+    (tmp_path / "data" / "tokens.json").write_text(json.dumps({"eos": written[n]}))
+    assert greedy(saved(tmp_path / "older", language, {**model, "ends": None})) == cut
+    (tmp_path / "data" / "chat_template.jinja").write_text("{{ messages }}")
+    for name, found in (("run", [written[n], 1]), ("older", written[n]), ("whole", None)):
+        out = tmp_path / f"{name}-out"
+        assert cli.main(["export", str(tmp_path / name), "--out", str(out)]) == 0
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == found, "never that of another tokenizer"
+        assert (out / "generation_config.json").exists() == (found is not None)
+        assert found is None or json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": found}
+        assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert greedy(tmp_path / "run-out") == cut
+
+
 def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
     """Alone, or beside others that are longer, in another batch."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "seven"}\n"one"\n')

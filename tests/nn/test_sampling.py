@@ -52,7 +52,7 @@ def test_a_rows_draw_does_not_depend_on_the_other_rows_and_ends_at_the_end():
     prompt = np.arange(12, dtype="i4").reshape(3, 4)
     run = jax.jit(
         lambda x, n, end: sampling.generate(
-            c, params, x, n, jax.random.key(5), language_case.alone(), n_new=8, temperature=1.0, top_p=0.9, end=end
+            c, params, x, n, jax.random.key(5), language_case.alone(), n_new=8, temperature=1.0, top_p=0.9, ends=(end,)
         ),
         static_argnums=2,
     )

@@ -57,7 +57,7 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
 
 def forget() -> None:
     """What this process remembers of manifests and files."""
-    for cached in (chat_audio._splits, chat_samples.tools_of, chat_samples.read_tokenizer):
+    for cached in (chat_audio._splits, chat_samples.tools_of):
         cached.cache_clear()
 
 

@@ -17,17 +17,17 @@ from jaxtrain.telemetry import writers
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.audio_language import decoding
 from jaxtrain.workloads.audio_language.model import Config, make_specs
+from loaders.base import narrowed
 from loaders.chat import chat_audio, chat_samples, chatml, codec
 from loaders.io import atomic_write
 
 
 class Speaker(NamedTuple):
-    """A model with its tokenizer and its codec."""
+    """A model with the tools of its data, its tokenizer among them, and its codec."""
 
     model: Config
     params: PyTree
     tools: chat_samples.Tools
-    tokenizer: Any
     codec: codec.Codec | None
 
 
@@ -61,7 +61,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
     tools = chat_samples.tools_of(data, data.manifest)
     voice = chat_samples.open_codec(data) if data.codec else None
-    return Speaker(model, params, tools, chat_samples.read_tokenizer(data.tokenizer), voice)
+    return Speaker(model, params, tools, voice)
 
 
 def speak(
@@ -81,7 +81,7 @@ def speak(
         pieces = chatml.render({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": []}]})
         tokens, labels, _ = chatml.tokenise(pieces[:-1], tools.encode)
         opening = [] if text_first else [tools.ids[chatml.AUDIO_OUT_BOS]]
-        tokens = np.concatenate([tokens, opening]).astype(np.int32)
+        tokens = narrowed(np.concatenate([tokens, opening]), np.int32, "the tokens")
         rows.append(tools.expand(tokens, np.full_like(tokens, chatml.NONE), []))
     longest = round(seconds * tools.frame_rate)
     shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
@@ -118,7 +118,7 @@ def _answers(speaker: Speaker, written: decoding.Written) -> Iterator[Answer]:
         # A recording that was cut off by the end of the buffer may hold begins and ends.
         clips = [x[:, : int((x < tools.size).all(0).cumprod().sum())] for x in clips]
         special = set(tools.ids.values())
-        text = speaker.tokenizer.decode([t for t in tokens[tokens >= 0].tolist() if t not in special])
+        text = tools.tokenizer.decode([t for t in tokens[tokens >= 0].tolist() if t not in special])
         yield Answer(text, clips)
 
 
@@ -129,7 +129,7 @@ def write(speaker: Speaker, out: pathlib.Path, prompts: Sequence[str], answers: 
         line: dict[str, Any] = {"prompt": prompt, "text": answer.text}
         for codes in answer.codes[:1]:
             name = f"{i // each:03}-{i % each}"
-            atomic_write.save(out / f"{name}.npy", codes.astype(np.int16))
+            atomic_write.save(out / f"{name}.npy", narrowed(codes, np.int16, "the codes"))
             line |= {"file": f"{name}.npy", "seconds": codes.shape[1] / speaker.tools.frame_rate}
             if isinstance(speaker.codec, codec.Rvq) and codes.shape[1]:
                 mel = speaker.codec.decode(codes)

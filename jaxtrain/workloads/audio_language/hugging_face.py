@@ -3,6 +3,7 @@
 The released weights hold the same numbers in the same order under other names and shapes.
 """
 
+import json
 import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from jaxtrain.nn.layers import Rope
 from jaxtrain.types import Export, Hub
 from jaxtrain.workloads.audio_language.model import Config, make_specs
 from loaders.io import files
+from loaders.text import tokenizer
 
 # Sizes as published.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -50,7 +52,7 @@ _NAMES = Names(
 )
 _ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
 _CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
-_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", *tokenizer.FILES)
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
@@ -70,9 +72,13 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found = hugging_face.read_files(source, _FILES)
-    # Of a model of Hugging Face, not of our own export, which has a run's config, or of another program.
-    if "config.json" in found and "model_type" not in files.read_json(source / "config.json"):
-        found.pop("config.json")
+    if "config.json" in found:
+        about = files.read_json(source / "config.json")
+        about.pop("quantization_config", None)  # the arrays are numbers, not codes
+        found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
+        # Of a model of Hugging Face, not of our own export, which has a run's config, or of another program.
+        if "model_type" not in about:
+            found.pop("config.json")
     return found
 
 

@@ -50,15 +50,17 @@ def _trial(
 ) -> Trial:
     """Continues prompts. Too long ones keep their last tokens. ``judge`` gets the texts."""
     codec = c.codec()
-    prompt_bp, length_b = sampling.pad([codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts])
+    ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]
+    prompt_bp, length_b = sampling.pad(ids)
 
     def run(variables: Variables) -> Array:
         return sampling.generate(
             c, variables.params, jnp.asarray(prompt_bp), jnp.asarray(length_b), jax.random.key(seed), shard,
-            n_new=section.tokens, temperature=section.temperature, top_p=top_p, end=codec.end,
+            n_new=section.tokens, temperature=section.temperature, top_p=top_p, ends=codec.ends,
         )  # fmt: skip
 
     def texts(tokens_bn: Array) -> Judged:
-        return judge([codec.decode([i for i in row if i != codec.end]) for row in np.asarray(tokens_bn).tolist()])
+        rows = np.asarray(tokens_bn).tolist()
+        return judge([codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)])
 
     return Trial(run, texts)

@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
 
     prompt: str
     seed: int
-    text: str
+    text: str  # with the blank before it
     tokens: int  # that were written, the one that ends it excepted
     ended: bool  # whether a token ended it
 
@@ -50,14 +50,13 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     config = source.config(__package__)
     theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
-    if chosen and chosen != "bytes":
-        try:
-            files.read(pathlib.Path(str(chosen)).expanduser(), most=MAX_BYTES)  # the run may be anyone's, and name any file
-        except files.FileError as error:
-            raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
-    changes = {"tokenizer": chosen} if chosen else {}
+    changes = {"tokenizer": str(chosen)} if chosen else {}
     model = run_workload.model_section(config, Config, **changes, targets=(), samples={})
-    codec, layout = model.codec(), stored_params.one_device()
+    try:
+        codec = model.codec()
+    except DataError as error:
+        raise DataError(f"{error}; name a tokenizer.json: --tokenizer") from error
+    layout = stored_params.one_device()
     params = stored_params.read(source, make_specs(model), layout, ema=ema)
     return Writer(model, params, codec, layout, f"{source.name(ema=ema)} {chosen}")
 
@@ -126,7 +125,7 @@ def generate(
         def one(prompt_p: jax.Array, length: jax.Array, seed: jax.Array) -> jax.Array:
             return sampling.generate(
                 c, params, prompt_p[None], length[None], jax.random.key(seed), writer.layout.shard, n_new=tokens,
-                temperature=temperature, top_p=top_p, end=codec.end,
+                temperature=temperature, top_p=top_p, ends=codec.ends,
             )[0]  # fmt: skip
 
         return jax.vmap(one)(prompt_bp, length_b, seed_b)
@@ -137,6 +136,5 @@ def generate(
         prompt_bp, length_b = sampling.pad([i for _, i, _ in padded], longest)
         seed_b = np.array([seed for _, _, seed in padded], np.int32)
         written = np.asarray(run(writer.params, *map(jnp.asarray, (prompt_bp, length_b, seed_b))))
-        for (prompt, _, seed), new in zip(some, written.tolist(), strict=False):
-            kept = new[: new.index(codec.end)] if codec.end in new else new
-            yield Continuation(prompt, seed, codec.decode(kept), len(kept), len(kept) < len(new))
+        for (prompt, i, seed), new in zip(some, written.tolist(), strict=False):
+            yield Continuation(prompt, seed, *codec.continuation(i, new))

@@ -3,9 +3,10 @@
 `from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain export` write one.
 """
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.nn import hugging_face
@@ -14,6 +15,7 @@ from jaxtrain.nn.layers import Rope
 from jaxtrain.types import Export, Hub
 from jaxtrain.workloads.language.model import Config, make_specs
 from loaders.io import checks, files
+from loaders.text import tokenizer
 
 _LLAMA = dict(eps=1e-5, head_dim=128, vocab=128256)
 _LLAMA_ROPE = dict(theta=5e5, low=1.0, high=4.0, original=8192)
@@ -52,8 +54,7 @@ _NAMES = Names(
     {"embed": "model.embed_tokens.weight", "scale": "model.norm.weight", "w_head": "lm_head.weight"}, LAYER, "model.layers"
 )
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-              "generation_config.json")  # fmt: skip
+_GENERATION = "generation_config.json"
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
@@ -85,25 +86,63 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
     """
     model, family = config["model"], _family(config["model"])
-    # The sources of a tokenizer: the run's base weights, its data, its prompts (that of token files).
-    places = [config["warm_start"]["source"], config["data"].get("tokenizer"), model.get("tokenizer")]
-    folders = [p if p.is_dir() else p.parent for p in (pathlib.Path(str(x)).expanduser() for x in places if x and x != "bytes")]
-    found: dict[str, bytes] = {}
-    for folder in reversed(folders):
-        found |= hugging_face.read_files(folder, _TOKENIZER)
+    base = _folder(config["warm_start"]["source"])
+    found = _tokenizer_files([_folder(x) for x in (model.get("tokenizer"), config["data"].get("tokenizer"))], base)
+    found |= hugging_face.read_files(base, (_GENERATION,)) if base else {}
     if family is None:
         return found
-    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
-        found["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-    source = next((folder / "config.json" for folder in folders[:1] if (folder / "config.json").is_file()), None)
-    kept = files.read_json(files.inside(source.parent, source.name)) if source else {}
+    kept = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
     if kept.get("model_type") not in _FAMILIES:
         kept = {}
-    for key in ("rope_parameters", "torch_dtype", "dtype"):
+    for key in ("rope_parameters", "torch_dtype", "dtype", "quantization_config"):
         kept.pop(key, None)
     fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
-    return {"config.json": (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode(), **found}
+    found |= _ends(model, fields, found)
+    return {"config.json": _json(fields), **found}
+
+
+def _json(tree: Any) -> bytes:
+    return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _folder(place: Any) -> pathlib.Path | None:
+    """The folder of a path in a config, which may be a file in it."""
+    if not place or place == "bytes":
+        return None
+    path = pathlib.Path(str(place)).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def _tokenizer_files(folders: Sequence[pathlib.Path | None], base: pathlib.Path | None) -> dict[str, bytes]:
+    """The files of the first tokenizer: the run's own, else that of its base weights. Its companions may lie at either."""
+    found: dict[str, bytes] = {}
+    for folder in (*folders, base):
+        if folder and (more := hugging_face.read_files(folder, tokenizer.FILES)):
+            if not found or more.get("tokenizer.json") == found.get("tokenizer.json"):
+                found = more | found
+    return found
+
+
+def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Write the tokens that end a text into ``fields`` of config.json, and return the other files that name them."""
+    ends, named = model.get("ends"), ""
+    with contextlib.suppress(files.DataError):  # the run's tokenizer has moved, or cannot be read
+        if model.get("tokenizer") not in (None, "", "bytes"):
+            of = tokenizer.open_tokenizer(model["tokenizer"])
+            ends = of.ends() if ends is None else ends
+            named = of.specials.get(ends[0], "") if ends else ""
+    generation = json.loads(found.get(_GENERATION, b"{}"))
+    theirs = generation.get("eos_token_id", fields.get("eos_token_id"))
+    if ends and not set(ends) <= set(theirs if isinstance(theirs, list) else [theirs]):
+        theirs = ends[0] if len(ends) == 1 else list(ends)
+    # Without them transformers takes the ids of Llama's first tokenizer.
+    fields |= {"eos_token_id": theirs, "bos_token_id": fields.get("bos_token_id")}
+    more = {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
+    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+        # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": named} if named else {})}
+        more["tokenizer_config.json"] = _json(about)
+    return more
 
 
 _EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer

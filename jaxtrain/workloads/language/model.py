@@ -53,6 +53,7 @@ class Config(transformer.Decoder):
     samples: Samples = field(default_factory=Samples)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
     tokenizer: OfData[str] = OF_DATA  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
+    ends: OfData[tuple[int, ...]] = OF_DATA  # [tokens] that end a text, for prompts; None = as the data have
     symbols: OfData[str] = OF_DATA  # [text] whose i-th character is token i; None = as the data have
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -86,7 +87,8 @@ class Config(transformer.Decoder):
         try:
             codec = self.codec()
             for prompt in self.samples.prompts:
-                codec.encode(prompt)
+                if (token := max(codec.encode(prompt))) >= (self.vocab or token + 1):
+                    yield "samples.prompts", f"{prompt[:40]!r} has a token {token}, of {self.vocab}; set config.model.tokenizer"
         except CodecError as error:
             if self.samples.prompts or self.targets:
                 yield "samples.prompts", str(error)
@@ -123,7 +125,7 @@ class Config(transformer.Decoder):
 
     def codec(self) -> Codec:
         """Text to tokens and back. Raises CodecError."""
-        return make_codec(self.tokenizer, self.symbols, self.vocab)
+        return make_codec(self.tokenizer, self.symbols, self.vocab, self.ends)
 
 
 def make_specs(c: Config) -> PyTree:

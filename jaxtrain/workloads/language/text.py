@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from loaders.base import DataError
+from loaders.text import tokenizer as tokenizer_lib
 
 
 class CodecError(DataError):
@@ -13,13 +14,30 @@ class CodecError(DataError):
 class Codec(NamedTuple):
     encode: Callable[[str], list[int]]  # raises CodecError
     decode: Callable[[Sequence[int]], str]
-    end: int  # token that ends a document; -1 = none
+    ends: tuple[int, ...] = ()  # tokens that end a text
+
+    def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> tuple[str, int, bool]:
+        """The text that ``new`` tokens add to a prompt, its number of tokens, and whether one of `ends` ended it."""
+        n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
+        return tokenizer_lib.continuation(self.decode, prompt, new[:n]), n, n < len(new)
 
 
-def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None) -> Codec:
-    """Make a codec from a model's settings of these names. Raises CodecError."""
+def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, ends: Sequence[int] | None = None) -> Codec:
+    """Make a codec from a model's settings of these names.
+
+    Args:
+      ends: None for those that the tokenizer's own files name.
+
+    Raises CodecError.
+    """
     if tokenizer and tokenizer != "bytes":
-        return _of_file(tokenizer)
+        try:
+            of = tokenizer_lib.open_tokenizer(tokenizer)
+            return Codec(
+                lambda text: _not_empty(of.encode([text])[0], text), of.decode, of.ends() if ends is None else tuple(ends)
+            )
+        except DataError as error:
+            raise CodecError(str(error)) from error
     if symbols:
         return _of_symbols(symbols)
     if vocab != 256 and tokenizer != "bytes":
@@ -30,19 +48,7 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None) ->
     def decode(ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    return Codec(lambda text: _not_empty(list(text.encode()), text), decode, -1)
-
-
-def _of_file(path: str) -> Codec:
-    try:
-        import tokenizers  # not needed to train
-
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise CodecError(f"{path} cannot be read as a tokenizer.json: {error}") from error
-    ends = [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")]
-    end = next((i for i in ends if i is not None), -1)
-    return Codec(lambda text: _not_empty(tokenizer.encode(text, add_special_tokens=False).ids, text), tokenizer.decode, end)
+    return Codec(lambda text: _not_empty(list(text.encode()), text), decode)
 
 
 def _of_symbols(symbols: str) -> Codec:
@@ -53,7 +59,7 @@ def _of_symbols(symbols: str) -> Codec:
             raise CodecError(f"{text!r} has the characters {unknown}, and no token of the data stands for them")
         return _not_empty([place[x] for x in text], text)
 
-    return Codec(encode, lambda ids: "".join(symbols[i] for i in ids if i < len(symbols)), -1)
+    return Codec(encode, lambda ids: "".join(symbols[i] for i in ids if i < len(symbols)))
 
 
 def _not_empty(ids: list[int], text: str) -> list[int]:

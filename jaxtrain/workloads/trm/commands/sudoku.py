@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.commands import arguments
-from loaders.base import DataError
+from loaders.base import DataError, narrowed
 from loaders.io import atomic_write
 from loaders.sudoku import sudoku
 
@@ -80,7 +80,7 @@ def write_npy(out: pathlib.Path, split: str, puzzles: sudoku.Puzzles) -> None:
         "labels": puzzles.labels,
         "puzzle_identifiers": puzzles.puzzle,
         "puzzle_indices": np.arange(n + 1, dtype=np.int32),
-        "group_indices": puzzles.groups.astype(np.int32),
+        "group_indices": narrowed(puzzles.groups, np.int32, "the groups"),
     }
     for name, array in arrays.items():
         atomic_write.save(folder / f"all__{name}.npy", array)

@@ -1,0 +1,143 @@
+"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay what they are."""
+
+import ast
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tokenizers
+
+from loaders.base import DataError, narrowed
+from loaders.text import tokenizer as tokenizer_lib
+from loaders.text.tokenizer import open_tokenizer
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Casts to integers of at most 32 bits that hold neither ids nor counts, or cannot overflow: file -> how many, and why.
+CASTS = {
+    "loaders/film/fmri.py": (1, "a mask of 0 and 1"),
+    "loaders/film/demo_film.py": (2, "pixels and samples, clipped before"),
+    "loaders/text/token_files.py": (1, "0 alone"),
+    "loaders/audio/recordings/show.py": (1, "grey values"),
+    "loaders/chat/codec.py": (1, "samples of a WAV, scaled to its range"),
+    "loaders/chat/chatml.py": (5, "positions in a row, and numbers that were int32 before"),
+    "loaders/sudoku/sudoku.py": (1, "answers, which are bytes"),
+    "jaxtrain/workloads/trm/solve.py": (1, "symbols, which are bytes"),
+    "jaxtrain/workloads/bird/inference/review.py": (1, "grey values"),
+    "jaxtrain/workloads/bird/inference/embeddings.py": (2, "0 and 1"),
+    "jaxtrain/workloads/bird/inference/detect.py": (1, "columns of a head"),
+    "jaxtrain/telemetry/writers.py": (1, "pixels"),
+}
+
+
+def words(folder, ids, *, added=(), **settings):
+    """A tokenizer.json of words, with ``settings`` of its file, in a folder of its own."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(list(added))
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps({**json.loads(made.to_str()), **settings}))
+    return folder / "tokenizer.json"
+
+
+def test_truncation_padding_and_holes_change_no_token(tmp_path):
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_id": 1, "pad_type_id": 0, "pad_token": "to"}
+    fill |= {"pad_to_multiple_of": None}
+    path = words(tmp_path / "a", {"[unk]": 0, "to": 1, "be": 65541}, truncation=cut, padding=fill)
+    opened = open_tokenizer(path)
+    assert opened.encode(["to be to be", "be"]) == [[1, 65541, 1, 65541], [65541]]
+    assert opened.vocab == 65542 and opened.decode([1, 65541]) == "to be"
+
+
+def test_one_text_has_the_same_tokens_every_time(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert {tuple(ids) for ids in open_tokenizer(tmp_path / "tokenizer.json").encode(["ab"] * 50)} == {(2,)}
+
+
+def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
+    """By the weight of the files, and never by a token's name."""
+    path = words(tmp_path / "t", {"[unk]": 0, "to": 1, "</s>": 2}, added=("<eos>", "[END]"))
+    opened = open_tokenizer(path)
+    assert opened.ends() == () and opened.specials == {3: "<eos>", 4: "[END]"}
+    for name, content, expected in (
+        ("special_tokens_map.json", {"eos_token": {"content": "[END]"}}, (4,)),
+        ("tokenizer_config.json", {"eos_token": "to"}, (1,)),
+        ("config.json", {"eos_token_id": 2}, (2,)),
+        ("generation_config.json", {"eos_token_id": [4, 3]}, (4, 3)),
+        ("tokens.json", {"eos": None, "ends": [1, 2]}, (1, 2)),
+    ):
+        (path.parent / name).write_text(json.dumps(content))
+        assert opened.ends() == expected, name
+    (path.parent / "tokens.json").write_text('{"ends": ["nowhere"]}')
+    with pytest.raises(DataError, match="tokens.json: ends is 'nowhere', which is no token of .*tokenizer.json"):
+        opened.ends()
+
+
+def test_the_name_of_a_special_token_in_a_text(tmp_path):
+    path = words(tmp_path / "t", {"[unk]": 0, "to": 1, "eos": 2, "<": 3, ">": 4}, added=("<eos>",))
+    assert open_tokenizer(path).encode(["to <eos>"]) == [[1, 5]]
+    assert open_tokenizer(path, specials=False).encode(["to <eos>"]) == [[1, 3, 2, 4]]
+
+
+@pytest.mark.parametrize("kind", ["blanks between words", "blanks before words"])
+def test_a_continuation_keeps_the_blank_before_it(tmp_path, kind):
+    path = words(tmp_path / "t", {"[unk]": 0, "to": 1, "be": 2})
+    if kind == "blanks before words":
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "▁to": 1, "▁be": 2}, unk_token="[unk]"))
+        made.decoder, made.pre_tokenizer = tokenizers.decoders.Metaspace(), tokenizers.pre_tokenizers.Metaspace()
+        made.save(str(path))
+    opened = open_tokenizer(path)
+    prompt = opened.encode(["to"])[0]
+    assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1]) == " be to"
+    assert tokenizer_lib.continuation(opened.decode, prompt, []) == ""
+
+
+def test_files_that_are_none_are_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(DataError, match="tokenizer.json cannot be read as a tokenizer.json of Hugging Face"):
+        open_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        open_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_number_that_does_not_fit_is_an_error():
+    assert narrowed(np.array([0, 65535]), np.uint16, "x").dtype == np.uint16
+    assert narrowed(np.empty(0, np.int64), np.uint16, "x").shape == (0,)
+    for wrong in ([65536], [-1]):
+        with pytest.raises(DataError, match="the ids are .*; uint16 holds 0 to 65535"):
+            narrowed(np.array(wrong), np.uint16, "the ids")
+
+
+def narrow(node: ast.AST) -> bool:
+    """Whether a node casts an array to an integer of at most 32 bits without looking."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    of, name = node.func.value, node.func.attr
+    if isinstance(of, ast.Name) and of.id == "jnp":
+        return False
+    arguments = [*node.args[1:], *(k.value for k in node.keywords if k.arg == "dtype")]
+    if name == "astype":
+        arguments = node.args
+    elif name not in ("asarray", "ascontiguousarray") or not node.args or isinstance(node.args[0], ast.List):
+        return False
+    kinds = {a.attr if isinstance(a, ast.Attribute) else a.value if isinstance(a, ast.Constant) else "" for a in arguments}
+    of_jax = any(isinstance(a, ast.Attribute) and isinstance(a.value, ast.Name) and a.value.id == "jnp" for a in arguments)
+    names = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)}
+    names |= {f"{order}{kind}{width}" for order in ("", "<", ">") for kind in "iu" for width in "124"}
+    return bool(kinds & names) and not of_jax
+
+
+def test_every_narrowing_cast_of_ids_and_counts_is_checked():
+    """Others are on a list, with the reason."""
+    found = {}
+    for path in (*(ROOT / "loaders").rglob("*.py"), *(ROOT / "jaxtrain").rglob("*.py")):
+        if lines := [node.lineno for node in ast.walk(ast.parse(path.read_text())) if narrow(node)]:
+            found[str(path.relative_to(ROOT))] = lines
+    assert {name: len(lines) for name, lines in found.items()} == {name: n for name, (n, _) in CASTS.items() if n}, found
+
+
+def test_a_tokenizer_is_read_in_one_module():
+    users = [p for top in ("loaders", "jaxtrain", "configs") for p in (ROOT / top).rglob("*.py")]
+    assert [p.name for p in users if "tokenizers.Tokenizer.from_" in p.read_text()] == ["tokenizer.py"]
