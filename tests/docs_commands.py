@@ -142,7 +142,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^python -m tests\.test_prose ", Run(quick=True, says="median words", instead=(("FOLDER", "docs"),))),
     (r"^tools/launch_tpu\.sh$", Run("--help")),
     (r"tools\.write_reference$", Run("--check")),
-    (r"tools\.draw_augmentations$", Run("--data=data/XCM --out=drawn.png")),
     (
         r"tools\.packing_report",
         Run(instead=(("corpus/train", "tokens/train"),), quick=True, says=r"\n +1024  \w+ +\d"),

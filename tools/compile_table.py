@@ -1,15 +1,13 @@
 """The five workloads, compiled for chips that are not here, as tables: python -m tools.compile_table [--targets …]
 
     jaxtrain plan --setup gpu                                            # once
-    python -m tools.compile_table                                                       # 8 H100s: data, fsdp, 2 × 2 × 2
-    python -m tools.compile_table --form docs                          # the tables of docs/results/compiled-steps.md
+    python -m tools.compile_table                                      # the tables of docs/results/compiled-steps.md
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth. The
 whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
-Nothing is tuned without a card, so no time of a row is a chip's. With --form docs there is a row for each step
-and a column for each mesh: bytes, and overlapped exchanges.
+There is a row for each step and a column for each mesh: bytes, and overlapped exchanges. `jaxtrain plan` says more of one step.
 """
 
 import argparse
@@ -118,42 +116,16 @@ def jobs(
     return jobs_of
 
 
-def row(target: str, key: Key, answer: worker.Answer) -> str:
-    name, size, mesh = key
-    step = answer.compiled
-    if step is None:
-        return f"| {name}, {size} | {target} | {mesh} | **does not compile** | | {answer.error} |"
-    calls = ", ".join(f"{n} {call}" for call, n in sorted(step.library_calls.items()))
-    sent = [
-        f"{times} {kind} over {'+'.join(over)} ({early} async), {size / 1e6:,.0f} MB"
-        for (kind, over), (times, size, early) in sorted((step.collectives or {}).items())
-    ]
-    figures = f"{step.peak / 1e9:.2f} | {step.seconds:.0f} s"
-    return f"| {name}, {size} | {target} | {mesh} | {figures} | {calls}; {'; '.join(sent)} |"
-
-
-COLUMNS = ("step", "devices", "mesh", "compiled [GB]", "compiled in", "calls, and what one device sends")
-HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---:|---:|---|"
-
-
-def answers(args: argparse.Namespace, target: str, folder: pathlib.Path) -> Iterator[tuple[Key, worker.Answer]]:
-    for name in args.workloads:
-        asked = jobs(target, [name], args.sizes, args.meshes, folder)
-        yield from zip(asked, worker.ask(list(asked.values())), strict=True)
-
-
-def rows(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
-    """A line for each step, as soon as it is compiled."""
-    yield HEAD
-    for target in args.targets:
-        for key, answer in answers(args, target, folder):
-            yield row(target, key, answer)
-
-
 def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
     """For each target, bytes and overlapped exchanges, with a row for each step and a column for each mesh."""
     for target in args.targets:
-        found = dict(answers(args, target, folder))
+        found: dict[Key, worker.Answer] = {}
+        for name in args.workloads:
+            asked = jobs(target, [name], args.sizes, args.meshes, folder)
+            found |= zip(asked, worker.ask(list(asked.values())), strict=True)
+        for key, answer in found.items():
+            if not answer.compiled:
+                print(f"{', '.join(key)}: {answer.error}", file=sys.stderr)
         for title, cell in ((f"{target}, GB of each device", _bytes), ("exchanges that overlap", _overlap)):
             yield from ("", f"| {title} | {' | '.join(args.meshes)} |", f"|---|{'---:|' * len(args.meshes)}")
             for name, size in dict.fromkeys((name, size) for name, size, _ in found):
@@ -177,21 +149,17 @@ def _overlap(answer: worker.Answer) -> str:
     return ", ".join(f"{early:,} of {every:,} {kind}" for kind, (early, every) in kinds.items())
 
 
-FORMS = {"rows": rows, "docs": tables}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("compile_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=["gpu:h100x8"], help="as in --plan=")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["published"])
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
-    parser.add_argument("--form", choices=FORMS, default="rows", help="a line for each step, or tables as in docs/planning.md")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="compile_table-") as folder:
         write_data(pathlib.Path(folder))
         try:
-            for line in FORMS[args.form](args, pathlib.Path(folder)):
+            for line in tables(args, pathlib.Path(folder)):
                 print(line, flush=True)
         except (plan_lib.PlanError, config_lib.ConfigError) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The comparison of objectives: its configs, its margins, and what the drawing tool draws."""
+"""The comparison of objectives: its configs and its margins."""
 
 import json
 import pathlib
@@ -7,9 +7,8 @@ import runpy
 import numpy as np
 import pytest
 
-from jaxtrain.workloads.bird import augment
 from jaxtrain.workloads.bird import model as bird
-from tools import draw_augmentations, esc10_folds
+from tools import esc10_folds
 
 CONFIG = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / "esc10_folds.py"))
 
@@ -58,10 +57,3 @@ def test_a_margin_is_of_the_same_recordings():
     assert set(found) == {"value", "low", "high"}
     assert found["value"] == pytest.approx(better.mean() - random.mean(), abs=1e-6)
     assert 0 < found["low"] < found["value"] < found["high"] and found["high"] - found["low"] < 0.08
-
-
-def test_what_is_drawn_are_augmentations_that_exist():
-    for fields in draw_augmentations.EXAMPLES.values():
-        assert not list(augment.Config(**fields).problems())
-    drawn = {name for fields in draw_augmentations.EXAMPLES.values() for name in fields}
-    assert {"crop", "shift", "background", "mixup", "gain", "noise", "time_masks", "mel_masks"} <= drawn

@@ -112,7 +112,7 @@ def test_bad_arguments_say_what_there_is(arguments, capsys):
 
 
 def operations(*rows):
-    return [trace.Operation(name, f"scope/{name}", "stream", start, end) for name, start, end in rows]
+    return [trace.Operation(name, f"scope/{name}", start, end) for name, start, end in rows]
 
 
 def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():

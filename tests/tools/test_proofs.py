@@ -56,7 +56,7 @@ def test_the_makefile_runs_them_and_test_all_is_their_sum():
 def test_a_part_that_takes_too_long_says_what_it_has_found(tmp_path, monkeypatch, capfd, workers):
     tests = "def test_good(): pass\ndef test_bad(): assert 'found' == 'lost'\ndef test_long(): time.sleep(600)\n"
     (tmp_path / "test_few.py").write_text(f"import time, pytest\npytestmark = pytest.mark.slow\n{tests}")
-    monkeypatch.setitem(proofs.PARTS, "few", proofs.Part("a few", (str(tmp_path / "test_few.py"),), workers))
+    monkeypatch.setitem(proofs.PARTS, "few", proofs.Part("a few", str(tmp_path / "test_few.py"), workers))
     monkeypatch.setattr(proofs, "MINUTES", 0.25)
     result = proofs.run("few")
     assert (result.passed, result.failed, result.skipped) == (1, 1, 0)

@@ -2,23 +2,18 @@
 
     python -m tools.chip.trace FOLDER       # as jax.profiler.trace(FOLDER) or start_trace wrote it
 
-Read are the XSpace files (``plugins/profile/*/*.xplane.pb``), those of chips by `jax.profiler.ProfileData`. On a GPU an
-operation is a kernel of a stream (planes ``/device:GPU:…``, lines ``Stream …``), on a TPU an event of the line ``XLA Ops``. On
-a CPU it is any event of the host's threads that names an instruction, with its scope (`jaxtrain.telemetry.report.trace`).
+Read are the XSpace files (``plugins/profile/*/*.xplane.pb``) by `jaxtrain.telemetry.report.trace`. On a GPU an operation is a
+kernel of a stream, on a TPU an event of the line ``XLA Ops``, on a CPU any event that names an instruction.
 """
 
 import pathlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 from jaxtrain.telemetry.report import trace as scoped
 
-# Operations that only hold others, whose time is theirs.
-CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")
 # What a name says of where the work is done; the first that matches counts. Kernels of cuBLAS, CUTLASS, cuDNN and XLA's Triton
 # on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs that only takes products).
 KINDS = (
@@ -37,8 +32,7 @@ YNNPACK = re.compile(r"ynn", re.I)  # sums and products, as the scope says
 
 class Operation(NamedTuple):
     name: str
-    where: str  # what the program calls it: hlo_op or scope, as far as the trace says
-    line: str  # the stream or thread
+    where: str  # its scope, as far as the trace says
     start: float  # [ns]
     end: float
 
@@ -50,32 +44,13 @@ class Operation(NamedTuple):
 
 def read(folder: str | pathlib.Path) -> list[Operation]:
     """All operations of a trace, by start. Raises ValueError without any."""
-    files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
-    if not files:
+    found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+    if not found:
         raise ValueError(f"{folder} holds no *.xplane.pb; jax.profiler.trace({str(folder)!r}) would write one")
-    planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
-    devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane.name)]
-    ops: list[Operation] = []
-    for plane in devices:
-        lines = list(plane.lines)
-        streams = [line for line in lines if line.name.startswith("Stream")]
-        for line in streams or [line for line in lines if line.name == "XLA Ops"]:
-            ops += _operations(line, f"{plane.name} {line.name}")
-    if not devices:
-        each = (op for file in files for op in scoped.operations(file))
-        ops = [Operation(name, scope or name, "host", start / 1e3, end / 1e3) for name, scope, start, end in each]
-    if not ops:
-        raise ValueError(f"{files[-1]} names no operation of a device; it holds {[plane.name for plane in planes]}")
+    each = (op for file in found for op in scoped.operations(file))
+    if not (ops := [Operation(name, scope or name, start / 1e3, end / 1e3) for name, scope, start, end in each]):
+        raise ValueError(f"{found[-1]} names no operation of a device")
     return sorted(ops, key=lambda op: op.start)
-
-
-def _operations(line: Any, name: str) -> Iterable[Operation]:
-    for event in line.events:
-        stats = dict(event.stats)
-        hlo = str(stats.get("hlo_op", ""))
-        if event.duration_ns > 0 and not CONTAINER.match(hlo or event.name):
-            where = str(stats.get("tf_op") or stats.get("name_scope") or hlo)
-            yield Operation(event.name, where, name, event.start_ns, event.start_ns + event.duration_ns)
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ in the data's order, so the partner is a function of (seed, epoch, recording) to
 even number of rows. With train.accumulate = n it is the next row of the microbatch, n further on.
 
 In order: crop, shift, background, mixup, gain, noise, masks. Recordings add up as sound does: in energy, not in its logarithm.
-`python -m tools.draw_augmentations` draws each (tools/augmentations.png).
+docs/workloads/augmentations.png has each alone.
 
 Shapes: B batch, V views of a recording, F frames, W mels.
 """
