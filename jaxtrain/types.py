@@ -148,6 +148,11 @@ def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     return {}
 
 
+def _nothing_tied(model: Mapping[str, Any]) -> dict[str, str]:
+    del model
+    return {}
+
+
 class Hub(NamedTuple):
     """The part of an export's card that describes the model, in the Hugging Face Hub's terms."""
 
@@ -182,6 +187,8 @@ class Export(NamedTuple):
     hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = _on_the_hub
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
+    # (model) -> name of an array that is not exported, since it is another one: the name of that one
+    tied: Callable[[Mapping[str, Any]], dict[str, str]] = _nothing_tied
 
 
 class Format(NamedTuple):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,87 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
     for name in golden.g["merged_names"]:
         np.testing.assert_allclose(merged[str(name)], golden.g[f"merged/{name}"], rtol=0, atol=1e-6)
     np.testing.assert_array_equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def partly(folder, name, **patterns):
+    """A run on a golden base model that adapts some matrices and trains other parameters themselves."""
+    model, start = language_files.from_hugging_face(DATA / "lm" / name)
+    c = config_lib.section(language.Config, {**model, "context": 16, "dtype": "float32"})
+    chosen = Lora(rank=2, alpha=8.0, freeze="", **patterns)
+    table = language.make_specs(c)
+    taken = [path for path in specs_lib.paths(table) if any(re.search(p, path) for p in (chosen.adapt, chosen.train) if p)]
+    rest = "|".join(f"^{path}$" for path in specs_lib.paths(table) if path not in taken)
+    chosen = dataclasses.replace(chosen, freeze=rest)
+    task = lora.adapt(language_loss.make_task(config_lib.Config(model=c), language_case.alone(), 2), chosen)
+    params = specs_lib.materialise(task.specs, jax.random.key(3)).params
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    run = {
+        "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 9},
+        "lora": dataclasses.asdict(chosen),
+        "warm_start": dataclasses.asdict(config_lib.section(config_lib.WarmStart, start)),
+    }  # fmt: skip
+    runs.save(folder, 10, runs.state(0, 10) | {"params": params, "opt_state": (), "ema": ()}, run=run)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "saved"),
+    [
+        ("llama3", "^(embed|w_head|scale)$|scale_mlp$", ["embed_tokens", "lm_head", "model.norm", "post_attention_layernorm"]),
+        ("qwen3", "w_down|scale_q", ["down_proj", "q_norm"]),
+        ("qwen2", "^embed$", ["embed_tokens", "lm_head"]),  # tied
+    ],
+)
+def test_parameters_that_were_trained_themselves_are_in_the_adapter(tmp_path, name, train, saved):
+    run = partly(tmp_path / "run", name, adapt=r"w_[qv]$|w_up", train=train)
+    assert lora_to_peft.main([str(run), "--out", str(tmp_path / "adapter")]) == 0
+    assert export.main([str(run), "--out", str(tmp_path / "merged")]) == 0
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    tied = json.loads((DATA / "lm" / name / "config.json").read_text())["tie_word_embeddings"]
+    assert about["target_modules"] == ["q_proj", "up_proj", "v_proj"]
+    assert about["modules_to_save"] == [x for x in saved if x != "lm_head" or tied or "w_head" in train]
+    found = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    merged = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    whole = {key.removeprefix("base_model.model."): x for key, x in found.items() if ".lora_" not in key}
+    copies = {"lm_head.weight"} if tied else set()
+    for key, x in whole.items():
+        np.testing.assert_array_equal(x, merged["model.embed_tokens.weight" if key in copies else key], err_msg=key)
+    base = safetensors.numpy.load_file(DATA / "lm" / name / "model.safetensors")
+    changed = {key for key, x in merged.items() if not np.array_equal(x, base[key])}
+    adapted = {key.removeprefix("base_model.model.").replace("lora_A.weight", "weight") for key in found if ".lora_A" in key}
+    assert changed == set(whole) - (copies - set(base)) | adapted, "all that was trained, and nothing else"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "train"), [("llama3", "^(embed|w_head|scale)$|scale_mlp$"), ("qwen3", "w_down|scale_q"), ("qwen2", "^embed$")]
+)
+def test_peft_on_the_base_model_is_the_merged_export(tmp_path, name, train):
+    """With peft, transformers and torch (dependency group "peers")."""
+    peft_lib, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    run = partly(tmp_path / "run", name, adapt=r"w_[qv]$|w_up", train=train)
+    assert lora_to_peft.main([str(run), "--out", str(tmp_path / "adapter")]) == 0
+    assert export.main([str(run), "--out", str(tmp_path / "merged")]) == 0
+    ids = torch.arange(24).reshape(2, 12) % 16
+    merged, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        for folder in (tmp_path / "merged", DATA / "lm" / name)
+    )
+    with torch.no_grad():
+        before = base(ids).logits.numpy()
+        after = peft_lib.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids).logits.numpy()
+        expected = merged(ids).logits.numpy()
+    np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
+    assert np.abs(before - expected).max() > 0.1
+
+
+def test_a_bias_that_was_trained_beside_an_adapter_is_refused(tmp_path, capsys):
+    run = partly(tmp_path / "run", "qwen2", adapt="w_q$", train="b_q")
+    assert lora_to_peft.main([str(run), "--out", str(tmp_path / "adapter")]) == 2
+    said = capsys.readouterr().err
+    assert "model.layers.0.self_attn.q_proj.bias" in said and "`jaxtrain export` writes the merged weights" in said
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_every_parameter_must_be_sorted():

@@ -86,8 +86,9 @@ PARTS = {
         "test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
     ),
     "peers": Part(
-        "exports as transformers, timm and onnxruntime load them (pip install --group peers; skipped without)",
-        "commands/test_hugging_face.py workloads/bird/test_onnx.py commands/test_predict.py workloads/bird/test_timm.py",
+        "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers; skipped without)",
+        "commands/test_hugging_face.py test_lora.py workloads/bird/test_onnx.py commands/test_predict.py "
+        "workloads/bird/test_timm.py",
     ),
     "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),
 }

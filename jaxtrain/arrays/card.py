@@ -59,7 +59,10 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)
     what = "the average of the parameters" if model.group == "ema" else "the parameters"
-    chosen = {split: _chosen(model.hub, metrics[split]) for split in SPLITS if split in metrics}
+    # An evaluation is of the average, if the run keeps one, and the numbers of the card are those of these weights.
+    averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
+    others = [split for split in SPLITS if split in metrics and (model.group == "ema") != (averaged and split == "test")]
+    chosen = {split: _chosen(model.hub, metrics[split]) for split in SPLITS if split in metrics and split not in others}
     name = str(config.get("workload", ""))
     rows = [
         f"| {split} | {each} | {value} | {glossary.meaning(each, workload=name, split=split)} |"
@@ -84,7 +87,12 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
             *(
                 [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
                 if rows
-                else ["None were found next to the checkpoint."]
+                else ["None of these weights were found next to the checkpoint."]
+            ),
+            *(
+                f"\nThose of {split} are of {'the average' if split == 'test' else 'the parameters before averaging'}, which "
+                f"{'`jaxtrain export --ema`' if split == 'test' else '`jaxtrain export`'} writes, and are not shown."
+                for split in others
             ),
             "",
             "## Config",

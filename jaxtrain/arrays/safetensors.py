@@ -246,7 +246,8 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
     a_f8, b_f8 = (x.read((*layers, *(slice(0, n) for n in x.shape[n_layers:]))).astype("f8") for x in (a, b))
     product = lora.product(a_f8, b_f8, n_first)
     w = one.read((*layers, *(slice(0, n) for n in one.shape[n_layers:])))
-    return (w.astype("f8") + scale * product).astype(w.dtype)[(*(slice(None) for _ in layers), *index[n_layers:])]
+    merged = _rounded(w.astype("f8") + scale * product, w.dtype, "/".join(map(str, one.keys)))
+    return merged[(*(slice(None) for _ in layers), *index[n_layers:])]
 
 
 def reverse(folder: str, out: str) -> str:
@@ -364,7 +365,19 @@ def _content(
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():
             # No name for the piece: it would live on while the next one is read.
-            yield np.ascontiguousarray(one.read(index)).astype(dtype, copy=False).reshape(-1).view(np.uint8).data
+            yield _rounded(np.ascontiguousarray(one.read(index)), dtype, path).reshape(-1).view(np.uint8).data
+
+
+def _rounded(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
+    """``x`` in another dtype. Raises StoredError if a finite number becomes infinite."""
+    with np.errstate(over="ignore"):
+        found = x.astype(dtype, copy=False)
+    if found.dtype != x.dtype and (lost := ~np.isfinite(found) & np.isfinite(x)).any():
+        largest = float(np.abs(x[lost].astype("f8")).max())
+        raise StoredError(
+            f"{path} holds {largest:.4g}, which {np.dtype(dtype).name} cannot hold; choose another --dtype: bf16, f32"
+        )
+    return found
 
 
 def _write_shards(

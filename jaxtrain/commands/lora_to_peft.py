@@ -1,16 +1,18 @@
 """Writes the adapters of a run with config.lora in peft's format.
 
-    jaxtrain lora-to-peft RUN [--step N] --out DIR
+    jaxtrain lora-to-peft RUN [--step N] [--ema] --out DIR
 
     jaxtrain lora-to-peft runs/higgs --out adapters
 
     DIR/
       adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and .lora_B.weight [out, rank] of each
-                                    adapted matrix of each layer
-      adapter_config.json           rank, alpha, the modules, and the weights that they belong to
+                                    adapted matrix of each layer, and .weight of a module that was trained itself
+      adapter_config.json           rank, alpha, the modules that are adapted (target_modules) or trained themselves
+                                    (modules_to_save), and the weights that they belong to
 
 This works for workloads whose matrices are exported as (out, in) under names that end in ".weight"
-(jaxtrain.workloads.language). `jaxtrain export` writes the merged weights of such a run.
+(jaxtrain.workloads.language). A trained parameter that peft has no place for is an error. `jaxtrain export` writes the merged
+weights of such a run.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from jaxtrain.commands import arguments
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
-    arguments.add_run(parser)
+    arguments.add_run(parser, ema=True)
     parser.add_argument("--out", required=True, help="the folder to make")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
@@ -35,5 +37,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> int:
     from jaxtrain.arrays import peft
 
-    print(peft.export(args.run, args.out, step=args.step, named=args.workload))
+    print(peft.export(args.run, args.out, step=args.step, ema=args.ema, named=args.workload))
     return 0

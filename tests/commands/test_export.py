@@ -172,6 +172,30 @@ def test_the_model_card_and_the_config(saved, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == runs.config(depth=3)
 
 
+def test_the_cards_numbers_are_those_of_the_exported_weights(saved, tmp_path):
+    """An evaluation is of the average, if there is one."""
+    run = {**runs.config(depth=3), "train": {"steps": 30, "ema": 0.9}}
+    runs.save(tmp_path / "run", 10, runs.state(0, 10), run=run)
+    shutil.copy(saved / "metrics.jsonl", tmp_path / "run")
+    assert call(tmp_path / "run", "--out", tmp_path / "plain") == 0
+    assert call(tmp_path / "run", "--ema", "--out", tmp_path / "ema") == 0
+    plain, ema = ((tmp_path / name / "README.md").read_text() for name in ("plain", "ema"))
+    assert "| train | loss |" in plain and "| test |" not in plain and "model-index" not in plain
+    assert "Those of test are of the average, which `jaxtrain export --ema` writes" in plain
+    assert "| test | loss |" in ema and "| train |" not in ema and "model-index" in ema
+    assert "the average of the parameters of a run" in ema
+
+
+def test_a_number_too_large_for_the_dtype_is_an_error(tmp_path, capsys):
+    state = runs.state(0, 10)
+    state["params"]["norm"] = jnp.array([1.0, -7e4, jnp.inf])
+    runs.save(tmp_path / "run", 10, state, run=runs.config(depth=3))
+    assert call(tmp_path / "run", "--dtype", "f16", "--out", tmp_path / "out") == 2
+    assert "norm holds 7e+04, which float16 cannot hold; choose another --dtype" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert call(tmp_path / "run", "--dtype", "bf16", "--out", tmp_path / "out") == 0
+
+
 class Hub:
     """A stand-in for huggingface_hub.HfApi: files as bytes, and a line that may break."""
 

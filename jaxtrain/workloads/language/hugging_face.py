@@ -177,7 +177,12 @@ def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     return Hub("transformers", "text-generation", metrics, example)
 
 
-EXPORT = Export(export_names, export_shape, export_files, export_hub)
+def tied(config: Mapping[str, Any]) -> dict[str, str]:
+    """The head, if the embedding takes its place. ``config`` is the saved section ``model``."""
+    return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
+
+
+EXPORT = Export(export_names, export_shape, export_files, export_hub, tied=tied)
 
 
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
