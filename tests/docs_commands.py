@@ -158,6 +158,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     # Data.
     (r"^jaxtrain tokens ", Run("--workers=1", quick=True, leaves=("corpus/train/tokens.json",))),
     (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
+    (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
     (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
     (r"folder(\.py)?:index( |$)", Run(BIRD)),

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from loaders.audio.recordings import make, rows, sources, store
+from loaders.audio.recordings import columns, make, rows, store
 from loaders.audio.recordings.annotations import Mistakes
 
 OPEN = """
@@ -56,7 +56,7 @@ def headers(folder: pathlib.Path, n: int) -> None:
     for what in ("first", "again"):
         begin = time.process_time()
         given, options = [str(folder / "recordings")], rows.Options()
-        about = make.make(given, folder / "index", reading=sources.Options(), options=options, mistakes=Mistakes())
+        about = make.make(given, folder / "index", reading=columns.Options(), options=options, mistakes=Mistakes())
         seconds = time.process_time() - begin
         print(f"jaxtrain index, {what}: {n / seconds:.0f} recordings a second of CPU, {about['n_read']} headers read")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.audio.recordings import tables
+from loaders.audio.recordings import tables, values
 from loaders.base import DataError, narrowed
 from loaders.film import film_files, sources
 from loaders.io import files
@@ -171,7 +171,7 @@ def _seconds(cell: Any) -> float:
     *higher, last = cell.strip().split(":")
     if len(higher) > 2 or not all(part.isdecimal() for part in higher) or (len(higher) == 2 and int(higher[1]) >= 60):
         raise ValueError(cell)
-    seconds = tables.number(last)
+    seconds = values.number(last)
     if seconds is None or (higher and not 0 <= seconds < 60):
         raise ValueError(cell)
     for place, part in enumerate(reversed(higher), start=1):

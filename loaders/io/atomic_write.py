@@ -14,6 +14,8 @@ from typing import IO
 
 import numpy as np
 
+NAME_MAX = 255  # [bytes] of a file's name
+
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
@@ -29,6 +31,19 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def refuse_unwritable(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if a file or folder ``path`` could not be made, before any work for it is done."""
+    above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
+    while not os.path.lexists(above) and above != above.parent:
+        above = above.parent
+    if above.is_file() and above != pathlib.Path(os.path.abspath(path)):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(above))
+    if not os.access(above if above.is_dir() else above.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if any(len(os.fsencode(part)) > NAME_MAX for part in pathlib.Path(path).parts):
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
 def save(path: str | os.PathLike[str], array: np.ndarray) -> None:

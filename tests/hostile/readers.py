@@ -34,7 +34,7 @@ from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads
 from jaxtrain.workloads.giblet import predict
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.trm import solve
-from loaders.audio.recordings import sources, store
+from loaders.audio.recordings import columns, sources, store
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.chat import chatml, codec
@@ -124,7 +124,7 @@ def indexed(folder: pathlib.Path) -> None:
     heard.mkdir(exist_ok=True)
     inputs.annotated(heard)
     made = folder / "made"
-    reading = sources.Options(audio=str(heard))
+    reading = columns.Options(audio=str(heard))
     make.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), mistakes=Mistakes())
 
 
@@ -174,8 +174,8 @@ def read_numpy(folder: pathlib.Path) -> None:
 
 def read_tables(folder: pathlib.Path) -> None:
     mistakes = Mistakes()
-    _each(folder, lambda path: list(sources.read(str(path), sources.Options(), mistakes)), "*[!v]")
-    _each(folder, lambda path: list(sources.read(str(path), sources.Options(), mistakes)), "*.csv")
+    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), mistakes)), "*[!v]")
+    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), mistakes)), "*.csv")
 
 
 def read_scans(folder: pathlib.Path) -> None:

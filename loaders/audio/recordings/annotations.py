@@ -1,18 +1,22 @@
 """The annotations of a source, and the list of mistakes in it."""
 
+import csv
 import dataclasses
+import io
+import pathlib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from loaders.base import DataError
-from loaders.io import checks
+from loaders.io import atomic_write, checks
 
 REFUSE, DROP, KEEP = "refuse", "drop", "keep"
 SHOWN = 3  # examples of a kind that are printed
 
 # Kind -> what it is, what is done about it unless an option says otherwise, and whether it may be kept.
 KINDS: Mapping[str, tuple[str, str, bool]] = {
+    "absent-recording": ("a line about a recording, or a part of one, that the embeddings do not have", DROP, False),
     "missing-file": ("a table names a recording that is not there", REFUSE, False),
     "ambiguous-name": ("several files have the name that a table gives", REFUSE, False),
     "no-permission": ("a file or folder that may not be read", REFUSE, False),
@@ -24,6 +28,8 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
     "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
     "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
+    "bad-date": ("a date or a time of day that is none", REFUSE, False),
+    "no-times": ("a line without times in a table that has some; kept: the whole recording has its label", REFUSE, True),
     "reversed-times": ("an end that is not after its start", REFUSE, False),
     "outside-recording": ("a start after the recording's end, or before 0", REFUSE, False),
     "beyond-end": ("an end after the recording's end; kept: cut there", REFUSE, True),
@@ -35,6 +41,17 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "rare-label": ("a label with fewer events than --min-count", DROP, True),
     "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
     "other-time": ("a recording whose header has another time than its name; kept: the header's", KEEP, True),
+    "no-label": ("a line without a label", DROP, False),
+    "joined-labels": ("a label that may be several; kept: as one; --separator splits it", REFUSE, True),
+    "similar-labels": ("labels that differ in case alone; --classes makes them one", KEEP, True),
+    "unused-column": ("a column that looks like times or labels, and is not used", KEEP, True),
+    "other-encoding": ("a table that is not in UTF-8", KEEP, True),
+    "comment-line": ("a line that begins with #", DROP, False),
+    "unanswered": ("a line that was skipped in review", DROP, False),
+    "no-events": ("a table without events: windows of its recording have no class", KEEP, True),
+    "no-table": ("a recording next to tables, none of which is about it", DROP, False),
+    "unread-table": ("a table next to recordings; name it as a source to use it", DROP, False),
+    "unread-sound": ("a file that looks like sound, and has no ending of sound; convert or rename it", DROP, False),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
 }
 
@@ -57,6 +74,14 @@ class Annotation:
     split: str = ""
     where: str = ""  # the table and its line, for messages
     about: Mapping[str, str] = dataclasses.field(default_factory=dict)  # recording, site, date, time, latitude, longitude
+    nothing: bool = False  # the recording has no events, and gives windows alone
+
+    def __str__(self) -> str:
+        part = " whole" if self.start is None or self.end is None else f" [{self.start:g}, {self.end:g}) s"
+        text = f"{self.path}{part}: {', '.join(self.labels) or 'no label'}"
+        band = f", {self.low:g} to {self.high:g} Hz" if self.low is not None and self.high is not None else ""
+        about = ", ".join(f"{key} {value}" for key, value in self.about.items())
+        return shown(text + band + (f"; {about}" if about else ""))
 
 
 def shown(text: str) -> str:
@@ -115,10 +140,32 @@ class Mistakes:
                 out.append(f"    and {len(examples) - SHOWN} more")
         return out
 
+    def save(self, path: pathlib.Path) -> None:
+        """Write the list as a CSV, in place of an earlier one. Without mistakes there is none."""
+        if not self.lines:
+            path.unlink(missing_ok=True)
+            return
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([("kind", "text"), *self.lines])
+        atomic_write.write(path, text.getvalue().encode("utf-8", "backslashreplace").decode())
+
+    def refused(self) -> list[str]:
+        """The kinds that were met and are refused."""
+        return [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
+
+    def summary(self, listed: str = "") -> str:
+        """The count of each kind, in a line, and the name of the list."""
+        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if self.counts[kind])
+        return f"{counts}{f', listed in {listed}' if listed else ''}" if counts else "nothing passed over"
+
+    @property
+    def serious(self) -> int:
+        """How many mistakes are of kinds that an index refuses unless it is asked to drop or keep them."""
+        return sum(n for kind, n in self.counts.items() if KINDS[kind][1] == REFUSE)
+
     def refuse(self) -> None:
         """Raise IndexMistakes if a refused kind was met."""
-        refused = [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
-        if refused:
+        if refused := self.refused():
             n = sum(self.counts[kind] for kind in refused)
             remedy = " ".join(f"--on {kind}=drop" for kind in refused)
             what = (

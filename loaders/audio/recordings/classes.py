@@ -1,10 +1,11 @@
 """The names of classes, their order, and other names for them."""
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from loaders.audio.recordings import tables
+from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 
 
@@ -44,3 +45,25 @@ def read(path: str) -> Classes:
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{path} holds the class {twice!r} twice; omit one of the lines")
     return Classes(names, known)
+
+
+def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes) -> None:
+    """Count labels that may be several, and pairs of labels that differ in case alone.
+
+    Args:
+      lines: their places, for messages, and labels.
+    """
+    names: dict[str, str] = {}
+    for where, labels in lines:
+        for label in labels:
+            names.setdefault(label, where)
+    folded: dict[str, str] = {}
+    for name in names:
+        if (other := folded.setdefault(name.casefold(), name)) != name:
+            mistakes.add("similar-labels", f"{other!r} and {name!r}")
+    for name, where in names.items():
+        for between in ";|,+&":
+            parts = [part.strip() for part in name.split(between)]
+            if all(parts) and len(parts) > 1 and (between in ";|" or all(part in names for part in parts)):
+                mistakes.add("joined-labels", f"{where}: {name!r}; split it with --separator {between!r}")
+                break

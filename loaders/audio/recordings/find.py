@@ -100,7 +100,7 @@ class Finder:
     """Finds the file that a table's name means: below the folder of recordings, next to the table, or by a part of its path."""
 
     def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
-        self._folder, self._mistakes = folder, mistakes
+        self.folder, self._mistakes = folder, mistakes
         self._found: dict[tuple[str, str], str | None] = {}
         self._names: dict[pathlib.Path, Names] = {}
         self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
@@ -116,7 +116,7 @@ class Finder:
         if not name:
             self._mistakes.add("bad-row", f"{where} names no recording")
             return None
-        folders = [self._folder] if self._folder else []
+        folders = [self.folder] if self.folder else []
         for folder in (*folders, table.parent):
             path = os.path.normpath(os.path.join(os.path.abspath(folder), name))
             # A table may come from anyone: its files are below the folder that the user named, or next to the table.
@@ -147,7 +147,7 @@ class Finder:
         """The recording that a table without file names is about: the one whose name it begins with."""
         stem = table.name
         while stem:
-            for folder in (table.parent, *([self._folder] if self._folder else [])):
+            for folder in (table.parent, *([self.folder] if self.folder else [])):
                 found, others = self._of(folder).match(os.path.join(os.path.abspath(table.parent), stem))
                 near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
                 near = near or (found if found and "/" in found[0] else [*found, *others])

@@ -1,5 +1,6 @@
 """Sources to an index, in one call."""
 
+import dataclasses
 import errno
 import lzma
 import os
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loaders.audio.recordings import classes, headers, sources, store
+from loaders.audio.recordings import classes, columns, headers, sources, store
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 from loaders.base import DataError
@@ -36,7 +37,7 @@ def make(
     given: Sequence[str],
     out: pathlib.Path,
     *,
-    reading: sources.Options,
+    reading: columns.Options,
     options: Options,
     class_file: str = "",
     root: str = "",
@@ -44,7 +45,9 @@ def make(
     note: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Read sources, check them and write the index ``out``. Return its index.json, and "n_read", headers read.
+    """Read sources, check them and write the index ``out``. Return its index.json, and counts of recordings.
+
+    They are "n_read", headers read now, "n_used", and "n_without", recordings without events.
 
     Args:
       root: the folder that names in the index are relative to; empty = that of --audio, a folder that is the only source, or
@@ -59,10 +62,11 @@ def make(
     store.refuse_other(out)
     splitter = Splitter(options.split, options.seed)
     if splitter.column and not reading.split_column:
-        reading = sources.Options(**{**reading.__dict__, "split_column": splitter.column})
+        reading = dataclasses.replace(reading, split_column=splitter.column)
     _check(options)
     known = classes.read(class_file) if class_file else None
     annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
+    classes.refuse_joined(((each.where, each.labels) for each in annotations), mistakes)
     paths = {each.path for each in annotations}
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
     where = _root(given, reading, root, paths)
@@ -76,7 +80,8 @@ def make(
     mistakes.refuse()
     asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
     about = store.write(out, planned, mistakes, {name: value for name, value in asked.items() if value not in ("", False)})
-    return {**about, "n_read": n_read}
+    used = {path.partition("\0")[0]: bool(its) for path, its in planned.events.items()}
+    return {**about, "n_read": n_read, "n_used": len(used), "n_without": list(used.values()).count(False)}
 
 
 def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -138,11 +143,11 @@ def _check(options: Options) -> None:
         raise DataError(f"--channels is {options.channels!r}; expected mean, each, table, or a number from 0")
 
 
-def _root(given: Sequence[str], reading: sources.Options, root: str, paths: set[str]) -> str:
+def _root(given: Sequence[str], reading: columns.Options, root: str, paths: set[str]) -> str:
     if root:
         return os.path.abspath(os.path.expanduser(root))
     if reading.audio:
         return os.path.abspath(os.path.expanduser(reading.audio))
     if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
-        return os.path.abspath(folder)
+        return os.path.abspath(sources.root_of(pathlib.Path(folder)) or folder)
     return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()

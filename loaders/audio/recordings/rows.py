@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from loaders.audio.recordings import values
 from loaders.audio.recordings.annotations import Annotation, Mistakes
 from loaders.audio.recordings.classes import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
@@ -108,7 +109,7 @@ class Splitter:
         """The split of a recording with this name below the root, or None if its decisive value is unknown."""
         if self.kind == "column":
             wanted = self.value.partition(":")[2]
-            return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
+            return stated or None if not wanted else "test" if stated == values.whole(wanted) else "train" if stated else None
         if self.kind == "folder":
             return path.split("/")[0] if "/" in path else None
         if self.kind == "date":
@@ -142,6 +143,7 @@ def plan(
     """
     events: dict[str, list[Annotation]] = defaultdict(list)
     below = os.path.join(root, "")
+    nothing: dict[str, Annotation] = {}  # recordings that a table without events is about
     outside: set[str] = set()  # recordings that are left out, and counted once
     for each in annotations:
         header = headers.get(each.path)
@@ -155,8 +157,14 @@ def plan(
                 outside.add(each.path)
                 mistakes.add("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
             continue
-        if header is not None and (checked := _checked(each, header, classes, options, mistakes)):
+        if header is not None and each.nothing:
+            events[each.path] += []
+            nothing.setdefault(each.path, each)
+        elif header is not None and (checked := _checked(each, header, classes, options, mistakes)):
             events[each.path].append(checked)
+    for path, each in nothing.items():
+        if not events[path]:
+            mistakes.add("no-events", each.where)
     for path in events:
         events[path] = _without_doubles(path, events[path], options, mistakes)
     for group in same_bytes({path: headers[path] for path in events}):
@@ -171,7 +179,7 @@ def plan(
     for path, found in events.items():
         inside = os.path.relpath(path, root).replace(os.sep, "/")
         about = {**headers[path].about, **found[0].about} if found else headers[path].about
-        decided = {splitter.of(inside, each.split, about) for each in found}
+        decided = {splitter.of(inside, each.split, about) for each in found or [nothing[path]]}
         if None in decided:
             unknown.append(path)
         decided.discard(None)

@@ -1,33 +1,53 @@
-"""Text with columns between commas, semicolons or tabs, in UTF-8 (with or without its mark), UTF-16 or Latin-1."""
+"""Text with columns between commas, semicolons, tabs or bars, in an encoding that its bytes tell."""
 
 import csv
 import io
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from loaders.audio.recordings.find import is_audio
 from loaders.base import DataError
 from loaders.io import files
 
 LARGEST = 2 << 30  # [bytes] of a table
+MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "cp1252": "Windows-1252"}
+# A character of several bytes in UTF-8.
+_SEVERAL = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 
 
 def text_of(path: pathlib.Path) -> str:
     """The text of a file. Raises DataError if it is no text."""
+    return read_text(path)[0]
+
+
+def read_text(path: pathlib.Path) -> tuple[str, str]:
+    """The text of a file, and the encoding that its bytes tell.
+
+    Raises DataError: it is no text, or no encoding fits.
+    """
     try:
         if path.stat().st_size > LARGEST:
             raise DataError(f"{path} is larger than 2 GiB, more than a table of annotations; split it")
         data = files.read(path, most=LARGEST)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return data.decode("utf-16", errors="replace")
-    if b"\0" in data[:4096]:
-        raise DataError(f"{path} is not text; name a table (CSV, TSV, Raven, Audacity), a folder, or metadata (JSON)")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return data.decode("latin-1")
+    encoding = next((name for mark, name in MARKS if data.startswith(mark)), "")
+    if not encoding and b"\0" in data[:4096]:
+        zeros = [data[:4096][first::2].count(0) for first in (0, 1)]
+        if min(zeros) or max(zeros) * 8 < len(data[:4096]):
+            raise DataError(f"{path} is not text; name a table (CSV, TSV, Raven, Audacity), a folder, or metadata (JSON)")
+        encoding = "utf-16-be" if zeros[0] else "utf-16-le"
+    for name in (encoding,) if encoding else ("utf-8", "cp1252"):
+        try:
+            return data.decode(name), ENCODINGS.get(name, "UTF-16")
+        except UnicodeDecodeError as error:
+            line = data[: error.start].count(b"\n") + 1
+            wrong = f"{path}:{line} holds the byte {data[error.start : error.start + 1].hex()}"
+            if name == "utf-8" and _SEVERAL.search(data):
+                break
+    raise DataError(f"{wrong}, which its encoding does not have; save it as UTF-8")
 
 
 def said_separator(line: str) -> str | None:
@@ -38,53 +58,87 @@ def said_separator(line: str) -> str | None:
 
 def separator(header: str) -> str:
     """The separator that a header line has most of."""
-    return max("\t;,", key=header.count)
+    return max("\t;,|", key=header.count)
 
 
 class Table:
-    """A table's columns and rows. A column is found by any of its names, in any case."""
+    """A table's columns and rows. A column is found by its name in any case, without blanks, points and underscores."""
 
-    def __init__(self, path: pathlib.Path, text: str):
-        self.path = path
-        lines = text.splitlines()
+    def __init__(self, path: pathlib.Path, text: str, encoding: str = "UTF-8"):
+        """Raises DataError: a quoted field does not end."""
+        self.path, self.encoding = path, encoding
+        lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
         # Comments: AudioSet's files begin with some, the last of which is the header.
         stated = said_separator(lines[0]) if lines else None
         n = 1 if stated else 0
-        while n + 1 < len(lines) and lines[n].startswith("#") and lines[n + 1].startswith("#"):
+        while n + 1 < len(lines) and (not lines[n].strip() or (lines[n].startswith("#") and lines[n + 1].startswith("#"))):
             n += 1
         header = lines[n].lstrip("# ") if n < len(lines) else ""
         self.separator = stated or separator(header)
-        self._first = n + 1
-        self._lines = lines[n + 1 :]
-        self.columns = [name.strip().strip('"') for name in next(iter(self._reader([header])), [])]
+        self.columns = _unique(name.strip().strip('"') for name in next(self._reader([header], 0), (0, []))[1])
+        self.comments: list[int] = []  # lines
+        self.wrong: list[str] = []  # lines with too many or too few cells
+        self._rows = list(self._read(lines[n + 1 :], n + 1))
 
-    def _reader(self, lines: Sequence[str]) -> Iterator[list[str]]:
+    def _reader(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, list[str]]]:
+        """The number of each line, and its cells."""
+        text = io.StringIO("\n".join(lines))
+        reader = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
+        begins = before + 1
         try:
-            yield from csv.reader(io.StringIO("\n".join(lines)), delimiter=self.separator, skipinitialspace=True)
-        except csv.Error as error:  # a field of 131,072 characters
-            raise DataError(f"{self.path} cannot be read as a table: {error}") from error
+            for cells in reader:
+                yield begins, cells
+                begins = before + reader.line_num + 1
+        except csv.Error as error:  # a quote that does not end would take other lines into its cell
+            raise DataError(f"{self.path}:{begins} cannot be read as a line of a table: {error}") from error
+
+    def _read(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, Mapping[str, str]]]:
+        rows = []
+        for number, cells in self._reader(lines, before):
+            if cells and cells[0].startswith("#") and not is_audio(cells[0]):
+                self.comments.append(number)
+            elif any(cell.strip() for cell in cells):
+                rows.append((number, [cell.strip() for cell in cells]))
+        if rows and all(len(cells) == len(self.columns) + 1 for _, cells in rows) and len({c[0] for _, c in rows}) == len(rows):
+            self.columns = ["", *self.columns]  # R's names of rows, without a name of their own
+        n = len(self.columns)
+        for number, cells in rows:
+            while len(cells) > n and not cells[-1]:
+                cells.pop()
+            if len(cells) != n:
+                self.wrong.append(f"{self.path}:{number} has {len(cells)} cells, and the header {n}")
+            else:
+                yield number, dict(zip(self.columns, cells, strict=True))
 
     def find(self, *names: str) -> str | None:
         """The first column that has one of these names, or None."""
         known = {_plain(name): name for name in reversed(self.columns)}
         return next((known[_plain(name)] for name in names if _plain(name) in known), None)
 
-    def rows(self) -> Iterator[tuple[int, Mapping[str, str]]]:
-        """The number of each line in the file, and its values by column, without empty lines and comments."""
-        for number, values in enumerate(self._reader(self._lines), self._first + 1):
-            if any(value.strip() for value in values) and not values[0].startswith("#"):
-                yield number, {name: value.strip() for name, value in zip(self.columns, values, strict=False)}
+    def rows(self) -> Sequence[tuple[int, Mapping[str, str]]]:
+        """The number of each line in the file, and its values by column, without empty lines, comments and wrong ones."""
+        return self._rows
+
+    def values(self, column: str) -> list[str]:
+        return [row[column] for _, row in self._rows]
+
+
+def read(path: pathlib.Path) -> Table:
+    """Read a table in which every line counts. Raises DataError."""
+    table = Table(path, *read_text(path))
+    if table.wrong:
+        raise DataError(f"{table.wrong[0]}; correct the line")
+    return table
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_\-]+", "", name).casefold()
+    return re.sub(r"[\W_]+", "", name).casefold()
 
 
-def number(text: str | None) -> float | None:
-    """A number with a point or a comma, or None for an empty field. Raises ValueError."""
-    if text is None or not text.strip():
-        return None
-    value = float(text.strip().replace(",", ".") if "." not in text else text)
-    if value != value or value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text!r} is not a number")
-    return value
+def _unique(names: Iterable[str]) -> list[str]:
+    """Names of columns, of which the later ones of one name get a number, as pandas gives it."""
+    found: list[str] = []
+    for name in names:
+        n = sum(each == name for each in found)
+        found.append(f"{name}.{n}" if n and name else name if not n else f"unnamed.{len(found)}")
+    return found

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from loaders.audio import shards
-from loaders.audio.recordings import headers, rows, sources, store
+from loaders.audio.recordings import columns, headers, rows, sources, store
 from loaders.audio.recordings.annotations import KEEP, Annotation, Mistakes
 from loaders.audio.recordings.find import is_audio, walk
 from loaders.audio.recordings.headers import Header
@@ -106,6 +106,7 @@ def cut(
     hop: float,
     root: str = "",
     links: bool = False,
+    reading: columns.Options | None = None,
     mistakes: Mistakes,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
@@ -115,6 +116,7 @@ def cut(
       seconds, hop: of the windows.
       root: the folder that names are relative to, those in tables, too; empty = a folder or index that is alone given, or the
         nearest that holds all.
+      reading: the columns of tables.
       links: whether links may lead out of the root.
       mistakes: takes every recording that cannot be read.
 
@@ -126,7 +128,7 @@ def cut(
     paths: set[str] = set()
     roots: list[str] = []
     for each in given:
-        folder, found = _recordings_of(each, root, known, mistakes)
+        folder, found = _recordings_of(each, root, known, reading or columns.Options(), mistakes)
         paths |= found
         roots.append(folder)
     common = root or (roots[0] if len(roots) == 1 else "") or (os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"]))
@@ -156,7 +158,9 @@ def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]
     return [part[:2] for part in rows.windows_of([], header.seconds, {}, rows.Options(windows=seconds, hop=hop))]
 
 
-def _recordings_of(given: str, root: str, known: dict[str, Header], mistakes: Mistakes) -> tuple[str, set[str]]:
+def _recordings_of(
+    given: str, root: str, known: dict[str, Header], reading: columns.Options, mistakes: Mistakes
+) -> tuple[str, set[str]]:
     """The folder that a source stands for ("" without one), and its recordings. ``known`` takes headers that an index has."""
     path = pathlib.Path(given).expanduser()
     if (path / "index.json").is_file():
@@ -166,7 +170,9 @@ def _recordings_of(given: str, root: str, known: dict[str, Header], mistakes: Mi
         known.update(of_index)
         return str(shards.index_root(path / "index.json")), set(of_index)
     if path.is_dir():
-        found = {each for each in walk(path, mistakes) if is_audio(each)}
+        names = list(walk(path, mistakes))
+        found = {each for each in names if is_audio(each)}
+        sources.passed_over(names, mistakes)
         if not found:
             raise DataError(f"{given} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)")
         return os.path.abspath(path), found
@@ -174,7 +180,7 @@ def _recordings_of(given: str, root: str, known: dict[str, Header], mistakes: Mi
         if path.is_file() or not path.exists():
             return "", {os.path.abspath(path)}
         raise files.FileError(f"{given} is neither a file nor a folder")
-    return "", {each.path for each in sources.read(given, sources.Options(audio=root), mistakes)}
+    return "", {each.path for each in sources.read(given, dataclasses.replace(reading, audio=root, whole=True), mistakes)}
 
 
 def _first_mistake(mistakes: Mistakes) -> str:

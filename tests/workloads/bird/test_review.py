@@ -190,7 +190,7 @@ def test_a_hundred_thousand_windows(table, tmp_path):
         ("file,start,end,label\n../secret.wav,0,1,owl\n", "is not below"),
         ("file,start,end,label\nlink.wav,0,1,owl\n", "is not below"),
         ("file,start,end,label\nnone.wav,0,1,owl\n", "is not there"),
-        ("file,start,end,label\na/x.wav,2,1,owl\n", "t.csv:2: the times '2' to '1'"),
+        ("file,start,end,label\na/x.wav,2,1,owl\n", "t.csv:2: the times 2.0 to 1.0 s"),
         ("file,label\na/x.wav,owl\n", "expected file, start and end"),
         ("file,start,end,label\n", "no line to review"),
     ],

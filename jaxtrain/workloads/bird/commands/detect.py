@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from loaders.io import checks, machine
+from jaxtrain.workloads.bird.commands import table_flags
+from loaders.io import atomic_write, checks, machine
 
 FORMATS = ("raven", "audacity", "csv")
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")
     parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
+    table_flags.add(parser.add_argument_group("tables that name recordings"), names=("file",))
     args = parser.parse_args(argv)
 
     from jaxtrain.workloads.bird import inference
@@ -68,6 +70,7 @@ def _detect(args: argparse.Namespace) -> int:
     from jaxtrain.telemetry import console as console_lib
     from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, encoder, heads
 
+    atomic_write.refuse_unwritable(args.out)
     membership = cluster.find()
     if membership.local_devices:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
@@ -88,7 +91,13 @@ def _detect(args: argparse.Namespace) -> int:
         raise InferenceError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
     note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
     windows, mistakes = encoder.cut_windows(
-        args.recordings, data.clip_seconds, overlap=args.overlap, root=args.root, links=args.follow_links, note=note
+        args.recordings,
+        data.clip_seconds,
+        overlap=args.overlap,
+        root=args.root,
+        links=args.follow_links,
+        reading=table_flags.of(args),
+        note=note,
     )
     data = encoder.data_config(model, **changes, views=1, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
@@ -119,8 +128,8 @@ def _detect(args: argparse.Namespace) -> int:
     print(
         f"{args.out}: {counts['detections']} detections in {len(windows.recordings)} recordings, {windows.n} windows"
         + (f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else "")
-        + (f"; {counts['mistakes']} mistakes, in mistakes.csv" if counts["mistakes"] else "")
     )
+    print(f"{len(windows.recordings)} recordings used; {mistakes.summary(f'{args.out}/mistakes.csv')}")
     return 1 if counts["mistakes"] else 0
 
 

@@ -34,7 +34,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from loaders.io import checks, machine
+from jaxtrain.workloads.bird.commands import table_flags
+from loaders.io import atomic_write, checks, machine
 
 KINDS = ("mean", "cls", "patches")
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
+    table_flags.add(parser.add_argument_group("tables that name recordings"), names=("file",))
     args = parser.parse_args(argv)
     if args.recordings and (args.data or args.label or args.multilabel or args.columns or args.split != "train"):
         parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
@@ -73,6 +75,7 @@ def _embed(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embed, encoder
 
+    atomic_write.refuse_unwritable(args.out)
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
     model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
@@ -104,7 +107,12 @@ def _embed_windows(
     changes = {**changes, "label": "", "test": ""}
     seconds = encoder.data_config(model, **changes).clip_seconds
     cut, mistakes = encoder.cut_windows(
-        args.recordings, seconds, overlap=args.overlap, root=args.audio_root, links=args.follow_links
+        args.recordings,
+        seconds,
+        overlap=args.overlap,
+        root=args.audio_root,
+        links=args.follow_links,
+        reading=table_flags.of(args),
     )
     place = (
         pathlib.Path(args.out).expanduser() / ".windows"
@@ -118,7 +126,10 @@ def _embed_windows(
         shutil.rmtree(place, ignore_errors=True)
     for line in mistakes.report():
         print(line, file=sys.stderr)
-    return done, int(bool(mistakes.counts))
+    listed = pathlib.Path(args.out).expanduser() / "mistakes.csv"
+    mistakes.save(listed)
+    print(f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}")
+    return done, int(bool(mistakes.serious))
 
 
 def _kinds(text: str) -> list[str]:

@@ -7,7 +7,8 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. An INDEX of `jaxtrain index` is embedded first, by --run, into MODEL's name with
 -embeddings behind it, which `fit` and `search` then read. Their own labels are taken, or those of a table with the columns
-file, start, end, label, and answer (yes, no, skip), as `jaxtrain index` reads them. A row that has a label is taken to have no
+file, start, end, label, and answer (yes, no, skip), as `jaxtrain index` reads them. Lines about other recordings are counted,
+and listed in MODEL's name with -mistakes.csv behind it. A row that has a label is taken to have no
 other; --background adds rows that the table does not name as counter-examples.
 
     linear       logistic regression on standardised features
@@ -21,9 +22,14 @@ threshold that reaches --precision. The command needs scikit-learn: pip install 
 import argparse
 import functools
 import pathlib
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird.commands import table_flags
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.io import atomic_write
 
 METHODS = ("linear", "prototypes", "patches")
 
@@ -40,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audio-root", default="", metavar="FOLDER", help="of the recordings of an INDEX; default: its own")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="rows of an INDEX embedded together; default: 64")
     parser.add_argument("--labels", default="", metavar="TABLE", help="file, start, end, label, answer; default: their own")
+    table_flags.add(parser.add_argument_group("the columns of --labels"))
     parser.add_argument("--background", type=int, default=0, metavar="N", help="rows that --labels does not name; default: 0")
     parser.add_argument("--method", default="linear", choices=METHODS, help="default: linear")
     parser.add_argument("--kind", default="", choices=("", "mean", "cls"), help="features; default: those of the run's head")
@@ -67,10 +74,13 @@ def _fit(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads
 
+    atomic_write.refuse_unwritable(args.out)
     cluster.use_compilation_cache()
+    mistakes = Mistakes()
     folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
-        given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed)
+        options: dict[str, Any] = {"reading": table_flags.of(args), "mistakes": mistakes}
+        given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed, **options)
     else:
         given = examples.own(folders)
     examples.refuse_one_sided(given)
@@ -90,6 +100,12 @@ def _fit(args: argparse.Namespace) -> int:
     how = f"{fitted.folds} folds" if fitted.folds else "no cross-validation: some class has one example"
     mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
     print(f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}")
+    if args.labels:
+        for line in mistakes.report():
+            print(line, file=sys.stderr)
+        listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-mistakes.csv")
+        mistakes.save(listed)
+        print(f"{len(given.y)} rows used; {mistakes.summary(str(listed))}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Makes an index of recordings that the loader reads, from folders, tables of annotations and metadata. Audio is not copied.
 
     jaxtrain index SOURCE… --out DIR
+    jaxtrain index SOURCE… --dry-run                                                the columns, and five rows
     jaxtrain index --show DIR [--pictures FOLDER]
 
     jaxtrain index recordings --out index --split recording=0.2                     a folder; labels by subfolder
@@ -29,6 +30,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird.commands import table_flags
+
+ROWS = 5  # annotations that a dry run prints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
     source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
     source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
-    for name, what in (("file", "the recording"), ("start", "its start"), ("end", "its end"), ("label", "the label")):
-        source.add_argument(f"--{name}-column", default="", metavar="NAME", help=f"of a table: {what}; default: by usual names")
-    source.add_argument("--separator", default="", metavar="TEXT", help="between several labels in one field of a table")
+    table_flags.add(source)
+    source.add_argument("--dry-run", action="store_true", help="print how the sources are understood, and write nothing")
     source.add_argument("--unpack", metavar="FOLDER", help="unpack the tar archives of the sources here first")
     row = parser.add_argument_group("rows")
     row.add_argument("--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…")
@@ -60,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.show is not None:
         if args.sources or args.out:
             parser.error("--show prints an index that is there; omit SOURCE and --out")
+    elif args.dry_run and args.sources:
+        args.out = args.out or pathlib.Path()
     elif not args.sources or not args.out:
         parser.error("expected SOURCE… and --out DIR, or --show DIR")
     elif args.pictures:
@@ -67,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from loaders.base import DataError
 
-    return arguments.run(functools.partial(_show if args.show else _make, args), mistakes=(DataError,))
+    command = _show if args.show else _dry_run if args.dry_run else _make
+    return arguments.run(functools.partial(command, args), mistakes=(DataError,))
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -81,7 +87,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from loaders.audio.recordings import make, rows, sources
+    from loaders.audio.recordings import make, rows
     from loaders.audio.recordings.annotations import Mistakes
 
     given = list(args.sources)
@@ -92,7 +98,8 @@ def _make(args: argparse.Namespace) -> int:
     def chosen(kind: Any) -> Any:
         return kind(**{field.name: named[field.name] for field in dataclasses.fields(kind) if field.name in named})
 
-    options = {"reading": chosen(sources.Options), "options": chosen(rows.Options), "class_file": args.classes}
+    reading = dataclasses.replace(table_flags.of(args), labels=args.labels)
+    options = {"reading": reading, "options": chosen(rows.Options), "class_file": args.classes}
     note = functools.partial(print, file=sys.stderr)
     try:
         about = make.make(given, args.out, root=args.root, mistakes=mistakes, note=note, **options)
@@ -102,7 +109,27 @@ def _make(args: argparse.Namespace) -> int:
     for split, counts in about["splits"].items():
         print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
+    counts = mistakes.summary(f"{args.out}/mistakes.csv")
+    print(f"{about['n_used']} recordings used, {about['n_without']} without events; {counts}")
     return 0
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """Print the columns of each source, five of its annotations, and the mistakes that are known without the recordings."""
+    from loaders.audio.recordings import sources
+    from loaders.audio.recordings.annotations import Mistakes
+
+    mistakes = Mistakes(args.on)
+    reading = dataclasses.replace(table_flags.of(args), labels=args.labels)
+    for given in args.sources:
+        n = 0
+        for n, each in enumerate(sources.read(given, reading, mistakes, note=print), 1):
+            if n <= ROWS:
+                print(f"    {each}")
+        print(f"{given}: {n} annotations")
+    for line in mistakes.report():
+        print(line)
+    return 1 if mistakes.refused() else 0
 
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:

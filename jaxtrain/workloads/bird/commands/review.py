@@ -16,9 +16,13 @@ import argparse
 import errno
 import functools
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird.commands import table_flags
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.io import atomic_write
 
 ORDERS = ("table", "best", "uncertain", "diverse")
 
@@ -33,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--class", dest="label", default="", metavar="NAME", help="of these alone, or the class of rows without one"
     )
+    table_flags.add(parser.add_argument_group("the columns of TABLE"))
     parser.add_argument("--port", type=int, default=0, help="on the loopback; default: any that is free")
     args = parser.parse_args(argv)
     if not 0 <= args.port < 65536:
@@ -46,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _review(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
 
-    items = review.read(args.table, root=args.root, order=args.order, label=args.label)
+    atomic_write.refuse_unwritable(args.out)
+    mistakes = Mistakes()
+    reading = table_flags.of(args)
+    items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, mistakes=mistakes)
+    for line in mistakes.report():
+        print(line, file=sys.stderr)
     near = None
     if args.embeddings:
         near = neighbours.Neighbours(
@@ -62,6 +72,7 @@ def _review(args: argparse.Namespace) -> int:
             raise
         raise InferenceError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
     with server:
+        print(f"{args.table}: {mistakes.summary()}")
         print(f"{len(items)} windows; answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:
             server.serve_forever()

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import InferenceError, detect, embed, encoder, measures
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.embeddings import read as read_embeddings
-from loaders.audio.recordings import make, rows, sources
+from loaders.audio.recordings import columns, make, rows
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.io import atomic_write, columnar, files
@@ -192,7 +192,7 @@ def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str 
     """Make an index, or brings it up to date. Raises DataError."""
     mistakes = Mistakes(["duplicate-content=keep", "leaking-recording=keep"])
     make.make(
-        list(given), out, reading=sources.Options(audio=audio), options=rows.Options(), class_file=classes, root=audio,
+        list(given), out, reading=columns.Options(audio=audio), options=rows.Options(), class_file=classes, root=audio,
         mistakes=mistakes, note=lambda line: None,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ They are a pure function of the scores and the options, so that other thresholds
 
 import contextlib
 import csv
+import hashlib
 import io
 import itertools
 import os
@@ -28,7 +29,7 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.detect import Parts, remove_partial
 from jaxtrain.workloads.bird.inference.heads import read_names
-from loaders.audio.recordings import tables
+from loaders.audio.recordings import tables, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.windows import Recording
 from loaders.io import atomic_write
@@ -87,14 +88,14 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
             raise InferenceError(f"--threshold is {given}; scores lie in [0, 1]")
         return np.full(len(names), value, np.float32)
     path = pathlib.Path(given).expanduser()
-    table = tables.Table(path, tables.text_of(path))
+    table = tables.read(path)
     label, column = table.find("class", "label", "species"), table.find("threshold", "score", "min_conf")
     if not label or not column:
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
     for number, row in table.rows():
         where = f"{path}:{number}"
         try:
-            bound = tables.number(row.get(column, ""))
+            bound = values.number(row.get(column, ""))
         except ValueError:
             bound = None
         if bound is None or not 0 <= bound <= 1:
@@ -167,7 +168,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
         (out / "detections.csv").unlink(missing_ok=True)
     with _text(out / "mistakes.csv") as file:
         csv.writer(file, lineterminator="\n").writerows([("kind", "text"), *mistakes.lines])
-    return {**counts, "mistakes": sum(mistakes.counts.values())}
+    return {**counts, "mistakes": mistakes.serious}
 
 
 def _rows(parts: Parts, missing: Counter[int]) -> Iterator[tuple[int, Window]]:
@@ -205,10 +206,20 @@ def _write_tables(
             start, end = seconds(each.start), seconds(each.end)
             values = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
             lines.append("\t".join(map(str, (*values, f"{each.score:.4f}"))))
-        _put_text(folders["raven"] / f"{recording.name}.selections.txt", lines)
+        _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
     if "audacity" in folders:
         labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
-        _put_text(folders["audacity"] / f"{recording.name}.txt", labels)
+        _put_text(_place(folders["audacity"], recording.name, ".txt"), labels)
+
+
+def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
+    """The file of a recording. A name that would be too long is cut, and ends in a digest of the whole."""
+    place = folder / f"{name}{ending}"
+    if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
+        return place
+    ending = f"~{hashlib.blake2b(os.fsencode(place.name), digest_size=4).hexdigest()}{ending}"
+    kept = os.fsencode(place.name)[: atomic_write.NAME_MAX - len(ending)].decode("utf-8", errors="ignore")
+    return place.with_name(kept + ending)
 
 
 def _put_text(path: pathlib.Path, lines: Sequence[str]) -> None:

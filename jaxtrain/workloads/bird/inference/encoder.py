@@ -169,16 +169,28 @@ Arrays = Mapping[str, jax.Array]
 
 
 def cut_windows(
-    recordings: Sequence[str], seconds: float, *, overlap: float, root: str, links: bool, note: Any = lambda text: None
+    recordings: Sequence[str],
+    seconds: float,
+    *,
+    overlap: float,
+    root: str,
+    links: bool,
+    reading: Any = None,
+    note: Any = lambda text: None,
 ) -> tuple[windows.Windows, Mistakes]:
     """Cut recordings into windows of so many seconds, each ``overlap`` seconds over the next.
+
+    Args:
+      reading: `loaders.audio.recordings.columns.Options` of tables.
 
     Returns them, and the recordings that cannot be read. Raises InferenceError, DataError.
     """
     if not 0 <= overlap < seconds:
         raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
     mistakes, hop = windows.lenient(), round(seconds - overlap, 6)
-    made = windows.cut(recordings, seconds=seconds, hop=hop, root=root, links=links, mistakes=mistakes, note=note)
+    made = windows.cut(
+        recordings, seconds=seconds, hop=hop, root=root, links=links, reading=reading, mistakes=mistakes, note=note
+    )
     return made, mistakes
 
 

@@ -16,11 +16,13 @@ import numpy as np
 
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
-from loaders.audio.recordings import tables
-from loaders.audio.recordings.sources import END, FILE, LABEL, START
+from loaders.audio.recordings import classes, columns, lines, tables
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.find import Names
 
 OVERLAP = 0.25  # [s]
 ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
+Part = tuple[str, str, float, float, str, int]  # where, file, start, end, label, answer
 
 
 class Examples(NamedTuple):
@@ -59,22 +61,42 @@ def own(folders: Sequence[Embeddings]) -> Examples:
     return Examples(rows, y, np.ones_like(y), _numbers(groups), names)
 
 
-def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, seed: int = 0) -> Examples:
+def of_table(
+    folders: Sequence[Embeddings],
+    path: str,
+    *,
+    background: int = 0,
+    seed: int = 0,
+    reading: columns.Options | None = None,
+    mistakes: Mistakes | None = None,
+) -> Examples:
     """The rows that a table speaks of, and ``background`` others, drawn by ``seed``, that are taken to have no class.
+
+    Args:
+      reading: the columns of the table.
+      mistakes: takes the lines that speak of no row.
 
     Raises InferenceError: a table without the columns, with a line of no sense, or that names nothing of the embeddings.
     """
-    parts = _read(path)
-    names = tuple(sorted({label for _, _, _, label, _ in parts}))
+    mistakes = mistakes or Mistakes()
+    parts = _read(path, reading or columns.Options(), mistakes)
+    of_folders = [list(_matches(each.places(), each.root, parts)) for each in folders]
+    spoken = {part[0] for matches in of_folders for _, part in matches}
+    for where, file, start, end, *_ in parts:
+        if where not in spoken:
+            times = f"[{start:g}, {end:g}) s of " if np.isfinite(end) else ""
+            mistakes.add("absent-recording", f"{where}: {times}{file}")
+    if not spoken:
+        first = parts[0][1] if parts else "no file"
+        raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
+    names = tuple(sorted({label for where, _, _, _, label, _ in parts if where in spoken}))
     numbers = {name: i for i, name in enumerate(names)}
-    rows, ys, knowns, groups, n_found = [], [], [], [], 0
+    rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
-    for at, each in enumerate(folders):
+    for at, (each, matches) in enumerate(zip(folders, of_folders, strict=True)):
         answers: dict[int, dict[int, int]] = defaultdict(dict)
-        places = each.places()
         good = np.array(each.array("weight", 1)) > 0
-        for row, label, answer in _matches(places, each.root, parts):
-            n_found += 1
+        for row, (*_, label, answer) in matches:
             if good[row] and answer >= 0:
                 answers[row][numbers[label]] = answer
         free = np.setdiff1d(np.flatnonzero(good), list(answers))
@@ -93,9 +115,6 @@ def of_table(folders: Sequence[Embeddings], path: str, *, background: int = 0, s
         ys.append(y)
         knowns.append(known)
         groups.append(_groups(each, rows[-1]))
-    if not n_found:
-        first = parts[0][0] if parts else "no file"
-        raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
     return Examples(rows, np.concatenate(ys), np.concatenate(knowns), _numbers(groups), names)
 
 
@@ -108,53 +127,51 @@ def refuse_one_sided(given: Examples) -> None:
             raise InferenceError(f"the class {name!r} has no counter-example; add rows with another class, or --background 100")
 
 
-def _read(path: str) -> list[tuple[str, float, float, str, int]]:
-    """file, start, end, label, answer of each line."""
+def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]:
+    """The labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = pathlib.Path(path).expanduser()
-    table = tables.Table(place, tables.text_of(place))
-    file, start, end = table.find(*FILE), table.find(*START), table.find(*END)
-    label, answer, asked = table.find(*LABEL), table.find("answer"), table.find("asked")
-    if not file or not label:
+    table = tables.Table(place, *tables.read_text(place))
+    layout = columns.find(table, reading)
+    if not layout.used["file"] or not (layout.used["label"] or layout.classes or layout.used.get("genus")):
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")
     found = []
-    for number, row in table.rows():
-        where = f"{path}:{number}"
-        try:
-            times = [tables.number(row.get(column or "")) for column in (start, end)]
-        except ValueError:
-            raise InferenceError(f"{where}: its times are no numbers; correct the line") from None
-        word = row.get(answer or "", "").casefold()
-        if word not in ANSWERS:
-            raise InferenceError(f"{where}: the answer is {word!r}; expected yes, no or skip")
-        name = row.get(label) or (row.get(asked, "") if asked and word in ("no", "skip") else "")
-        if name:
-            begin, stop = (times[0] or 0.0), (float("inf") if times[1] is None else times[1])
-            if not 0 <= begin < stop:
-                raise InferenceError(f"{where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line")
-            found.append((row.get(file, ""), begin, stop, name, ANSWERS[word]))
+    for line in lines.read(layout, reading, mistakes):
+        denied = (layout.text(line.row, "asked"),) if line.answer in ("no", "skip") else ()
+        labels = line.labels or tuple(filter(None, denied))
+        begin, stop = (line.start or 0.0), (float("inf") if line.end is None else line.end)
+        if not 0 <= begin < stop:
+            raise InferenceError(
+                f"{line.where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
+            )
+        if not labels:
+            mistakes.add("no-label", line.where)
+        found += [(line.where, line.file, begin, stop, label, ANSWERS[line.answer]) for label in labels]
+    if refused := mistakes.refused():
+        text = next(text for kind, text in mistakes.lines if kind in refused)
+        raise InferenceError(f"{text} ({refused[0]}); correct the line")
+    classes.refuse_joined([(part[0], (part[4],)) for part in found], mistakes)
     return found
 
 
-def _matches(places: Places, root: str, parts: Iterable[tuple[str, float, float, str, int]]) -> Iterable[tuple[int, str, int]]:
-    """The rows that hold enough of a part, with its label and answer."""
+def _matches(places: Places, root: str, parts: Iterable[Part]) -> Iterable[tuple[int, Part]]:
+    """The rows that hold enough of a part."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
-    by_name: dict[str, set[str]] = defaultdict(set)
-    for name in by_path:
-        by_name[name.rpartition("/")[2]].add(name)
-    for file, start, end, label, answer in parts:
+    names = Names(by_path)
+    for part in parts:
+        _, file, start, end, _, _ = part
         name = file.replace("\\", "/")
         name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
         if name not in by_path:
-            alike = by_name[name.rpartition("/")[2]]
-            name = next(iter(alike)) if len(alike) == 1 else name
+            alike, _ = names.match(file)
+            name = alike[0] if len(alike) == 1 else name
         for row in by_path.get(name, ()):
             low, high = places.start[row], places.end[row]
             if np.isnan(low) or np.isnan(high):
-                yield row, label, answer
+                yield row, part
             elif min(high, end) - max(low, start) >= min(OVERLAP, end - start, high - low) - 1e-6:
-                yield row, label, answer
+                yield row, part
 
 
 def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:

@@ -6,6 +6,7 @@ class that is heard. If it is "no" or "skip", the label is empty, and ``asked`` 
 """
 
 import csv
+import dataclasses
 import io
 import os
 import pathlib
@@ -22,8 +23,9 @@ from jaxtrain.workloads.bird.inference.neighbours import Neighbours
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
-from loaders.audio.recordings import tables
-from loaders.audio.recordings.sources import END, FILE, LABEL, START
+from loaders.audio.recordings import columns, lines, tables, values
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.find import Finder
 from loaders.chat import codec
 from loaders.io import atomic_write, files
 
@@ -66,7 +68,7 @@ class Session:
         for i in sorted(range(len(items)), key=lambda i: items[i].start):
             self._by_recording[items[i].name].append(i)
         if out.exists():
-            table = tables.Table(out, tables.text_of(out))
+            table = tables.read(out)
             if table.columns != list(COLUMNS):
                 raise InferenceError(f"--out {out} is no table of answers; name a new file")
             for _, row in table.rows():
@@ -146,13 +148,22 @@ class Session:
         return text.getvalue()
 
 
-def read(given: str, *, root: str = "", order: str = "table", label: str = "") -> list[Item]:
+def read(
+    given: str,
+    *,
+    root: str = "",
+    order: str = "table",
+    label: str = "",
+    reading: columns.Options | None = None,
+    mistakes: Mistakes | None = None,
+) -> list[Item]:
     """The windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
 
     Args:
       root: the folder that every recording must lie below; empty: of a search, that of its embeddings; else the nearest folder
         that holds all.
       label: of these alone, or the class of all rows of a table without labels.
+      reading, mistakes: the columns of the table, and the list that takes its lines without a window.
 
     Raises InferenceError: a table without the columns, or that names recordings that are not there or not below the root.
     """
@@ -162,32 +173,35 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
         path = path / "detections.csv"
     if not path.is_file():
         raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
-    table = tables.Table(path, tables.text_of(path))
-    file, start, end = table.find(*FILE), table.find(*START), table.find(*END)
-    names, score = table.find(*LABEL), table.find("score", "confidence")
-    clock, of = table.find("clock"), table.find("embeddings")
-    if not file or not start or not end:
+    reading, mistakes = reading or columns.Options(), mistakes or Mistakes()
+    reading = dataclasses.replace(reading, optional=bool(label))
+    table = tables.Table(path, *tables.read_text(path))
+    layout = columns.find(table, reading)
+    if not all(layout.used[meaning] for meaning in ("file", "start")):
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")
     roots: dict[str, str] = {}
+    finders: dict[str, Finder] = {}
     rows = []
-    for number, row in table.rows():
-        where = f"{path}:{number}"
-        try:
-            times = [tables.number(row.get(column)) for column in (start, end)]
-            value = tables.number(row.get(score or ""))
-        except ValueError:
-            times, value = [None, None], None
-        if None in times or not 0 <= times[0] < times[1]:  # type: ignore[operator]
-            raise InferenceError(f"{where}: the times {row.get(start)!r} to {row.get(end)!r} are no part of a recording")
-        folder = root
+    for line in lines.read(layout, reading, mistakes):
+        if line.start is None or line.end is None or not 0 <= line.start < line.end:
+            raise InferenceError(f"{line.where}: the times {line.start} to {line.end} s are no part of a recording")
+        folder, of = root, layout.text(line.row, "embeddings")
         if not folder and of:
-            if row.get(of, "") not in roots:
-                roots[row.get(of, "")] = embeddings.read(row.get(of, "")).root
-            folder = roots[row.get(of, "")]
-        place = os.path.normpath(os.path.join(os.path.abspath(folder or path.parent), row.get(file, "")))
-        name = row.get(names or "") or label
-        if not label or name == label:
-            rows.append((place, times[0], times[1], name, float("nan") if value is None else value, row.get(clock or "", "")))
+            if of not in roots:
+                roots[of] = embeddings.read(of).root
+            folder = roots[of]
+        folder = os.path.abspath(folder or path.parent)
+        place = os.path.normpath(os.path.join(folder, line.file))
+        if not os.path.isfile(place):
+            finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Mistakes()))
+            place = finder.find(line.file, path, line.where) or place
+        for name in line.labels or (label,):
+            if not label or name == label:
+                clock, score = layout.text(line.row, "clock"), _score(layout.text(line.row, "score"))
+                rows.append((place, line.start, line.end, name, score, clock))
+    if refused := mistakes.refused():
+        text = next(text for kind, text in mistakes.lines if kind in refused)
+        raise InferenceError(f"{text} ({refused[0]}); correct the line")
     if not rows:
         raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
     tops = set(roots.values()) - {""}
@@ -200,8 +214,16 @@ def read(given: str, *, root: str = "", order: str = "table", label: str = "") -
             raise InferenceError(f"{path} names {place}, which is not below {top}; name the folder of the recordings: --root")
         if not os.path.isfile(place):
             raise InferenceError(f"{path} names {place}, which is not there; name the folder of the recordings: --root")
-    items = [Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows]  # type: ignore[arg-type]
+    items = [Item(row[0], os.path.relpath(row[0], top).replace(os.sep, "/"), *row[1:]) for row in rows]
     return ordered(items, order)
+
+
+def _score(text: str) -> float:
+    try:
+        value = values.number(text)
+    except ValueError:
+        value = None
+    return float("nan") if value is None else value
 
 
 def _root_of(folder: pathlib.Path) -> str:
