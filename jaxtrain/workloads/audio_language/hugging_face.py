@@ -69,7 +69,6 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
-    del dtype
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found = hugging_face.read_files(source, _FILES)
     if "config.json" in found:
@@ -84,7 +83,6 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """The card: with the tokenizer, an example that plays an audio sample."""
-    del config
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
     example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""
     return Hub("jaxtrain", "text-to-audio", metrics, example)

@@ -55,7 +55,6 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    del key  # nothing is random
     x_bud = decode(c, variables.params, batch, shard)
     total, metrics = measure(c, variables.params, x_bud, batch, shard)
     return LossOut(Mean(total, jnp.float32(batch["row"].shape[0])), metrics)

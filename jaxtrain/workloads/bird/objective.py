@@ -61,19 +61,8 @@ class Inputs(NamedTuple):
         return x_r.reshape(-1, self.c.n_views, *x_r.shape[1:])
 
 
-def no_problems(c: Settings, section: Any) -> Iterator[tuple[str, str]]:
-    del c, section
+def no_problems(*_: Any) -> Iterator[tuple[str, str]]:
     return iter(())
-
-
-def no_data_problems(c: Settings, section: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    del c, section, facts
-    return iter(())
-
-
-def no_batch_statistic(section: Any) -> str:
-    del section
-    return ""
 
 
 class Objective(NamedTuple):
@@ -89,11 +78,11 @@ class Objective(NamedTuple):
     flops: Callable[[Settings, Any], int]  # of one view in a training step, backward pass included, beyond the encoder's pass
     evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
     problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = no_problems  # (field of the section, text)
-    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = no_data_problems  # (field, text)
+    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = no_problems  # (field, text)
     carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
-    batch_statistic: Callable[[Any], str] = no_batch_statistic  # name of a statistic of the global batch; "" = none
+    batch_statistic: Callable[[Any], str] = lambda section: ""  # name of a statistic of the global batch; "" = none
 
 
 def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:

@@ -25,7 +25,7 @@ from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import gelu, layer_norm, product, rotate, scaled, spread
 from jaxtrain.parallel import one_device
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import Array, Initializer, Key, PyTree, Shard, Spec
+from jaxtrain.types import Array, Key, PyTree, Shard, Spec
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
@@ -175,7 +175,7 @@ def stack_specs(s: Stack) -> PyTree:
             table[f"bias_{name}"] = Spec((l, k), ("layer", "head_dim"), zeros)
     if s.layer_scale:
         for name in SAVED:
-            table[f"scale_added_{name}"] = Spec((l, d), ("layer", "embed"), constant(s.layer_scale))
+            table[f"scale_added_{name}"] = Spec((l, d), ("layer", "embed"), jax.nn.initializers.constant(s.layer_scale))
     return table
 
 
@@ -393,11 +393,3 @@ def forward_flops(c: Config, visible: int | None = None) -> int:
     """The same of the encoder for one spectrogram, of which ``visible`` patches (None: all) enter the layers."""
     seen = c.n_patches if visible is None else visible
     return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)
-
-
-def constant(value: float) -> Initializer:
-    def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-        del key
-        return jnp.full(shape, value, dtype)
-
-    return init

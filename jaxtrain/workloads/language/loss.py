@@ -46,7 +46,6 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) -> LossOut:
-    del key  # nothing is random
     x_bsd = forward(c, variables.params, batch, shard)
     total, metrics = measure(c, shard, variables.params, x_bsd, batch, batch["mask"].astype(jnp.float32))
     metrics["tokens"] = Mean(total.weight, jnp.float32(batch["row"].shape[0]))  # valid ones in a row

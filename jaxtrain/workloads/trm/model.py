@@ -26,7 +26,7 @@ from jaxtrain.config import ModelSection
 from jaxtrain.nn import attention, remat
 from jaxtrain.nn.layers import product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
-from jaxtrain.types import OF_DATA, Array, Export, Key, OfData, PyTree, Shard, Spec
+from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
 from loaders.io import checks
 
 MIXERS = ("mlp", "attention")
@@ -137,7 +137,7 @@ def make_specs(c: Config) -> PyTree:
         "w_cells": Spec((v, d), (None, "embed"), fan_in(d)),
         "w_symbols": Spec((d, v), ("embed", None), fan_in(d)),
         "w_q": Spec((d, 2), ("embed", None), zeros),
-        "b_q": Spec((2,), (None,), _q_bias),
+        "b_q": Spec((2,), (None,), jax.nn.initializers.constant(Q_BIAS)),
         **({"pos": Spec((t, d), ("seq", "embed"), fan_in(d))} if c.positions == "learned" else {}),
         **({"puzzle": {"w_rows": Spec((c.n_puzzles, c.puzzle_embed), ("item", None), zeros)}} if c.puzzle_embed else {}),
     }
@@ -160,11 +160,6 @@ def make_carry(c: Config, batch: int) -> PyTree:
         "init_l": Spec((c.embed,), (None,), truncated_normal(1.0)),
         "step": Spec((), (), zeros, "int32"),
     }
-
-
-def _q_bias(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-    del key
-    return jnp.full(shape, Q_BIAS, dtype)
 
 
 def rms_norm(x: Array, axis: int) -> Array:

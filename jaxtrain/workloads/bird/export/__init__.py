@@ -29,7 +29,6 @@ print(*features[0].tolist())
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """The model's part of an encoder's card."""
-    del files
     return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
 
 
@@ -41,7 +40,6 @@ def task(config: Mapping[str, Any]) -> str:
 
 def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
     """example.py, which needs numpy, JAX and this package. Raises ValueError: the config names two front ends."""
-    del dtype
     trained, own = front_end.saved(config.get("data") or {}), (config.get("model") or {}).get("front_end") or {}
     if own and (unlike := front_end.saved(own).differences(trained)):
         raise ValueError(f"its sections model and data name different front ends: {unlike}")

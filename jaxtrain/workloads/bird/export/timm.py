@@ -214,7 +214,6 @@ print(*features[0].tolist())
 
 def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """config.json as timm reads it, and example.py, which needs no JAX and nothing of this package. Raises ValueError."""
-    del dtype
     model, data = config["model"], config.get("data") or {}
     c = vit.from_saved(model)
     of = front_end.saved(data)
@@ -253,7 +252,6 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     """The model's part of the card of an export for timm."""
-    del files
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 

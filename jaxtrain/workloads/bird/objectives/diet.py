@@ -33,7 +33,6 @@ class Diet(Section):
 
 
 def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
-    del c
     yield from checks.choice(s, (*NORMS, "none"), "norm")
     yield from checks.within(s, "[0, 1)", "label_smoothing")
     yield from checks.not_negative(s, "temperature")
@@ -41,7 +40,6 @@ def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
 
 
 def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    del s, facts
     if c.n_recordings is None:
         yield "n_recordings", "is None, and the data do not give the number of recordings; set it"
 

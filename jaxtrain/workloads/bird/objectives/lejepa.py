@@ -37,14 +37,12 @@ class Lejepa(Section):
 
 
 def problems(c: Settings, s: Lejepa) -> Iterator[tuple[str, str]]:
-    del c
     yield from checks.choice(s, NORMS, "norm")
     yield from checks.within(s, "[0, 1)", "trade")
     yield from checks.at_least(s, 1, "size", "hidden", "slices")
 
 
 def data_problems(c: Settings, s: Lejepa, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    del facts
     if c.n_views < 2:
         yield "lejepa.weight", f"is {s.weight}, and a row has one view; set data.views to 2 or more"
 

@@ -20,7 +20,6 @@ class Mae(Section):
 
 
 def problems(c: Settings, s: Mae) -> Iterator[tuple[str, str]]:
-    del c
     yield from checks.under("decoder", s.decoder.problems())
 
 

@@ -29,7 +29,6 @@ class Supervised(Section):
 
 
 def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:
-    del c
     yield from checks.choice(s, LOSSES, "loss")
     yield from checks.within(s, "[0, 1)", "label_smoothing", "clip")
     if s.label_smoothing and s.loss != "softmax":
@@ -50,7 +49,6 @@ def data_problems(c: Settings, s: Supervised, facts: Mapping[str, Any]) -> Itera
 
 
 def specs(c: Settings, s: Supervised) -> PyTree:
-    del s
     return classes.specs(c)
 
 
@@ -93,7 +91,6 @@ def targets(c: Settings, labels: Labels) -> Array:
 
 
 def flops(c: Settings, s: Supervised) -> int:
-    del s
     return 3 * 2 * c.embed * (c.n_classes or 0)
 
 

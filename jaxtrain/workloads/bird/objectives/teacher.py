@@ -22,7 +22,6 @@ class Teacher(Section):
 
 
 def problems(c: Settings, s: Teacher) -> Iterator[tuple[str, str]]:
-    del c
     yield from checks.within(s, "[0, 1]", "momentum")
     yield from checks.under("decoder", s.decoder.problems())
 
