@@ -1,7 +1,7 @@
 """The spectrogram loader compared with other ways to the same numbers, on this machine: a markdown table of samples/s.
 
     python -m tools.bench_loader                                       ours and every peer that is installed, about 10 minutes
-    python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5 --json loader.json
+    python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
 A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi log-mel, normalised. All
 make the same crops of the same recordings in the same order, drawn by our loader. The peers are given each crop's
@@ -114,7 +114,7 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
         rec = demo_birds.Recording(number, number % len(demo_birds.SPECIES), kind, float(spread_n[number]))
         return demo_birds.encode(rec, demo_birds.waveform(rec))
 
-    # Under another name until it is whole: whoever finds the shard can use it.
+    # Under another name until it is whole.
     with tempfile.TemporaryDirectory(dir=shard.parent) as temporary:
         made = pathlib.Path(temporary) / shard.name
         with pa.ipc.new_stream(str(made), demo.schema()) as sink, futures.ThreadPoolExecutor(machine.cores()) as pool:
@@ -390,72 +390,29 @@ def missing(name: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- processes
 
 
-def child(name: str, shard: str, pinned: str, answers: str) -> None:
-    """A process that is one peer. Reads requests from stdin, one in each line, and answers on another descriptor.
+def child(name: str, shard: str, pinned: str) -> None:
+    """A process that is one peer. Reads requests from stdin, one in each line, and answers on stdout.
 
     {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every second crop, from 0 on
     {"epoch": 0, "part": [0, 1], "n": 8, "to": F}   -> the same; F holds the first 8 samples
     """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, json.loads(pinned))
-    threads = len(json.loads(pinned))
+    threads, path = len(json.loads(pinned)), pathlib.Path(shard)
     peer = OURS if name == "ours" else PEERS[name]
-    path = pathlib.Path(shard)
     loader: Any = peer.make(path, threads) if peer.one_process else Each(peer.make, path)
-    with os.fdopen(int(answers), "w") as answer:  # not stdout: libraries print there
-        print("{}", file=answer, flush=True)
-        for line in sys.stdin:
-            request = json.loads(line)
-            first, step = request["part"]
-            crops = samples(path, request["epoch"])[first : request.get("n") : step]
-            begin = time.process_time()
-            out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
-            cpu = time.process_time() - begin
-            if "to" in request:
-                np.save(request["to"], np.concatenate(out)[: len(crops)])
-            print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answer, flush=True)
-
-
-class Process:
-    """The near end of a child."""
-
-    def __init__(self, name: str, shard: pathlib.Path, pinned: Sequence[int]):
-        single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")}
-        env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"}
-        if name != "ours":
-            env |= PEERS[name].env
-        self.name = name
-        answers, theirs = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.bench_loader", "child", name, str(shard), json.dumps(list(pinned)), str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs],
-            env=env,
-            text=True,
-            cwd=pathlib.Path(__file__).parents[1],
-        )
-        os.close(theirs)
-        self.stdin = cast(IO[str], self.process.stdin)
-        self.answers = os.fdopen(answers)
-
-    def send(self, request: Mapping[str, Any]) -> None:
-        try:
-            self.stdin.write(json.dumps(request) + "\n")
-            self.stdin.flush()
-        except BrokenPipeError:
-            pass  # then there is no answer either
-
-    def answer(self) -> dict[str, Any]:
-        if not (line := self.answers.readline()):
-            raise PeerError(f"{self.name} ended early; what it said is above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
-        self.process.wait()
-        self.answers.close()
+    for line in sys.stdin:
+        request = json.loads(line)
+        first, step = request["part"]
+        crops = samples(path, request["epoch"])[first : request.get("n") : step]
+        begin = time.process_time()
+        out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
+        cpu = time.process_time() - begin
+        if "to" in request:
+            np.save(request["to"], np.concatenate(out)[: len(crops)])
+        print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answers, flush=True)
 
 
 class PeerError(RuntimeError):
@@ -466,31 +423,37 @@ class Running:
     """The processes of one peer, for every number of threads that is to be measured."""
 
     def __init__(self, name: str, shard: pathlib.Path, threads: Sequence[int]):
-        self.name = name
-        if name == "ours" or PEERS[name].one_process:
-            self.of = {n: [Process(name, shard, cores()[:n])] for n in threads}
+        self.name, self.of = name, dict[int, list[subprocess.Popen[str]]]()
+        single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")}
+        env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"}
+        peer = OURS if name == "ours" else PEERS[name]
+
+        def start(pinned: Sequence[int]) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "tools.bench_loader", "child", name, str(shard), json.dumps(list(pinned))]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            return subprocess.Popen(command, env={**env, **peer.env}, cwd=pathlib.Path(__file__).parents[1], **pipes)
+
+        if peer.one_process:
+            self.of = {n: [start(cores()[:n])] for n in threads}
         else:  # fewer threads are some of these
-            each = [Process(name, shard, [core]) for core in cores()[: max(threads)]]
+            each = [start([core]) for core in cores()[: max(threads)]]
             self.of = {n: each[:n] for n in threads}
-        self.all = list({id(process): process for some in self.of.values() for process in some}.values())
-        try:
-            for process in self.all:
-                process.answer()  # it has imported what it needs
-        except PeerError:
-            self.close()
-            raise
 
     def rate(self, threads: int, *, clock: str = "wall", **request: Any) -> float:
-        """Samples/s, of all processes together."""
+        """Samples/s, of all processes together. Raises PeerError."""
         processes = self.of[threads]
         for k, process in enumerate(processes):
-            process.send(request | {"part": [k, len(processes)]})
-        answers = [process.answer() for process in processes]
-        return sum(answer["n"] / answer[clock] for answer in answers)
+            with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+                print(json.dumps(request | {"part": [k, len(processes)]}), file=process.stdin, flush=True)
+        lines = [cast(IO[str], process.stdout).readline() for process in processes]
+        if not all(lines):
+            raise PeerError(f"{self.name} ended early; its output is above")
+        return sum(answer["n"] / answer[clock] for answer in map(json.loads, lines))
 
     def close(self) -> None:
-        for process in self.all:
-            process.close()
+        for process in dict.fromkeys(process for some in self.of.values() for process in some):
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate()
 
 
 # ----------------------------------------------------------------------------------------------------------- measurement
@@ -583,7 +546,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="wall",
         help="cpu: seconds that a core worked for the peer, for a machine that has other work too (default: %(default)s)",
     )
-    parser.add_argument("--json", type=pathlib.Path, help="a file for every round's rate, and the versions")
     args = parser.parse_args(argv)
 
     codecs, threads = args.codecs.split(","), [int(n) for n in args.threads.split(",")]
@@ -626,18 +588,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         modules = [module.replace("_", "-") for module in why if " " not in module]
         remedy = f"pip install {' '.join(modules)}" if modules else why[0]
         print(f"\nskipped: {name}: {remedy}")
-    if args.json:
-        versions = {}
-        for module in sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers))):
-            versions[module] = importlib.metadata.version(module.replace("_", "-"))
-        facts: dict[str, Any] = {
-            "machine": platform.machine(),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-        }
-        facts |= {"versions": versions, "recordings": args.recordings, "seconds": args.seconds, "clock": args.clock}
-        report = {"facts": facts, "rates": results, "differences": differences, "skipped": skipped}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    modules = sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers)))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in (module.replace("_", "-") for module in modules)]
+    print(f"\nPython {platform.python_version()}, {', '.join(versions)}; {platform.platform()}")
     return 0
 
 
