@@ -12,6 +12,7 @@ A path that ends in ``[i]`` is entry i of an array that is stacked along a first
 """
 
 import functools
+import logging
 import math
 import os
 import pathlib
@@ -35,7 +36,8 @@ from loaders.io import files, machine
 EXPORT = EXPORT_FILE
 FORMAT = 1  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
 CARRY = "carry/"  # prefix of the paths of a carry, in a step and in an export
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+log = logging.getLogger("jaxtrain")
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
 MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
 PATIENCE = 60.0  # [s] for one answer of a store
@@ -249,20 +251,70 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
         raise StoredError(f"{folder / EXPORT}: 'paths' must give a path for each name")
     if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
         raise StoredError(f"{folder / EXPORT}: 'shapes' must give a list of sizes for each path")
+    _refuse_codes(folder)
+    found: dict[str, Stored] = {}
+    origin: dict[str, str] = {}
+    for name, expected in _files(folder).items():
+        arrays = _open_file(inside(folder, name), paths)
+        there = {paths.get(x) or x.replace(".", "/") for x in expected or ()}
+        if expected is not None and (wrong := sorted(there ^ arrays.keys())):
+            where = "lacks" if wrong[0] in there else "holds, too"
+            raise StoredError(
+                f"{folder / INDEX} does not fit {name}, which {where}: {wrong[0][:200]}; one of the two is of another model"
+            )
+        if twice := sorted(found.keys() & arrays.keys()):
+            raise StoredError(f"{folder}: {twice[0]} is in {origin[twice[0]]} and in {name}; remove the file that is not meant")
+        found |= arrays
+        origin |= dict.fromkeys(arrays, name)
+    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stack(found).items()}
+
+
+def _files(folder: epath.Path) -> dict[str, list[str] | None]:
+    """The files of a folder that hold its model, each with its names by the index, or None without one.
+
+    As transformers does, `WHOLE` comes first, and other files next to it are not read.
+    """
+    there = sorted(file.name for file in folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
-        where = read_object(folder, INDEX).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        names = read_object(folder, INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise StoredError(f"{folder / INDEX}: 'weight_map' must give a file for each name")
-        names = sorted(set(where.values()))
+        found: dict[str, list[str] | None] = {
+            file: [n for n in names if names[n] == file] for file in sorted(set(names.values()))
+        }
+        if missing := [str(folder / name) for name in found if not inside(folder, name).exists()]:
+            raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
+        if WHOLE in there and WHOLE not in found:
+            raise StoredError(f"{folder} holds {WHOLE}, and {INDEX} names other files; remove what is not meant")
     else:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-    places = [inside(folder, name) for name in names]
-    if missing := [str(f) for f in places if not f.exists()]:
-        raise StoredError(f"{folder / INDEX} names {', '.join(missing)}, which is missing")
-    if not places:
+        found = dict.fromkeys([WHOLE] if WHOLE in there else there)
+    if not found:
         raise StoredError(f"{folder} holds no *.safetensors")
-    stacked = stack({path: s for file in places for path, s in _open_file(file, paths).items()})
-    return {path: fold(array, tuple(shapes[path])) if path in shapes else array for path, array in stacked.items()}
+    if spared := [name for name in there if name not in found]:
+        _tell_spared(str(folder), ", ".join(found), ", ".join(spared))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_spared(folder: str, found: str, spared: str) -> None:
+    log.warning("%s: %s is read; not read: %s", folder, found, spared)
+
+
+def _refuse_codes(folder: epath.Path) -> None:
+    """Raise StoredError for arrays that are not a model's numbers: quantised ones, and an adapter's."""
+    about = read_object(folder, "config.json") if (folder / "config.json").exists() else {}
+    for name in ("quantization_config", "compression_config"):
+        if kind := about.get(name):
+            method = kind.get("quant_method") if isinstance(kind, dict) else kind
+            raise StoredError(
+                f"{folder / 'config.json'}: {name} is set ({str(method)[:40]}), so that the arrays are codes, not numbers; "
+                "take the weights that were not quantised"
+            )
+    if (folder / "adapter_config.json").exists():
+        raise StoredError(
+            f"{folder} holds adapter_config.json, an adapter of peft, which is added to the weights elsewhere; merge it with "
+            "its base model there, and take that folder"
+        )
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:

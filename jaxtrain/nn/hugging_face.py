@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,23 @@ SIZES = {
 ROPE = {
     "factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings",
 }  # fmt: skip
+
+
+# Fields that change the function in a way that `Decoder` lacks: field -> values, besides null, that do not.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn", "alibi"),
+        (False,),
+    ),
+    **dict.fromkeys(
+        ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)
+    ),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "attention_multiplier", "clip_qkv"), ()),
+    **dict.fromkeys(("num_local_experts", "num_experts"), (0, 1)),
+    "is_causal": (True,),
+    "no_rope_layers": ([],),
+}
 
 
 class HuggingFaceError(ValueError):
@@ -123,17 +141,16 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     """Read the fields of `transformer.Decoder` from a config.json of Llama's kind.
 
     The spelling may be that of transformers 4 or 5. Raises HuggingFaceError, also with the caller's
-    ``problems``, for an unknown activation, biases or rotary positions.
+    ``problems``, for every field that changes the function in a way that `Decoder` lacks.
     """
-    problems = list(problems)
-    rope = h.get("rope_parameters") or {**(h.get("rope_scaling") or {}), "rope_theta": h.get("rope_theta", 1e4)}
+    rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        problems.append(f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}")
-    if h.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {h['hidden_act']!r}; expected silu")
-    if h.get("attention_bias") or h.get("mlp_bias"):
-        problems.append("attention_bias and mlp_bias must be false")
+    problems = [*problems, *_rope_problems(h, rope, kind)]
+    for name, plain in PLAIN.items():
+        if h.get(name) not in (None, *plain):
+            problems.append(f"{name} is {repr(h[name])[:80]}; expected {' or '.join(map(json.dumps, plain or (None,)))}")
+    if odd := sorted(set(h.get("layer_types") or ()) - {"full_attention"}):
+        problems.append(f"layer_types has {', '.join(map(str, odd))[:80]}; expected full_attention alone")
     if problems:
         raise HuggingFaceError(f"{path}: {'; '.join(problems)}")
     heads = h["num_attention_heads"]
@@ -144,5 +161,19 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
         {ours: h[theirs] for ours, theirs in SIZES.items()},
         kv_heads=h.get("num_key_value_heads") or heads,
         head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        rope=dict(theta=float(rope["rope_theta"]), **scaled),
+        rope=dict(theta=float(rope.get("rope_theta", h.get("rope_theta", 1e4))), **scaled),
     )
+
+
+def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
+    """What its rotary positions have that `layers.Rope` lacks, or that transformers 4 and 5 read differently."""
+    if kind not in ("default", "llama3"):
+        yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        yield "rope_parameters differ between kinds of layers; expected one for all"
+    if h.get("rope_scaling") and h.get("rope_parameters") and h["rope_scaling"] != h["rope_parameters"]:
+        yield "rope_scaling and rope_parameters differ; remove one of them"
+    if h.get("rope_theta") not in (None, rope.get("rope_theta", h.get("rope_theta"))):
+        yield f"rope_theta is {h['rope_theta']}, and {rope['rope_theta']} in rope_parameters; remove one of them"
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        yield f"partial_rotary_factor is {rope['partial_rotary_factor']}; expected 1"

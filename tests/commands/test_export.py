@@ -311,6 +311,54 @@ def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
     assert stored.open_safetensors(tmp_path)["a/w"].read((slice(1, 2), slice(0, 2))).tolist() == [[3, 4]]
 
 
+def written(folder, **files):
+    """A folder of safetensors files, by their names without the ending, and of JSON files, with it."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        if name.endswith("json"):
+            (folder / name).write_text(json.dumps(content))
+        else:
+            safetensors.numpy.save_file(
+                {k: np.full(2, v, np.float32) for k, v in content.items()}, folder / f"{name}.safetensors"
+            )
+    return folder
+
+
+def test_a_stray_file_next_to_the_model_is_not_read(tmp_path, caplog):
+    """As transformers does it: a file that sorts last is no model."""
+    folder = written(tmp_path / "x", model={"a": 1, "b": 2}, model_old={"a": 3, "c": 4})
+    found = stored.open_safetensors(folder)
+    assert {name: one.read(()).tolist() for name, one in found.items()} == {"a": [1, 1], "b": [2, 2]}
+    assert "model.safetensors is read; not read: model_old.safetensors" in caplog.text
+    assert stored.open_safetensors(written(tmp_path / "parts", x={"a": 1}, y={"b": 2})).keys() == {"a", "b"}
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"x": {"a": 1}, "y": {"a": 2}}, "a is in x.safetensors and in y.safetensors"),
+        (
+            {"x": {"a": 1, "b": 1}, INDEX: {"weight_map": {"a": "x.safetensors"}}},
+            "does not fit x.safetensors, which holds, too: b",
+        ),
+        ({"x": {"a": 1}, INDEX: {"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}}, "which lacks: b"),
+        ({"x": {"a": 1}, "y": {"b": 1}, INDEX: {"weight_map": {"a": "y.safetensors", "b": "x.safetensors"}}}, "does not fit"),
+        ({"x": {"a": 1}, "model": {"a": 2}, INDEX: {"weight_map": {"a": "x.safetensors"}}}, "names other files"),
+        (
+            {"model": {"a": 1}, "config.json": {"quantization_config": {"quant_method": "fp8"}}},
+            "quantization_config is set .fp8",
+        ),
+        ({"adapter_model": {"a": 1}, "adapter_config.json": {"r": 4}}, "an adapter of peft"),
+    ],
+)
+def test_a_folder_that_contradicts_itself_is_refused_by_name(tmp_path, content, said):
+    with pytest.raises(stored.StoredError, match=said):
+        stored.open_safetensors(written(tmp_path / "x", **content))
+
+
 @pytest.mark.parametrize("damage", ["cut", "header", "offsets"])
 def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
     path = tmp_path / "model.safetensors"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import huggingface_hub
 import jax
@@ -13,6 +14,7 @@ import safetensors.numpy
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
+from jaxtrain.arrays import stored_params
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.commands import export as tool
 from jaxtrain.workloads.language import hugging_face as language_files
@@ -181,6 +183,93 @@ def test_what_cannot_be_read_is_told(tmp_path):
             language_files.read_config(tmp_path)
     with pytest.raises(language_files.HuggingFaceError, match="nowhere does not exist"):
         language_files.read_config(tmp_path / "nowhere")
+
+
+CONFIGS = json.loads((DATA / "configs.json").read_text())  # published fields, with smaller sizes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_config_is_read_or_refused_by_a_field(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]["config"]))
+    if refused := CONFIGS[name]["refused"]:
+        with pytest.raises(language_files.HuggingFaceError, match=re.escape(refused)):
+            language_files.read_config(tmp_path)
+        return
+    h, found = CONFIGS[name]["config"], language_files.read_config(tmp_path)
+    heads = h["num_attention_heads"]
+    assert (found["kv_heads"], found["head_dim"]) == (h.get("num_key_value_heads", heads), h.get("head_dim", 64 // heads))
+    assert found["window"] == (h["sliding_window"] or 0 if h["model_type"] == "mistral" else 0)
+    scaled = h.get("rope_scaling") or h.get("rope_parameters") or {}
+    assert found["rope"]["theta"] == h.get("rope_theta", scaled.get("rope_theta", 1e4))
+    assert found["rope"].get("factor", 1.0) == scaled.get("factor", 1.0)
+    assert (found["eps"], found["tied"]) == (h["rms_norm_eps"], h.get("tie_word_embeddings", False))
+
+
+def changed(folder: pathlib.Path, name: str, change, **fields) -> pathlib.Path:
+    """A copy of a golden folder with other arrays, and other fields of config.json."""
+    folder.mkdir()
+    arrays = safetensors.numpy.load_file(DATA / name / "model.safetensors")
+    change(arrays)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**json.loads((DATA / name / "config.json").read_text()), **fields}))
+    return folder
+
+
+def test_a_tied_head_is_the_embedding_or_an_error(tmp_path):
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    same = changed(
+        tmp_path / "same",
+        "qwen2",
+        lambda x: x.update({head: x[embed], "model.layers.0.self_attn.rotary_emb.inv_freq": x[embed][0]}),
+    )
+    model, start = language_files.from_hugging_face(same)
+    rules = config_lib.WarmStart(**start)
+    table = language.make_specs(config_lib.section(language.Config, {**model, "context": 8}))
+    shapes = {
+        p: (x.shape, x.dtype) for p, x in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
+    }
+    assert "w_head" not in warm_start.match(shapes, warm_start.open_source(rules), rules).loaded
+    other = changed(tmp_path / "other", "qwen2", lambda x: x.update({head: x[embed] + 1}))
+    with pytest.raises(language_files.HuggingFaceError, match="tie_word_embeddings is true, and lm_head.weight differs from"):
+        language_files.from_hugging_face(other)
+    without = changed(tmp_path / "without", "llama3", lambda x: x.pop(head))
+    with pytest.raises(language_files.HuggingFaceError, match="tie_word_embeddings is false, and lm_head.weight is not in"):
+        language_files.from_hugging_face(without)
+
+
+@pytest.mark.slow
+def test_what_is_read_computes_what_transformers_does(tmp_path):
+    """With transformers and torch (dependency group "peers"): logits of random weights, and of the export."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    ids = np.arange(2 * 24).reshape(2, 24) * 37 % 128
+    for i, name in enumerate(name for name, one in CONFIGS.items() if not one["refused"]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIGS[name]["config"]))
+        torch.manual_seed(i)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            for x in model.parameters():
+                x += 0.1 * torch.randn_like(x)
+            expected = model(torch.from_numpy(ids)).logits.numpy()
+        model.save_pretrained(folder / "saved")
+        for text in ((folder / "saved" / "config.json").read_text(), (folder / "config.json").read_text()):
+            (folder / "saved" / "config.json").write_text(text)
+            fields, start = language_files.from_hugging_face(folder / "saved")
+            c = config_lib.section(language.Config, {**fields, "context": 24, "dtype": "float32"})
+            rules = config_lib.WarmStart(**start)
+            layout = stored_params.one_device()
+            abstract = specs.abstract(language.make_specs(c), layout)
+            shapes = dict(zip(specs.paths(abstract), jax.tree.leaves(abstract), strict=True))
+            matches = warm_start.match({p: (x.shape, x.dtype) for p, x in shapes.items()}, warm_start.open_source(rules), rules)
+            loaded = warm_start.load(matches, abstract)
+            params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[p] for p in shapes])
+            places = np.broadcast_to(np.arange(24), ids.shape)
+            batch = {"tokens": ids, "positions": places, "segments": np.ones_like(ids)}
+            found = np.asarray(language.logits(c, params, batch, layout.shard))
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4, err_msg=f"{name}: {text}")
 
 
 def test_published_sizes():

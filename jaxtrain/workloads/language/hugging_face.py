@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 as Hugging Face has them: published sizes, folders that a run begins with, and exports.
+"""Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: published sizes, folders that a run begins with, and exports.
 
 `from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain export` write one.
 """
@@ -6,9 +6,13 @@
 import contextlib
 import json
 import pathlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxtrain.arrays import stored
 from jaxtrain.nn import hugging_face
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
 from jaxtrain.nn.layers import Rope
@@ -53,16 +57,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 _NAMES = Names(
     {"embed": "model.embed_tokens.weight", "scale": "model.norm.weight", "w_head": "lm_head.weight"}, LAYER, "model.layers"
 )
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FAMILIES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+# The values that transformers takes for fields that a config.json leaves out, where they are not those of Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096}, "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}  # fmt: skip
 _GENERATION = "generation_config.json"
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
     """The Hugging Face model_type of a model section, or None."""
-    plain = (model["norm"], model["activation"], model["positions"], model["bias"], model["window"])
-    if plain != ("rms", "swiglu", "rope", False, 0) or (model["qk_norm"] and model["qkv_bias"]):
+    plain = (model["norm"], model["activation"], model["positions"], model["bias"])
+    kinds = {"mistral": model["window"], "qwen3": model["qk_norm"], "qwen2": model["qkv_bias"]}
+    if plain != ("rms", "swiglu", "rope", False) or sum(map(bool, kinds.values())) > 1:
         return None
-    return "qwen3" if model["qk_norm"] else "qwen2" if model["qkv_bias"] else "llama"
+    return next((family for family, has in kinds.items() if has), "llama")
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
@@ -205,7 +217,8 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
         "torch_dtype": dtype,
         **({"attention_bias": False} if family != "qwen2" else {}),
         **({"mlp_bias": False} if family == "llama" else {}),
-        **({"use_sliding_window": False} if family != "llama" else {}),
+        **({"use_sliding_window": False} if family.startswith("qwen") else {}),
+        **({"sliding_window": model["window"]} if family == "mistral" else {}),
     }
 
 
@@ -232,13 +245,19 @@ def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
     if family not in _FAMILIES:
         known = checks.expected(family, (*_FAMILIES, "gpt2 (sizes alone)"))
         raise HuggingFaceError(f"{path}: model_type is {family!r}; {known}")
+    if "quantization_config" in h:
+        problems.append("quantization_config is set; take the weights that were not quantised")
     if h.get("use_sliding_window") or (family == "llama" and h.get("sliding_window")):
         problems.append("use_sliding_window is set; only attention to all of a document is read")
+    if _FAMILIES[family] not in (made := h.get("architectures") or [_FAMILIES[family]]):
+        problems.append(f"architectures is {made}; expected {_FAMILIES[family]}")
+    h = {"rms_norm_eps": 1e-6, **_DEFAULTS[family], **h}
     return dict(
         hugging_face.decoder_fields(h, path, problems),
         vocab=h["vocab_size"],
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
+        window=(h.get("sliding_window") or 0) if family == "mistral" else 0,
         tied=bool(h.get("tie_word_embeddings", False)),
         init_std=h.get("initializer_range", 0.02),
     )
@@ -256,4 +275,29 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
         raise HuggingFaceError(f"{folder}: the arrays of gpt2 are kept differently; only its sizes are read")
     table = make_specs(Config(**{**model, "rope": Rope()}))
     reshape = {"^blocks/(w_q|w_k|w_v|w_out|b_)": "fold"}
-    return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape)
+    unused = _unused(folder, model["tied"])
+    return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused)
+
+
+def _unused(folder: str | pathlib.Path, tied: bool) -> tuple[str, ...]:
+    """config.warm_start.unused: arrays that transformers does not read either. Raises HuggingFaceError."""
+    try:
+        there = stored.open_safetensors(folder)
+    except stored.StoredError as error:
+        raise HuggingFaceError(str(error)) from error
+    head, embed = (there.get(_NAMES.top[name].replace(".", "/")) for name in ("w_head", "embed"))
+    where = f"{pathlib.Path(folder) / 'config.json'}: tie_word_embeddings is {str(tied).lower()}"
+    if not tied and embed and not head:
+        raise HuggingFaceError(f"{where}, and lm_head.weight is not in the folder; set it to true if the head is the embedding")
+    if tied and head and embed and not _equal(head, embed):
+        raise HuggingFaceError(
+            f"{where}, and lm_head.weight differs from model.embed_tokens.weight: transformers 4 ties them, and 5 does not; "
+            "set it to false, or remove lm_head.weight"
+        )
+    inverse = "rotary_emb/inv_freq$"  # which follows from the config; old folders have it
+    kept = (r"^lm_head/weight$" if tied and head else "", inverse if any(re.search(inverse, path) for path in there) else "")
+    return tuple(filter(None, kept))
+
+
+def _equal(a: stored.Stored, b: stored.Stored) -> bool:
+    return a.shape == b.shape and all(np.array_equal(a.read(i), b.read(i)) for i in a.pieces())
