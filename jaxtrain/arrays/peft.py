@@ -23,10 +23,15 @@ from loaders.io import atomic_write
 SIDES = {lora.A: "lora_A", lora.B: "lora_B"}
 
 
-def export(run: str, out: str, *, step: int | None = None, ema: bool = False, named: str = "") -> str:
-    """Write the folder ``out``. Return a line about it. ``named``: --workload (`jaxtrain.arrays.run_workload`).
+def export(run: str, out: str, *, step: int | None = None, ema: bool = False, named: str = "", base: str = "") -> str:
+    """Write the folder ``out``. Return a line about it.
 
-    Raises StoredError: no such step, no adapters, no names for them, or a trained parameter that peft has no place for.
+    Args:
+      named: --workload (`jaxtrain.arrays.run_workload`).
+      base: the place of the weights that the adapters change; "" = where the run has them from.
+
+    Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft has no place for, or
+    frozen weights that are gone or differ.
     """
     source = source_lib.find(run, step, export="its adapters, if it had any, are merged into its weights")
     config, trained = source.config(), source.parameters(ema=ema)
@@ -62,7 +67,7 @@ def export(run: str, out: str, *, step: int | None = None, ema: bool = False, na
             part = part.reshape(part.shape[0], -1) if side == lora.A else part.reshape(-1, part.shape[-1])
             tensors[f"{_module(name)}.{SIDES[side]}.weight"] = part
     tensors |= {copy: tensors[of] for copy, of in contract.tied(model).items() if of in tensors}
-    about = _config(config, tensors, _names(workload, config, contract.names))
+    about = _config(run_workload.with_base(source, config, base), tensors, _names(workload, config, contract.names))
     target = pathlib.Path(out).expanduser().absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")

@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxtrain import config as config_lib
 from jaxtrain import workload
-from jaxtrain.arrays.source import Source
+from jaxtrain.arrays.source import Source, refuse_address
 from jaxtrain.arrays.stored import StoredError
+from jaxtrain.checkpoint import base_weights
 from jaxtrain.types import Export
 from jaxtrain.workload import Workload
 
@@ -60,6 +61,29 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
     if problems:
         raise StoredError(f"the run's config.{name}.{problems[0][0]} {problems[0][1]}")
     return section
+
+
+def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dict[str, Any]:
+    """The config of a run with frozen weights, whose warm_start.source is the exact place where they lie, verified.
+
+    Args:
+      named: a place that the user names, which comes in place of the recorded ones.
+
+    Raises StoredError: they are gone, or others; the run names an address, and the user does not.
+    """
+    section = dict(config.get("warm_start") or {})
+    record = base_weights.recorded(source.data())
+    for address in () if named else (section.get("source"), record.source if record else ""):
+        refuse_address(address, "warm_start.source", "--base")
+    if record and not record.source:
+        return {**config, "warm_start": {**section, "source": named}}
+    if not record:
+        if named or section.get("source"):
+            print(f"{source.path} does not record the digest of what it froze: {named or section['source']} is taken for it")
+        return {**config, "warm_start": {**section, **({"source": named} if named else {})}}
+    rules = section_of(config, "warm_start", config_lib.WarmStart)
+    place = base_weights.find(record, rules, [named] if named else base_weights.places(record, source.path.parent.parent))
+    return {**config, "warm_start": {**section, "source": place, "step": None}}
 
 
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:

@@ -96,8 +96,7 @@ def export(
         arrays |= {path: everything[path] for path, name in kept.items() if re.search(contract.carry, name)}
     based = {**config, "warm_start": {**(config.get("warm_start") or {}), "source": base}} if base else config
     if any(lora.is_adapter(path) for path in arrays):
-        if not base:
-            source_lib.refuse_address((config.get("warm_start") or {}).get("source"), "warm_start.source", "--base")
+        based = run_workload.with_base(source, config, base)
         arrays = _merged(arrays, based, named)
 
     others = list(_formats(source, config, named, formats))

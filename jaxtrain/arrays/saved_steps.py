@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxtrain.arrays import stored
+from jaxtrain.arrays import run_workload, stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
+from jaxtrain.nn import lora
 
 WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
 
@@ -157,8 +158,11 @@ class Difference:
         self.cosine = ab / math.sqrt(aa * bb) if aa and bb else math.nan
 
 
-def export(source: Source, out: str) -> int:
-    """Copy the weights of a step into a workdir of their own. Return the exit code. Raises StoredError."""
+def export(source: Source, out: str, *, base: str = "") -> int:
+    """Copy the weights of a step into a workdir of their own. Return the exit code. Raises StoredError.
+
+    ``base``: the place of the weights that adapters change; "" = where the run has them from. They must be there.
+    """
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
         raise stored.StoredError(
@@ -166,6 +170,8 @@ def export(source: Source, out: str) -> int:
         )
     step = source.step(arrays)
     assert step is not None  # there is one
+    if any(lora.is_adapter(path) for path in arrays):
+        run_workload.with_base(source, source.config(), base)  # the adapters are of no use without it
     path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
     print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
     return 0

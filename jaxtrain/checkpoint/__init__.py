@@ -7,6 +7,7 @@ history          facts about a run that are saved with its state: its data, rewi
 checksums        the manifest of a step, by which a reader recognises damage
 joint_failure    a save that fails in one process fails in all
 disk_usage       bytes of the checkpoints on disk
+base_weights     the source of frozen weights: its exact step and its digest
 warm_start       parameters of another run as the start of this one
 """
 

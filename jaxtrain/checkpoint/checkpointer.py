@@ -3,8 +3,10 @@
     workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an object store
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
       data/    JSON: the state of the loader (position, seed, fingerprints of the data and its order), the offset
-               between step and position if the data were changed during the run, and how often the run was rewound
-      meta/    JSON: the number of this format, the resolved config, the digest of the parameter table, package versions
+               between step and position if the data were changed during the run, how often the run was rewound, and
+               the source of its frozen weights (`base_weights`)
+      meta/    JSON: the number of this format, the resolved config, digests of the files that it names and of the parameter
+               table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
 Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
@@ -20,7 +22,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -36,6 +38,7 @@ from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.parallel import cluster
 from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
+from loaders.io.checks import FREE
 
 if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
     from jaxtrain.step.state import Abstract, TrainState
@@ -70,6 +73,7 @@ class Checkpointer:
         self._meta = {
             "format": stored.FORMAT,
             "config": json.loads(config_lib.to_json(config)),
+            "files": config_lib.digests_of(config),
             "parameters": specs.digest(task.specs),
             "versions": cluster.versions(),
         }
@@ -271,7 +275,7 @@ class Checkpointer:
                 log.warning("checkpoint %s is damaged and is skipped: %s", path / str(step), damage)
                 continue
             try:
-                self._check_model(manager, path / str(step), step)
+                changes = self._check_config(manager, path / str(step), step, abstract)
                 saved = manager.restore(
                     step,
                     args=ocp.args.Composite(
@@ -283,8 +287,10 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
                 log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), _first_line(error))
                 continue
-            offset = self._check_data(path / str(step), step, saved["data"], data)
-            history = History(offset, saved["data"].get("rewinds", 0))
+            offset = self._check_data(path / str(step), step, saved["data"], data, changes)
+            if others := [str(change) for change in changes if not change.path.startswith(("workdir", "resume.", "data."))]:
+                log.info("the config differs from the checkpoint's: %s", "; ".join(others))
+            history = History(offset, saved["data"].get("rewinds", 0), saved["data"].get("base"))
             return Restored(_state(saved["state"], abstract), step, history, path / str(step))
         if steps:
             raise CheckpointError(
@@ -293,7 +299,10 @@ class Checkpointer:
             )
         return None
 
-    def _check_model(self, manager: ocp.CheckpointManager, path: epath.Path, step: int) -> None:
+    def _check_config(
+        self, manager: ocp.CheckpointManager, path: epath.Path, step: int, abstract: "Abstract"
+    ) -> list[config_lib.Change]:
+        """Compare the config and the arrays of a step with those of this run. Return all fields that differ."""
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         try:
             stored.check_format(meta, f"checkpoint {path}")
@@ -304,19 +313,37 @@ class Checkpointer:
                 f"checkpoint {path} holds weights only, without the optimizer: nothing can resume from it. Start another "
                 f"run from it with another config.workdir and config.warm_start.source={str(path)!r}"
             )
-        if meta["parameters"] != self._meta["parameters"]:
-            changed = _differences(meta["config"]["model"] or {}, self._meta["config"]["model"] or {})
+        changes = config_lib.compare(meta["config"], self._config, meta.get("files") or {})
+        fixed = [change for change in changes if change.kind != FREE]
+        arrays = _other_arrays(stored.open_step(path), abstract)
+        if arrays or meta["parameters"] != self._meta["parameters"]:
+            fields = "; ".join(map(str, fixed)) or arrays or "their axes or dtypes changed"
             raise CheckpointError(
-                f"checkpoint {path} holds another model ({changed or 'its parameter table changed'}); choose another "
-                "config.workdir, or set the model back"
+                f"checkpoint {path} holds other arrays than this run has: {fields}. Set it back, or choose another workdir"
             )
+        if refused := [change for change in fixed if not change.is_allowed(self._config.resume.allow)]:
+            fields = ",".join(dict.fromkeys(change.path.partition("[")[0] for change in refused))
+            raise CheckpointError(
+                f"checkpoint {path} was trained with another config: {'; '.join(map(str, refused))}. Set it back, choose "
+                f"another config.workdir, or train on with the change by --config.resume.allow={fields}"
+            )
+        return changes
 
-    def _check_data(self, path: epath.Path, step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    def _check_data(
+        self,
+        path: epath.Path,
+        step: int,
+        saved: Mapping[str, Any],
+        now: Mapping[str, Any],
+        changes: Sequence[config_lib.Change],
+    ) -> int:
         """Compare the fingerprints. Return the offset that positions are counted from."""
         own = {"position", *History._fields}
         changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
         if not changed:
             return saved["offset"]
+        if fields := [str(change) for change in changes if change.path.startswith(("data.", "train.batch"))]:
+            changed = f"{'; '.join(fields)}; {changed}"
         if self._config.resume.data == "restart":
             log.warning("the data or their order changed (%s): they are read from their beginning", changed)
             return step
@@ -395,6 +422,16 @@ def _saved(state: "TrainState") -> dict[str, Any]:
         "ema": state.ema,
         "norms": state.norms._asdict(),
     }
+
+
+def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
+    """The first arrays of a step that are missing here, or of another shape, or that are missing there. "" if none."""
+    tree = _saved(abstract.state)
+    now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
+    before = {path: tuple(one.shape) for path, one in saved.items()}
+    differ = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
+    shown = (f"{path} {before.get(path, 'missing')} saved, {now.get(path, 'missing')} now" for path in differ[:3])
+    return "; ".join(shown) + ("; …" if len(differ) > 3 else "")
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

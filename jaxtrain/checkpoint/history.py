@@ -24,6 +24,7 @@ class History(NamedTuple):
 
     offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
+    base: dict[str, str] | None = None  # the source of the frozen weights (`base_weights.Base`); None = none is recorded
 
 
 class Scores:

@@ -1,9 +1,12 @@
 """Initialise or restore: the list of all sources of a run's state, in order."""
 
+import dataclasses
 import functools
 import logging
+import os
+import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,9 +14,9 @@ import numpy as np
 from jaxtrain import specs
 from jaxtrain.arrays import stored
 from jaxtrain.assembly import Assembly
-from jaxtrain.checkpoint import History, Restored, warm_start
+from jaxtrain.checkpoint import CheckpointError, History, Restored, base_weights, warm_start
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.config import OF_SCHEDULE, Config, Optim, section
+from jaxtrain.config import OF_SCHEDULE, Config, Optim, WarmStart, section
 from jaxtrain.nn import lora
 from jaxtrain.optim import learning_rates
 from jaxtrain.parallel import cluster
@@ -49,19 +52,22 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
     if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
         _report_schedule(config, restored)
-        return Start(_with_frozen(assembly, restored.state), restored.step, restored.history)
+        return _with_frozen(assembly, restored)
     # 3. The initial parameters, and over them those of config.warm_start.source.
     # 4. The initial parameters.
-    overlay, given = _warm_start(assembly)
+    rules, history = _exact(config.warm_start), History()
+    if abstract.state.variables.frozen:
+        history = history._replace(base=_record(rules, config.warm_start.source))
+    overlay, given = _warm_start(assembly, _kept(config, rules))
     key = jax.random.key(config.seed)
     state = state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given)
-    return Start(state, 0, History())
+    return Start(state, 0, history)
 
 
 def _report_schedule(config: Config, restored: Restored) -> None:
     """Log a line if the coming learning rates differ from those of the checkpoint's run."""
     try:
-        saved = (stored.read_json(restored.source, "meta") or {})["config"]
+        saved = _saved_config(restored)
         before, steps = section(Optim, saved["optim"]), int(saved["train"]["steps"])
     except (KeyError, TypeError, ValueError):
         return  # of another version, whose schedule is not known
@@ -83,24 +89,103 @@ def _report_schedule(config: Config, restored: Restored) -> None:
     )  # fmt: skip
 
 
-def _with_frozen(assembly: Assembly, state: TrainState) -> TrainState:
-    """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0."""
+def _saved_config(restored: Restored) -> Any:
+    return (stored.read_json(restored.source, "meta") or {}).get("config") or {}
+
+
+def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
+    """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0.
+
+    Raises CheckpointError: the weights that were frozen are gone, or they and config.warm_start.source differ.
+    """
+    state, history = restored.state, restored.history
     frozen = _by_path(assembly.abstract.state.variables.frozen)
     if not frozen:
-        return state
-    overlay, given = _warm_start(assembly)
+        return Start(state, restored.step, history)
+    rules, base = _base_of(assembly.config, restored)
+    overlay, given = _warm_start(assembly, _kept(assembly.config, rules), verified=base == history.base)
     given = {path: x for path, x in given.items() if path in frozen}
     key = jax.random.key(assembly.config.seed)
     made = state_lib.init_frozen(assembly.task, assembly.abstract, key, start=overlay, given=given)
-    return state.replace(variables=state.variables._replace(frozen=made))
+    variables = state.variables._replace(frozen=made)
+    return Start(state.replace(variables=variables), restored.step, history._replace(base=base))
 
 
-def _warm_start(assembly: Assembly) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
+def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, str]]:
+    """The rules for the frozen weights of a restored run, at the exact place where they lie, and the record of these."""
+    rules = config.warm_start
+    base = base_weights.recorded(restored.history._asdict())
+    named = base.named if base else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
+    change = f"config.warm_start.source: {named!r} saved, {rules.source!r} now"
+    if named and not rules.source:
+        raise CheckpointError(
+            f"the frozen weights of {restored.source} are those of {base.source if base else named}, and without a source "
+            f"they would be random ({change}); set --config.warm_start.source={named}"
+        )
+    same = base.is_named(rules.source) if base else rules.source == named
+    if base and same and rules.step is not None and pathlib.PurePath(base.source).name != str(rules.step):
+        same, change = False, f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
+    allowed = any(name in config.resume.allow for name in ("warm_start", "warm_start.source", "warm_start.step"))
+    if base and base.source and not allowed:
+        where = base_weights.places(base, config.workdir) if same else [_exact(rules).source]
+        try:
+            i = where.index(base_weights.find(base, rules, where)) if cluster.is_main() else 0
+            problem = ""
+        except stored.StoredError as error:
+            i, problem = -1, str(error)
+        if (i := cluster.agree(i)) >= 0:
+            return base_weights.at(rules, where[i]), base._asdict()
+        problem = problem or "process 0 says why"
+        raise CheckpointError(
+            f"{restored.source}: {'' if same else f'{change}; '}{problem}. Put them back, or train on with the weights that "
+            "config.warm_start.source names now by --config.resume.allow=warm_start.source"
+        )
+    if not same and not allowed:
+        raise CheckpointError(
+            f"the frozen weights of {restored.source} are others ({change}); set it back, choose another config.workdir, or "
+            "train on with these by --config.resume.allow=warm_start.source"
+        )
+    rules = _exact(rules)
+    if not base and rules.source:
+        log.warning("%s does not record which step it froze: it goes on with %s", restored.source, rules.source)
+    return rules, _record(rules, config.warm_start.source)
+
+
+def _exact(rules: WarmStart) -> WarmStart:
+    """``rules`` with the step that process 0 finds newest, if they name a run."""
+    try:
+        pinned = base_weights.pin(rules)
+        name = pathlib.PurePath(pinned.source).name
+        step = cluster.agree(int(name) if pinned is not rules and name.isdecimal() else -1)
+        return pinned if step < 0 or name == str(step) else base_weights.pin(dataclasses.replace(rules, step=step))
+    except stored.StoredError as error:
+        raise warm_start.WarmStartError(rules.source, [str(error)]) from error
+
+
+def _record(rules: WarmStart, named: str) -> dict[str, str]:
+    """The record of frozen weights for the checkpoints, which process 0 writes."""
+    digest = base_weights.digest(rules) if rules.source and cluster.is_main() else ""
+    source = os.path.abspath(os.path.expanduser(rules.source)) if rules.source and "://" not in rules.source else rules.source
+    return base_weights.Base(source, named, digest)._asdict()
+
+
+def _kept(config: Config, rules: WarmStart) -> WarmStart:
+    """``rules`` for the copy in the workdir, which is made first, if config.warm_start.keep asks for it."""
+    if not (config.warm_start.keep and rules.source):
+        return rules
+    if cluster.is_main():
+        base_weights.keep(rules, config.workdir)
+    cluster.agree(0)  # it is there from here on
+    return base_weights.at(rules, base_weights.keep(rules, config.workdir))
+
+
+def _warm_start(
+    assembly: Assembly, config: WarmStart, *, verified: bool = False
+) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
     """Both arguments of `state.init_state` that lay the source's arrays over initial parameters. No source has adapters."""
-    config = assembly.config.warm_start
     if not config.source:
         return (lambda params, given: params), {}
-    problems = warm_start.damage(config) if cluster.is_main() else []
+    problems = warm_start.damage(config) if cluster.is_main() and not verified else []
     if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
     if not config.other_front_end and (unfit := list(assembly.config.model.warm_start_problems(warm_start.config_of(config)))):

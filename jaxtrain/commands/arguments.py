@@ -99,6 +99,16 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """Add --base, which `jaxtrain.arrays.run_workload.with_base` takes."""
+    parser.add_argument(
+        "--base",
+        default="",
+        metavar="SOURCE",
+        help="the weights that a run with adapters froze; default: where it has them from",
+    )
+
+
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split ``argv`` into the arguments of `jaxtrain.config.parse_args` (--config… with their values) and the rest."""
     config, rest = [], []

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument(
                 "--out", metavar="DIR", required=True, help="a workdir to make; DIR/checkpoints/<step> must not exist"
             )
+            arguments.add_base(action)
         if name == "inspect":
             action.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
@@ -51,5 +52,5 @@ def _look(args: argparse.Namespace) -> int:
     if args.action == "inspect":
         return saved_steps.inspect(sources[0], as_json=args.json)
     if args.action == "export":
-        return saved_steps.export(sources[0], args.out)
+        return saved_steps.export(sources[0], args.out, base=args.base)
     return saved_steps.verify(sources[0]) if args.action == "verify" else saved_steps.diff(*sources)

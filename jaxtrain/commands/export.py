@@ -18,7 +18,8 @@
 
 One process on a CPU is enough for a checkpoint of any mesh. Two exports of one step are equal byte for byte. DIR appears
 whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
-adapters alone. They are merged with the run's config.warm_start.source. An address (gs://…) is read only if --base names it.
+adapters alone. They are merged with the exact weights that the run froze, which its checkpoints record by a digest. If these
+are gone or differ, nothing is exported. An address (gs://…) is read only if --base names it.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
 --format writes the folder for another program, in one of the workload's own formats. Encoders of sound have `timm`
@@ -50,12 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")
-    parser.add_argument(
-        "--base",
-        default="",
-        metavar="SOURCE",
-        help="the base weights of a run with adapters; default: its own warm_start.source",
-    )
+    arguments.add_base(parser)
     parser.add_argument(
         "--format", action="append", default=[], metavar="NAME", help="a format of the run's workload; may be given twice"
     )

@@ -1,6 +1,6 @@
 """Writes the adapters of a run with config.lora in peft's format.
 
-    jaxtrain lora-to-peft RUN [--step N] [--ema] --out DIR
+    jaxtrain lora-to-peft RUN [--step N] [--ema] [--base SOURCE] --out DIR
 
     jaxtrain lora-to-peft runs/higgs --out adapters
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("--out", required=True, help="the folder to make")
+    arguments.add_base(parser)
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
 
@@ -37,5 +38,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> int:
     from jaxtrain.arrays import peft
 
-    print(peft.export(args.run, args.out, step=args.step, ema=args.ema, named=args.workload))
+    print(peft.export(args.run, args.out, step=args.step, ema=args.ema, named=args.workload, base=args.base))
     return 0

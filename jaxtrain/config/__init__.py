@@ -2,6 +2,7 @@
 
 schema      the sections and their fields: value, unit, meaning
 build       a config file and overrides -> `Config`; `Config` -> JSON
+changes     differences to the config of a checkpoint
 checks      mistakes between sections, or on this machine
 factories   functions that a config names as module:function
 explain     every field with its value, unit and meaning
@@ -11,6 +12,7 @@ arguments   the command line of a run
 
 from jaxtrain.config.arguments import Arguments, parse_args
 from jaxtrain.config.build import from_dict, load, read, save, section, to_json
+from jaxtrain.config.changes import Change, compare, digests_of
 from jaxtrain.config.checks import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
@@ -48,6 +50,7 @@ __all__ = [
     "ArgumentError",
     "Arguments",
     "Card",
+    "Change",
     "Checkpoint",
     "Config",
     "ConfigError",
@@ -66,6 +69,8 @@ __all__ = [
     "Train",
     "UpdateRule",
     "WarmStart",
+    "compare",
+    "digests_of",
     "explain",
     "from_dict",
     "gloss",

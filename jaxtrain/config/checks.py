@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxtrain.config import factories
+from jaxtrain.config import changes, factories
 from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
 from loaders.io import checks
 from loaders.io.checks import Problems
@@ -85,9 +85,19 @@ def between_sections(config: Config) -> Problems:
         )
     if train.patience and not config.checkpoint.best:
         yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
+    yield from _allowed_problems(config)
     yield from _schedule_problems(train, optim)
     yield from checks.under("optim", _factory_problems(optim, train.steps))
     yield from checks.under("optim", _unread(optim))
+
+
+def _allowed_problems(config: Config) -> Problems:
+    """Yield the names in resume.allow that no field has."""
+    fields = {path for path, _ in changes.kinds(config)}  # a dictionary's key follows its field
+    sections = {path[: m.start()] for path in fields for m in re.finditer(r"[.\[]", path)}
+    for name in config.resume.allow:
+        if name not in sections and not any(name == path or name.startswith(f"{path}.") for path in fields):
+            yield "resume.allow", f"names {name!r}, which is no field{checks.nearest(name, sorted(fields | sections))}"
 
 
 def _factory_problems(optim: Optim, steps: int) -> Problems:
@@ -160,7 +170,8 @@ def on_this_machine(config: Config) -> Problems:
         yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
     source = config.warm_start.source
     yield from _url_problems("warm_start.source", source)
-    if source and "://" not in source and not pathlib.Path(source).expanduser().exists():
+    kept = pathlib.Path(config.workdir) / "base"  # by warm_start.keep
+    if source and "://" not in source and not pathlib.Path(source).expanduser().exists() and not kept.exists():
         yield "warm_start.source", f"is {source!r}, which does not exist"
     metrics = config.metrics
     for name, is_on, package, extra in (

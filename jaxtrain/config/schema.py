@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from jaxtrain.config import factories
 from loaders.io import checks
-from loaders.io.checks import DataSection, Problems, Section
+from loaders.io.checks import FREE, FUNCTION, STATE, DataSection, OnResume, Problems, Section
 
 MOST_STEPS = 2**31 - 1  # a step is an int32
 CORRECTIONS = ("outside", "inside")
@@ -64,6 +64,8 @@ class ModelSection(Section):
 @dataclass(frozen=True)
 class Train(Section):
     """How long a run is, how large its steps are, and when it is evaluated."""
+
+    on_resume = OnResume(FREE, state=("ema",))
 
     steps: int = 10_000  # [steps] optimizer steps of the whole run
     batch: int = 64  # [rows] global batch, for any number of devices
@@ -121,6 +123,8 @@ OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay
 class Group(Section):
     """Options for the parameters whose path contains a match of ``match``."""
 
+    on_resume = OnResume(FREE, state=("match", "name", "freeze"))
+
     match: str = ""  # [regex] searched in the parameter's path, for example "^probe/"; the first group that matches wins
     lr: float | None = None  # [1/step] peak learning rate; None = optim.lr
     weight_decay: float | None = None  # [1] None = optim.weight_decay
@@ -145,6 +149,8 @@ class Optim(Section):
     returns step -> learning rate, with ``schedule_arguments``, and with ``steps`` (train.steps) and ``learning_rate``
     (``lr``) if it has such parameters.
     """
+
+    on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "rest", "groups"))
 
     name: str = "adamw"  # [name] adamw, adam_atan2, adafactor, lion, muon, sign_sgd, or module:factory as optax:adamw
     arguments: dict[str, Any] = field(default_factory=dict)  # [parameter: value] of the optimizer's module:factory
@@ -228,6 +234,8 @@ AXIS_RULES: dict[str, str] = {
 class Mesh(Section):
     """The devices as a grid. At most one axis may be -1, which stands for all devices that are left."""
 
+    on_resume = OnResume(FREE)
+
     data: int = -1  # [devices] replicas, each with its share of the batch
     fsdp: int = 1  # [devices] shards of parameters and optimizer state, each with its share of the batch
     model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
@@ -250,6 +258,8 @@ class Mesh(Section):
 class WarmStart(Section):
     """Parameters to start from if there is no checkpoint to resume, by the rules of `jaxtrain.checkpoint.warm_start`."""
 
+    on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))  # the source by its digest
+
     source: str = ""  # [path] of a run, of one of its steps, or of a folder of safetensors; empty = initialise all
     step: int | None = None  # [step] of a run; None = its newest
     ema: bool = False  # [bool] take the run's average of the parameters
@@ -257,6 +267,7 @@ class WarmStart(Section):
     skip: tuple[str, ...] = ()  # [regex] parameters that stay as they are initialised
     unused: tuple[str, ...] = ()  # [regex] arrays of the source, by their new paths, that this model has no use for
     reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
+    keep: bool = False  # [bool] copy the source into workdir/base, by hard links if possible, so that nothing else removes it
     other_front_end: bool = False  # [bool] the source may have read other spectrograms: another rate, other windows or bands
 
     def problems(self) -> Problems:
@@ -276,13 +287,15 @@ class WarmStart(Section):
         for pattern, how in self.reshape.items():
             if not RESHAPE.fullmatch(how):
                 yield f"reshape.{pattern}", f"is {how!r}; expected one of: crop, pad, fold, or for example 'grid 32x8 to 16x8'"
-        if not self.source and (patterns or self.ema or self.step is not None or self.other_front_end):
+        if not self.source and (patterns or self.ema or self.keep or self.step is not None or self.other_front_end):
             yield "source", "is empty, but there are rules for it; name a run or a folder of safetensors"
 
 
 @dataclass(frozen=True)
 class Lora(Section):
     """Low-rank adapters instead of all parameters (jaxtrain.nn.lora). Each parameter must match one of the three patterns."""
+
+    on_resume = OnResume(STATE, function=("alpha", "dtype"))
 
     rank: int = 0  # [1] of the adapters; 0 = train the parameters themselves
     alpha: float = 16.0  # [1] times B A over the rank
@@ -301,6 +314,8 @@ class Lora(Section):
 @dataclass(frozen=True)
 class Checkpoint(Section):
     """Asynchronous checkpoints. `jaxtrain.checkpoint.checkpointer` lists the files of one."""
+
+    on_resume = OnResume(FREE)
 
     folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
@@ -323,8 +338,11 @@ class Checkpoint(Section):
 class Resume(Section):
     """The source of a resumed run. Checkpoints in its own workdir come first."""
 
+    on_resume = OnResume(FREE)
+
     path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
     data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
+    allow: tuple[str, ...] = ()  # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
 
     def problems(self) -> Problems:
         yield from checks.choice(self, ("exact", "restart"), "data")
@@ -333,6 +351,8 @@ class Resume(Section):
 @dataclass(frozen=True)
 class Metrics(Section):
     """Writers besides workdir/metrics.jsonl, which is always written."""
+
+    on_resume = OnResume(FREE)
 
     every: int = 10  # [steps] between records
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
@@ -363,6 +383,8 @@ class Metrics(Section):
 class Card(Section):
     """Entries of an export's card that no run knows (`jaxtrain export`)."""
 
+    on_resume = OnResume(FREE)
+
     license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
     datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example DBD-research-group/BirdSet
 
@@ -377,6 +399,8 @@ class Card(Section):
 @dataclass(frozen=True)
 class Guard(Section):
     """Non-finite and spike skipping, identical on every process. A skipped step updates nothing, is counted and is logged."""
+
+    on_resume = OnResume(FREE)
 
     spike: float = 0.0  # [ratio] of the gradient norm to its running average that a step is skipped from; 0 = non-finite only
     decay: float = 0.99  # [1] of that average
@@ -396,6 +420,8 @@ class Guard(Section):
 class Preemption(Section):
     """Signals at which a run saves and ends, to be started again. A second one ends it at once."""
 
+    on_resume = OnResume(FREE)
+
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names] of the signals that ask for it
     exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
 
@@ -409,6 +435,8 @@ class Preemption(Section):
 @dataclass(frozen=True)
 class Distributed(Section):
     """How long processes wait for each other."""
+
+    on_resume = OnResume(FREE)
 
     init_timeout: int = 300  # [s] within which all processes must have met
     start_timeout: int = 3600  # [s] for each part of the start (restore, compilation), after which the job is ended; 0 = never
@@ -427,6 +455,8 @@ Data = TypeVar("Data", bound=DataSection, default=Any)
 @dataclass(frozen=True)
 class Config(Section, Generic[Model, Data]):
     """A whole run: `Config[Model, Data]` by the sections of its workload and of its loader."""
+
+    on_resume = OnResume(FUNCTION, free=("workdir", "compiler"), state=("workload",))
 
     workload: str = ""  # [module] of the trained model; its Config is the section `model`
     loader: str = ""  # [module] of the data; its Config is the section `data`

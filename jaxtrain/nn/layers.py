@@ -22,6 +22,8 @@ NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no softmax sees
 class Rope(Section):
     """Rotary positions. A factor above 1 stretches them over a longer context, as in Llama 3."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     theta: float = 1e4  # [1] longest wavelength over 2 pi, of the pair that turns slowest
     factor: float = 1.0  # [1] by which wavelengths much longer than the original context are stretched; 1 = none
     low: float = 1.0  # [1] original context over the wavelength from which on all of the factor applies

@@ -42,6 +42,12 @@ Mix = Callable[[Array, Array, Array], tuple[Array, PyTree]]  # (q, k, v) -> (y [
 class Decoder(ModelSection):
     """The settings of a decoder. A workload's Config extends them."""
 
+    on_resume = checks.OnResume(
+        checks.FUNCTION,
+        free=("remat", "unroll"),
+        state=("embed", "depth", "heads", "kv_heads", "head_dim", "mlp", "qkv_bias", "bias", "qk_norm", "tied"),
+    )
+
     embed: int = 768  # [values] width of a token
     depth: int = 12  # [layers] of attention and a feed-forward net
     heads: int = 12  # [heads] of the queries

@@ -23,6 +23,8 @@ MELS = (1, 4096)
 class FrontEnd(checks.Section):
     """That of Bird-MAE by default: 32 kHz, 25 ms every 10 ms, 128 bands from 20 Hz to 16 kHz."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     sample_rate: int = 32_000  # [Hz] of the waveform before the filter bank, to which recordings are resampled
     window_ms: float = 25.0  # [ms] of a frame
     hop_ms: float = 10.0  # [ms] from one frame to the next

@@ -77,6 +77,11 @@ BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is indep
 class Config(FrontEnd, checks.DataSection):
     """Which recordings are read, and how. Fields from ``bad_budget`` on change no number."""
 
+    # Free: the fingerprint and the order have them, or they change no number.
+    on_resume = checks.OnResume(
+        checks.FREE, function=("label", "multilabel", "clip_seconds", "n_frames", "views", "form", "dtype")
+    )
+
     train: str = "demo"  # [path] folder, glob or address of shards, or "demo": synthetic birds, made at the first use
     test: str = ""  # [path] folder or glob of the test data; empty = test/ next to train's train/, else a share of train
     train_split: str = "train"  # [name] of the split of train's folder that is trained on

@@ -34,6 +34,11 @@ log = logging.getLogger("jaxtrain")
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
+    # Free: the fingerprint and the order have them, or they change no number.
+    on_resume = checks.OnResume(
+        checks.FREE, function=("codebooks", "codebook_size", "frame_rate", "delay"), files=("codec", "codes")
+    )
+
     manifest: str = ""  # [path] JSON list of samples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
     test_share: float = 0.05  # [share] of the samples kept for testing without a path for it, chosen by number

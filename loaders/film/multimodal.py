@@ -45,6 +45,8 @@ BUILT_IN = ("demo", "blank")
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
+    on_resume = checks.OnResume(checks.FREE, function=("average", "frame_skip", "padding", "hrf", "hrf_norm", "hrf_seconds"))
+
     path: str = "demo"  # [path] folder of dataset.json; "demo": a film and viewers, made at the first use; "blank": `BLANK`
     subjects: tuple[str, ...] = ()  # [names] of the viewers to read; empty = all
     average: bool = False  # [bool] one row for each volume, with the mean of the viewers' fMRI, instead of one for each viewer

@@ -12,19 +12,51 @@ The text continues the field's path: "train.steps is 0; it must be at least 1".
 """
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 MOST_THREADS = 1024
 Problems = Iterator[tuple[str, str]]
+# The kinds of a field, by what it changes in a run that is resumed.
+FREE, FUNCTION, STATE = "free", "function", "state"
+
+
+class OnResume(NamedTuple):
+    """The kind of each field that a section's own class body defines. A field in none of the lists has ``default``.
+
+    A dataclass within the section that declares nothing has the kind of its field. `jaxtrain.config.changes` compares.
+    """
+
+    default: str = FUNCTION
+    free: tuple[str, ...] = ()  # may change when a run is resumed. A change is reported
+    function: tuple[str, ...] = ()  # the trained function, so that a change must be allowed by config.resume.allow
+    state: tuple[str, ...] = ()  # shapes, or the arrays that are saved
+    files: tuple[str, ...] = ()  # function: paths of files that are compared by their content
+
+    def kind(self, name: str) -> str:
+        kinds = {FREE: self.free, FUNCTION: (*self.function, *self.files), STATE: self.state}
+        return next((kind for kind, names in kinds.items() if name in names), self.default)
 
 
 class Section:
-    """A part of a config: the base class of its frozen dataclasses."""
+    """A part of a config: the base class of its frozen dataclasses.
+
+    Attributes:
+      on_resume: the kinds of the fields. Those of a class that does not declare it change the function.
+    """
+
+    on_resume: ClassVar[OnResume] = OnResume()
 
     def problems(self) -> Problems:
         """Yield (field, problem with its remedy) for every error in the values, without reading data."""
         return iter(())
+
+
+def declared(cls: type, name: str) -> OnResume | None:
+    """The declaration that covers a field: that of the class whose body defines it. None if this class has none."""
+    owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
+    return vars(owner).get("on_resume")
 
 
 class DataSection(Section):

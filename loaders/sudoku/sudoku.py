@@ -66,6 +66,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
+    on_resume = checks.OnResume(checks.FREE)  # the fingerprint and the order have those that change a row
+
     sources: tuple[Source, ...] = (Source(),)  # [sources] of a batch
     seed: int = 0  # [seed] of generated puzzles, and of the drawn rows of a CSV
 

@@ -59,6 +59,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Config(checks.DataSection):
+    on_resume = checks.OnResume(checks.FREE)  # the fingerprint and the order have those that change a row
+
     sources: tuple[Source, ...] = ()  # [sources] of the rows
     context: int = 1024  # [tokens] of a row
     packing: str = "best_fit"  # [name] best_fit, concat or random

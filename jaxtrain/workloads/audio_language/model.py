@@ -36,6 +36,10 @@ N_SPECIAL = 2  # of each codebook: begin and end of a stream
 class Config(transformer.Decoder):
     """The release's choices by default. Its published sizes are `PRESETS`."""
 
+    on_resume = checks.OnResume(
+        checks.FUNCTION, free=("buckets", "chunk"), state=("vocab", "codebooks", "codebook_size", "audio_attention")
+    )
+
     vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
     codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
     codebook_size: OfData[int] = OF_DATA  # [codes] of each, without begin and end; None = as the data have

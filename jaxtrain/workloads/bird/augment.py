@@ -30,6 +30,8 @@ STREAM = 0x61756700  # sets these draws apart from others of the same seed
 class Config(Section):
     """Nothing by default."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     crop: float = 1.0  # [share] of the area that a random crop, resized to the whole, has at least; 1 = none
     crop_ratio: tuple[float, float] = (0.75, 1.333)  # [ratio] of a crop's extent in time to that in mel, shares of the whole
     shift: int = 0  # [frames] largest rotation in time, either way

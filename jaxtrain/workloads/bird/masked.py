@@ -26,6 +26,8 @@ VARIANCE_EPS = 1e-6  # added to a patch's variance
 class Decoder(Section):
     """Width and depth of the decoder."""
 
+    on_resume = checks.OnResume(checks.STATE)
+
     embed: int = 512  # [values] width of a token
     depth: int = 8  # [layers] of the decoder
     heads: int = 8  # [heads] of the attention

@@ -54,6 +54,8 @@ def with_objectives(cls: type) -> type:
 class Config(Settings):
     """Supervised by default. An objective is on if its weight is above 0."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)  # the weights of objectives
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         for name, objective in OBJECTIVES.items():

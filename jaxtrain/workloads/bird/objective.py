@@ -20,6 +20,7 @@ from jaxtrain.types import Array, Batch, Key, Mean, PyTree, Shard
 from jaxtrain.workloads.bird import masked, vit
 from jaxtrain.workloads.bird.classes import Labels
 from jaxtrain.workloads.bird.settings import Settings
+from loaders.io import checks
 
 NORMS = ("batch", "layer")  # of hidden values, by `normed`
 ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, or over the visible ones
@@ -28,6 +29,8 @@ ALL, VISIBLE = "all", "visible"  # the passes of the encoder: over every patch, 
 @dataclass(frozen=True)
 class Section(config_lib.Section):
     """An objective's part of the config. Each extends it by fields of its own."""
+
+    on_resume = checks.OnResume(checks.FUNCTION)
 
     weight: float = 0.0  # [1] in the loss; 0 = off
 

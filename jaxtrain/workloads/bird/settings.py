@@ -21,6 +21,8 @@ FORMS = ("spectrogram", "waveform")
 class Mask(Section):
     """Which patches are hidden from a pass over visible patches."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     ratio: float = 0.75  # [1] share of the patches
     block: int = 2  # [patches] side of the squares that are masked together
 
@@ -28,6 +30,8 @@ class Mask(Section):
 @dataclass(frozen=True)
 class Settings(vit.Config, ModelSection):
     """ViT-S by default."""
+
+    on_resume = checks.OnResume(checks.FUNCTION, state=("n_classes", "n_recordings"))
 
     shared = ("n_frames", "n_mels")
     n_classes: int | None = None  # [classes] None = as many as the data have names for. Without any there is no probe

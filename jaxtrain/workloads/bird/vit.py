@@ -45,6 +45,11 @@ PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024
 class Config(checks.Section):
     """ViT-S by default."""
 
+    on_resume = checks.OnResume(
+        free=("preset", "remat", "unroll"),
+        state=("n_frames", "n_mels", "patch", "embed", "depth", "heads", "mlp_ratio", "mlp", "n_cls", "n_registers"),
+    )
+
     n_frames: int = 512  # [frames] of a spectrogram, 10 ms each
     n_mels: int = 128  # [bands] of a spectrogram
     patch: tuple[int, int] = (16, 16)  # [frames, bands] of a patch; 8 × 32 and 4 × 64 are as many values, finer in time

@@ -47,6 +47,16 @@ CHANNELS = 3  # of a frame
 class Config(ModelSection):
     """The published widths by default."""
 
+    on_resume = checks.OnResume(
+        checks.FUNCTION,
+        free=("remat",),
+        state=(
+            *("n_frames", "height", "width", "codebooks", "audio_frames", "n_text", "n_voxels", "bottleneck", "head_width"),
+            *("video_widths", "audio_widths", "text_widths", "trunk_widths", "decoder_widths"),
+            *("decode_video_widths", "decode_audio_widths", "decode_text_widths", "param_dtype"),
+        ),
+    )
+
     n_frames: OfData[int] = OF_DATA  # [frames] of a window; None = as the data have, like the next six
     height: OfData[int] = OF_DATA  # [pixels] of a frame
     width: OfData[int] = OF_DATA  # [pixels] of a frame

@@ -45,6 +45,13 @@ class Target:
 class Config(transformer.Decoder):
     """Tokens in, tokens out."""
 
+    on_resume = checks.OnResume(
+        checks.FUNCTION,
+        free=("bytes_per_token", "chunk", "n_test", "samples", "targets"),
+        state=("vocab",),
+        files=("tokenizer",),
+    )
+
     vocab: OfData[int] = OF_DATA  # [tokens] known to the model; None = as the data have
     bytes_per_token: OfData[float] = OF_DATA  # [bytes] of text behind a token, for bits per byte; None = as the data have
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none

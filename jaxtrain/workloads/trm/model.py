@@ -44,6 +44,15 @@ Cycles = tuple[int, int]  # high, low
 class Config(ModelSection):
     """The published Sudoku model by default."""
 
+    on_resume = checks.OnResume(
+        checks.FUNCTION,
+        free=("n_difficulties", "remat"),
+        state=(
+            *("n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
+            *("puzzle_tokens", "puzzle_embed"),
+        ),
+    )
+
     n_cells: OfData[int] = OF_DATA  # [cells] of a puzzle; None = as the data have
     vocab: OfData[int] = OF_DATA  # [symbols] in and out; 0 is padding
     n_puzzles: OfData[int] = OF_DATA  # [ids] rows of the puzzle embedding

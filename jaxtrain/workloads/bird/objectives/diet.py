@@ -25,6 +25,8 @@ TABLE_MULTIPLE = 128  # rows of the table of recordings come in these, so that d
 class Diet(Section):
     """A softmax over all recordings, from features of a low rank."""
 
+    on_resume = checks.OnResume(checks.FUNCTION, free=("chunk",), state=("rank",))
+
     rank: int = 64  # [values] between the features and the recordings
     label_smoothing: float = 0.0  # [1] share of the target that is spread over all recordings
     chunk: int = 1024  # [views] on each device whose logits exist at the same time

@@ -29,6 +29,8 @@ KNOTS, LAST = 17, 3.0  # of the integral along each slice, evenly from 0 to LAST
 class Lejepa(Section):
     """(1 - trade) × distance of the views from their mean + trade × SIGReg, of projected features."""
 
+    on_resume = checks.OnResume(checks.FUNCTION, state=("size", "hidden"))
+
     trade: float = 0.02  # [1] share of SIGReg
     size: int = 16  # [values] of a projection
     hidden: int = 2048  # [values] width of the projector's two hidden layers

@@ -16,6 +16,8 @@ from loaders.io import checks
 class Mae(Section):
     """Values of masked patches."""
 
+    on_resume = checks.OnResume(checks.STATE)
+
     decoder: masked.Decoder = field(default_factory=masked.Decoder)  # [section]
 
 

@@ -20,6 +20,8 @@ LOSSES = ("softmax", "asymmetric")
 class Supervised(Section):
     """Classes of the recordings."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     weight: float = 1.0  # [1] in the loss; 0 = off
     loss: str = "softmax"  # [name] softmax of one class, or asymmetric: a binary loss of each class
     label_smoothing: float = 0.0  # [1] softmax: share of the target that is spread over all classes

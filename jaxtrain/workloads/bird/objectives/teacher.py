@@ -17,6 +17,8 @@ from loaders.io import checks
 class Teacher(Section):
     """Features of masked patches, by an exponential moving average of the encoder."""
 
+    on_resume = checks.OnResume(checks.FUNCTION)
+
     momentum: float = 0.996  # [1] of the average at the start, rising linearly to 1 at the end
     decoder: masked.Decoder = field(default_factory=lambda: masked.Decoder(192, 4, 4))  # [section] the predictor
 

@@ -1,0 +1,130 @@
+"""The weights that a run freezes, which its checkpoints do not hold: where they came from, and that they are the same.
+
+A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest step", and a digest of its
+parameters, which is the same for a step and for an export of it. Everything that needs the weights again calls `find`. With
+config.warm_start.keep, ``workdir/base/<name>`` is a copy of the source, which comes first.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from jaxtrain.arrays import stored
+from jaxtrain.arrays.stored import StoredError
+from jaxtrain.checkpoint import warm_start
+from jaxtrain.config import WarmStart
+from loaders.io import atomic_write
+
+FOLDER = "base"  # in a workdir
+
+
+class Base(NamedTuple):
+    """The source of frozen weights, as a checkpoint records it."""
+
+    source: str  # step directory, or safetensors; "" = they were initialised
+    named: str  # config.warm_start.source, which may be a run with several steps
+    digest: str  # of the source's parameters
+
+    def is_named(self, source: str) -> bool:
+        """Whether a config's warm_start.source is that of the record, perhaps by another spelling."""
+        return source == self.named or _whole(source) in (_whole(self.named), _whole(self.source))
+
+
+def recorded(data: Mapping[str, Any]) -> Base | None:
+    """The record in the item ``data`` of a step, None if it has none. Raises StoredError if it is damaged."""
+    found = data.get("base")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in Base._fields):
+        raise StoredError(f"the record of the frozen weights is {str(found)[:80]!r}; expected {', '.join(Base._fields)}")
+    return Base(*(found[name] for name in Base._fields))
+
+
+def pin(rules: WarmStart) -> WarmStart:
+    """Replace the run that ``rules`` name by the step that they mean now. Raises StoredError."""
+    if not rules.source or stored.is_safetensors(rules.source):
+        return rules
+    return at(rules, os.fspath(stored.find_step(rules.source, rules.step)))
+
+
+def at(rules: WarmStart, place: str) -> WarmStart:
+    """The same rules for a step directory, or for safetensors, at another place."""
+    return dataclasses.replace(rules, source=place, step=None)
+
+
+def digest(rules: WarmStart) -> str:
+    """A digest of all parameters of a source, by their paths there. Reads it once. Raises WarmStartError."""
+    total = hashlib.sha256()
+    for path, one in sorted(warm_start.open_source(rules).items()):
+        total.update(f"{path} {list(one.shape)} {one.dtype.name}\n".encode())
+        for index in one.pieces():
+            total.update(np.ascontiguousarray(one.read(index)).reshape(-1).view(np.uint8).data)
+    return total.hexdigest()[:32]
+
+
+def places(base: Base, workdir: epath.PathLike) -> list[str]:
+    """The places where a run's base may lie: its copy in the workdir, and where it came from."""
+    kept = epath.Path(workdir) / FOLDER / pathlib.PurePath(base.source).name
+    return [os.fspath(kept), base.source] if kept.exists() else [base.source]
+
+
+def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
+    """The first of ``places`` that holds the base. Raises StoredError if it is gone, or differs."""
+    tried = []
+    for place in places:
+        try:
+            found = digest(at(rules, place))
+        except (OSError, ValueError) as error:
+            tried.append(f"{place} cannot be read: {(str(error).splitlines() or [''])[-1].strip()}")
+            continue
+        if found == base.digest:
+            return place
+        tried.append(f"{place} holds other weights: their digest is {found}")
+    raise StoredError(
+        f"the weights that the run froze are those of {base.source}, digest {base.digest}, and they are gone or differ: "
+        f"{'; '.join(tried)}"
+    )
+
+
+def keep(rules: WarmStart, workdir: str) -> str:
+    """Copy a source into ``workdir/base``, by hard links if possible, unless it is there. Return its place there."""
+    source = stored.place_of(rules.source)
+    target = pathlib.Path(workdir).absolute() / FOLDER / source.name
+    if target.exists():
+        return str(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not source.is_dir():
+        _copy(source, target)
+        return str(target)
+    with atomic_write.folder(target) as partial:
+        for file in _files(source):
+            copy = partial / os.path.relpath(os.fspath(file), os.fspath(source))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _copy(file, copy)
+    return str(target)
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        yield from _files(path) if path.is_dir() else (path,)
+
+
+def _copy(source: epath.Path, target: pathlib.Path) -> None:
+    if "://" not in os.fspath(source):
+        with contextlib.suppress(OSError):  # another disk
+            os.link(os.path.realpath(source), target)
+            return
+    with atomic_write.file(target) as out, source.open("rb") as file:
+        shutil.copyfileobj(file, out)
+
+
+def _whole(path: str) -> str:
+    return path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,131 @@
+"""The differences between the config of a checkpoint and that of the run that resumes from it, and the kind of each.
+
+Every section declares the kinds of its fields (`loaders.io.checks.OnResume`): a field may change, or it changes the function
+that is trained, or the arrays of the state.
+"""
+
+import dataclasses
+import hashlib
+import json
+import operator
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxtrain.config.schema import Config
+from loaders.io import checks
+from loaders.io.checks import FUNCTION
+
+SHOWN = 120  # [characters] of a value in a message
+
+
+class Change(NamedTuple):
+    """A field with another value than in the checkpoint."""
+
+    path: str  # within the config: "model.window", "data.sources[0].share"
+    kind: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        old, new = (text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in map(repr, (self.old, self.new)))
+        same = " with other content" if self.old == self.new else ""
+        return f"config.{self.path}: {old} saved, {new} now{same}"
+
+    def is_allowed(self, allow: Iterable[str]) -> bool:
+        """Whether a name of ``allow`` is this field or a section around it."""
+        return any(self.path == name or self.path.startswith((f"{name}.", f"{name}[")) for name in allow)
+
+
+def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]) -> list[Change]:
+    """The fields that differ, in the order of the sections.
+
+    Args:
+      saved: the config of a checkpoint, as JSON. For a field that it lacks, which is newer than the run, the default is taken.
+      digests: those of its files, by `digests_of`.
+    """
+    now = digests_of(config)
+    found = []
+    adapted = config.lora.rank or (saved.get("lora") or {}).get("rank")
+    for change in _changes(saved, config, "", FUNCTION):
+        if change.path.startswith(("lora.", "warm_start.")) and not adapted:
+            continue  # nothing is frozen, and no adapter is there
+        if (digest := digests.get(change.path)) and digest == now.get(change.path):
+            continue  # the same file elsewhere
+        found.append(change)
+    paths = {change.path for change in found}
+    edited = [path for path in now if path not in paths and digests.get(path) not in (None, now[path])]
+    values = {path: operator.attrgetter(path)(config) for path in edited}
+    return found + [Change(path, FUNCTION, value, value) for path, value in values.items()]
+
+
+def digests_of(config: Config) -> dict[str, str]:
+    """The digest of each file that a field of the kind ``files`` names, by the field's path."""
+    found = {}
+    for name in ("model", "data"):
+        section = getattr(config, name)
+        if not dataclasses.is_dataclass(section):
+            continue
+        for f in dataclasses.fields(section):
+            declared = checks.declared(type(section), f.name)
+            path = getattr(section, f.name)
+            if declared and f.name in declared.files and path and (file := pathlib.Path(path).expanduser()).is_file():
+                with file.open("rb") as opened:
+                    found[f"{name}.{f.name}"] = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    return found
+
+
+def kinds(section: Any, path: str = "", around: str | None = None) -> Iterator[tuple[str, str | None]]:
+    """Yield (path, kind) of every field of a section and of those within it. The kind is None if nothing declares it."""
+    for f in dataclasses.fields(section):
+        value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
+        declared = checks.declared(type(section), f.name)
+        kind = declared.kind(f.name) if declared else around
+        if dataclasses.is_dataclass(value):
+            yield from kinds(value, where, kind)
+        else:
+            yield where, kind
+            for i, part in enumerate(value if isinstance(value, tuple) else ()):
+                if dataclasses.is_dataclass(part):
+                    yield from kinds(part, f"{where}[{i}]", kind)
+
+
+def _changes(old: Mapping[str, Any], section: Any, path: str, around: str) -> Iterator[Change]:
+    for f in dataclasses.fields(section):
+        value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
+        declared = checks.declared(type(section), f.name)
+        kind = declared.kind(f.name) if declared else around
+        if f.name in old:
+            yield from _of_value(old[f.name], value, where, kind)
+        elif (default := _default(f)) is not None:  # None: a fact of the data, which the older version did not know
+            yield from _of_value(_plain(default), value, where, kind)
+
+
+def _of_value(old: Any, value: Any, path: str, kind: str) -> Iterator[Change]:
+    new = _plain(value)
+    if old == new or json.dumps(old) == json.dumps(new):  # nan equals itself
+        return
+    if dataclasses.is_dataclass(value) and isinstance(old, Mapping):
+        yield from _changes(old, value, path, kind)
+    elif isinstance(value, tuple) and isinstance(old, list) and len(old) == len(value):
+        if any(map(dataclasses.is_dataclass, value)):
+            for i, (a, b) in enumerate(zip(old, value, strict=True)):
+                yield from _of_value(a, b, f"{path}[{i}]", kind)
+        else:
+            yield Change(path, kind, old, new)
+    elif isinstance(value, Mapping) and isinstance(old, Mapping):
+        for key in sorted({*old, *new}):
+            yield from _of_value(old.get(key), new.get(key), f"{path}.{key}", kind)
+    else:
+        yield Change(path, kind, old, new)
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    if f.default is not dataclasses.MISSING:
+        return f.default
+    return None if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is once it was saved: sections are objects, tuples are lists."""
+    return json.loads(json.dumps(value, default=dataclasses.asdict))
