@@ -41,7 +41,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "rare-label": ("a label with fewer events than --min-count", DROP, True),
     "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
     "other-time": ("a recording whose header has another time than its name; kept: the header's", KEEP, True),
-    "no-label": ("a line without a label", DROP, False),
+    "no-label": ("a line without a label; kept: without a class", KEEP, True),
     "joined-labels": ("a label that may be several; kept: as one; --separator splits it", REFUSE, True),
     "similar-labels": ("labels that differ in case alone; --classes makes them one", KEEP, True),
     "unused-column": ("a column that looks like times or labels, and is not used", KEEP, True),

@@ -301,7 +301,7 @@ def _choose_times(table: Table, used: dict[str, list[str]], options: Options) ->
         used["end"] = offset
     elif offset and used["start"] and plain(used["start"][0]).startswith("begintime"):
         used["file offset"] = by_file or offset
-    if used["end"] or not used["start"]:
+    if used["end"] or not (used["start"] or used["file offset"]):
         used["duration"] = []
     if any(plain(name) in ELSEWHERE for name in used["file"]):
         used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}

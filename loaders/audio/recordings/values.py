@@ -94,7 +94,10 @@ class Dates:
         text = text.strip()
         if re.fullmatch(r"\d{4}[-/]\d\d[-/]00|0000.*|\d{4}[-/]00[-/]00", text):  # xeno-canto's unknown days
             return "", ""
-        day, rest = self._split(text)
+        try:
+            day, rest = self._split(text)
+        except ValueError as error:
+            raise ValueError(str(error) if "write" in str(error) else f"{text!r} is no date: {error}") from None
         return day.isoformat(), time_of_day(rest) if rest else ""
 
     def _split(self, text: str) -> tuple[date, str]:

@@ -143,8 +143,6 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
             raise InferenceError(
                 f"{line.where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
             )
-        if not labels:
-            mistakes.add("no-label", line.where)
         found += [(line.where, line.file, begin, stop, label, ANSWERS[line.answer]) for label in labels]
     if refused := mistakes.refused():
         text = next(text for kind, text in mistakes.lines if kind in refused)
