@@ -68,15 +68,17 @@ class Table:
         """Raises DataError: a quoted field does not end."""
         self.path, self.encoding = path, encoding
         lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
-        # Comments: AudioSet's files begin with some, the last of which is the header.
         stated = said_separator(lines[0]) if lines else None
-        n = 1 if stated else 0
-        while n + 1 < len(lines) and (not lines[n].strip() or (lines[n].startswith("#") and lines[n + 1].startswith("#"))):
+        n, self.comments = int(bool(stated)), list[int]()  # the line of the header, and lines with comments
+        while n + 1 < len(lines) and (not lines[n].strip() or lines[n].startswith("#")):
+            between = stated or separator(lines[n])
+            if 0 < lines[n].count(between) == lines[n + 1].count(between) or re.match("# *YTID", lines[n]):
+                break  # AudioSet's header is its last comment
+            self.comments += [n + 1] if lines[n].strip() else []
             n += 1
         header = lines[n].lstrip("# ") if n < len(lines) else ""
         self.separator = stated or separator(header)
         self.columns = _unique(name.strip().strip('"') for name in next(self._reader([header], 0), (0, []))[1])
-        self.comments: list[int] = []  # lines
         self.wrong: list[str] = []  # lines with too many or too few cells
         self._rows = list(self._read(lines[n + 1 :], n + 1))
 
