@@ -18,6 +18,8 @@ def test_rust_and_the_reference_agree_on_a_bijection(n):
 def test_places_are_independent_of_each_other():
     i = np.array([528_421, 0, 77])
     np.testing.assert_array_equal(_rust.permutation(5, 2, 528_422, i), order.permutation(5, 2, 528_422, np.arange(528_422))[i])
+    most = (1 << 62) - 1
+    assert (_rust.permutation(0, 0, most, np.array([0, 1, most // 2, most - 1])) < most).all()
 
 
 def test_order_is_pinned():

@@ -669,24 +669,6 @@ mod tests {
     }
 
     #[test]
-    fn a_front_end_out_of_range_is_an_error() {
-        let fine = FrontEnd::default();
-        for (bad, said) in [
-            (FrontEnd { sample_rate: 0, ..fine.clone() }, "sample_rate = 0"),
-            (FrontEnd { window: 15, ..fine.clone() }, "window = 15"),
-            (FrontEnd { window: 1 << 40, ..fine.clone() }, "window = "),
-            (FrontEnd { hop: 0, ..fine.clone() }, "hop = 0"),
-            (FrontEnd { n_mels: usize::MAX, ..fine.clone() }, "n_mels = "),
-            (FrontEnd { f_max: 16_001.0, ..fine.clone() }, "f_max = 16001"),
-            (FrontEnd { f_min: f64::NAN, ..fine.clone() }, "f_min = NaN"),
-            (FrontEnd { std: 0.0, ..fine }, "std = 0"),
-        ] {
-            let error = FilterBank::new(bad).err().unwrap().to_string();
-            assert!(error.contains(said), "{error}");
-        }
-    }
-
-    #[test]
     fn a_frame_does_not_depend_on_its_place() {
         let wave = noise(WINDOW + 20 * HOP);
         let mut whole = vec![0.0; 21 * N_MELS];
@@ -697,23 +679,6 @@ mod tests {
             fbank.log_mel(&wave[f * HOP..f * HOP + WINDOW], &mut one);
             assert_eq!(one, whole[f * N_MELS..(f + 1) * N_MELS]);
         }
-    }
-
-    #[test]
-    fn missing_frames_hold_the_minimum_and_no_frame_is_the_floor() {
-        let mut fbank = Fbank::default();
-        let wave = noise(WINDOW + HOP);
-        let mut rows = vec![0.0; 2 * N_MELS];
-        fbank.log_mel(&wave, &mut rows);
-        let least = rows.iter().copied().fold(f32::INFINITY, f32::min);
-        let mut out = vec![f32::NAN; 4 * N_MELS];
-        fbank.normalised(&wave, 4, &mut out);
-        assert_eq!(out[..2 * N_MELS], rows.iter().map(|x| (x + 7.2) / 8.86).collect::<Vec<_>>());
-        assert!(out[2 * N_MELS..].iter().all(|x| *x == (least + 7.2) / 8.86));
-        fbank.normalised(&wave, 1, &mut out[..N_MELS]);
-        assert_eq!(out[..N_MELS], rows[..N_MELS].iter().map(|x| (x + 7.2) / 8.86).collect::<Vec<_>>());
-        fbank.normalised(&wave[..WINDOW - 1], 1, &mut out[..N_MELS]);
-        assert!(out[..N_MELS].iter().all(|x| *x == (FLOOR.ln() + 7.2) / 8.86));
     }
 
     #[test]

@@ -18,14 +18,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bf16_rounds_to_nearest_even() {
-        for (x, y) in [(1.0, 0x3F80), (-1.0, 0xBF80), (1.0 + 1.0 / 256.0, 0x3F80), (1.0 + 3.0 / 256.0, 0x3F82)] {
-            assert_eq!(bf16(x), y, "{x}");
-        }
-        assert_eq!(bf16(1.0 + 1.0 / 256.0 + 1e-6), 0x3F81);
-    }
-
-    #[test]
     fn samples_are_rounded_to_nearest_even_and_clipped() {
         for n in i16::MIN..=i16::MAX {
             assert_eq!(int16(f32::from(n) / 32_768.0), n);
