@@ -11,6 +11,8 @@ from loaders.film import scans, sources
 from loaders.io import atomic_write, machine
 from loaders.io.files import DataError
 
+UNITS = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}  # [s] of a NIfTI header's time
+
 
 def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) -> tuple[float, int, list[str]]:
     """Read the headers: TR [s], volumes to take, and the viewers' names. Raises DataError."""
@@ -27,7 +29,7 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
         _same_place(path, image, paths[0])
         with sources.reading(path):
             units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
-        unit = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}.get(units[1], 0.0)
+        unit = UNITS.get(units[1], 0.0)
         own_tr = unit * float(image.header.get_zooms()[axis])
         has_tr = 0 < own_tr < math.inf  # many writers leave 1 there, and no unit
         if tr is None and not has_tr:
@@ -48,6 +50,12 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
         raise DataError(f"--volumes={volumes}, and {shortest} has only {min(lengths)}")
     assert tr is not None  # given, or read from the first file
     return round(tr, 6), volumes or lengths.pop(), names
+
+
+def offset(path: pathlib.Path) -> float:
+    """The time at which a scan begins, by its header [s]; 0 if it does not say it."""
+    header = _nifti(path).header
+    return UNITS.get(header.get_xyzt_units()[1], 0.0) * float(header["toffset"])
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:

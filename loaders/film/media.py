@@ -1,10 +1,14 @@
-"""Frames and sound of a film, as arrays of a dataset. Both are streamed, by PyAV."""
+"""Frames and sound of a film, as arrays of a dataset. Both are streamed, by PyAV.
+
+Both are on one clock. Its zero is the begin of the file's first stream, as players have it. A stream that begins later has
+black pictures, or silence, until then. Every frame and sample lies where its own time stamp says.
+"""
 
 import contextlib
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -12,6 +16,7 @@ from loaders.film import sources
 from loaders.io.files import DataError
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
+MAX_GAP = 0.05  # [s] between the time stamps of sound that is taken for rounding
 
 
 class _Npy:
@@ -45,34 +50,33 @@ class _Npy:
         np.lib.format.write_array_header_1_0(self._file, head)
 
 
-def write_video(path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int) -> int:
-    """uint8 [frames, height, width, 3]: the picture on the screen at k / fps, up to ``limit`` of them. Returns how many."""
+def write_video(
+    path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int, start: float = 0.0
+) -> int:
+    """uint8 [frames, height, width, 3]: the picture on the screen at ``start`` + k / fps, up to ``limit``. Returns how many."""
     width, height = size
     with _Npy(out, (height, width, 3), np.uint8) as file:
-        last, last_time = None, 0.0
+        last, last_time = np.zeros((height, width, 3), np.uint8), None
         for time, frame in _decoded(path, "video"):
-            picture = frame.reformat(width=width, height=height, format="rgb24").to_ndarray()
             # Until this one came, the one before was there.
-            while last is not None and file.n < limit and file.n / fps < time - 1e-6:
+            while file.n < limit and file.n / fps < time - start - 1e-6:
                 file.append(last)
-            last, last_time = picture, time
+            last, last_time = frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), time
             if file.n >= limit:
                 break
         else:
-            if last is None:
+            if last_time is None:
                 raise DataError(f"{path}: its video holds no frame")
-            while file.n < limit and file.n / fps <= last_time + 1e-6:
+            while file.n < limit and file.n / fps <= last_time - start + 1e-6:
                 file.append(last)
     return file.n
 
 
-def sound_features(path: pathlib.Path, rate: float, bands: int) -> np.ndarray:
-    """float32 [times, bands]: log mel energies around k / rate, each band z-scored."""
-    av = sources.package("av")
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
-    frames = (frame for _, decoded in _decoded(path, "audio") for frame in resampler.resample(decoded))
-    chunks = [frame.to_ndarray()[0] for frame in frames] + [frame.to_ndarray()[0] for frame in resampler.resample(None)]
-    samples = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
+def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float = 0.0) -> np.ndarray:
+    """float32 [times, bands]: log mel energies around ``start`` + k / rate, each band z-scored."""
+    samples = _sound(path)
+    skipped = round(start * SOUND_RATE)
+    samples = samples[skipped:] if skipped >= 0 else np.pad(samples, (-skipped, 0))
     window, bank = np.hanning(1024).astype(np.float32), mel_bank(bands, 1024)
     padded = np.pad(samples, 512)
     n = math.floor(len(samples) / SOUND_RATE * rate)
@@ -80,10 +84,51 @@ def sound_features(path: pathlib.Path, rate: float, bands: int) -> np.ndarray:
         raise DataError(f"{path}: its sound is shorter than {1 / rate:g} s")
     log = np.empty((n, bands), np.float32)
     for k in range(n):
-        start = round(k * SOUND_RATE / rate)
-        power = np.abs(np.fft.rfft(window * padded[start : start + 1024])) ** 2
+        begin = round(k * SOUND_RATE / rate)
+        power = np.abs(np.fft.rfft(window * padded[begin : begin + 1024])) ** 2
         log[k] = np.log(bank @ power + 1e-6)
     return ((log - log.mean(0)) / np.maximum(log.std(0), 1e-6)).astype(np.float32)
+
+
+def _sound(path: pathlib.Path) -> np.ndarray:
+    """float32 [samples] at `SOUND_RATE` from the clock's zero on, with silence for time that no frame has."""
+    av = sources.package("av")
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
+    chunks, n = [np.zeros(0, np.float32)], 0
+    for time, decoded in _decoded(path, "audio"):
+        late = round(time * SOUND_RATE) - n
+        if late > (MAX_GAP * SOUND_RATE if n else 0):
+            chunks.append(np.zeros(late, np.float32))
+            n += late
+        decoded.pts = None  # the resampler would fill gaps in its own way
+        chunks += [frame.to_ndarray()[0] for frame in resampler.resample(decoded)]
+        n += round(decoded.samples * SOUND_RATE / decoded.sample_rate)
+    chunks += [frame.to_ndarray()[0] for frame in resampler.resample(None)] if n else []
+    return np.concatenate(chunks)
+
+
+class Clock(NamedTuple):
+    """The times of a file's streams."""
+
+    zero: float  # [s] of its time stamps, at which its first stream begins
+    starts: dict[str, float]  # kind of stream -> [s] from ``zero`` on
+    length: float  # [s] from ``zero`` on; nan if the file does not say it
+
+
+def clock(path: pathlib.Path) -> Clock:
+    """The clock of a file's sound and pictures. Raises DataError."""
+    with _open(path) as container:
+        return _clock(container)
+
+
+def _clock(container: Any) -> Clock:
+    starts = {}
+    for kind in ("audio", "video"):
+        if (stream := _stream(container, kind)) and stream.start_time is not None:
+            starts[kind] = float(stream.start_time * stream.time_base)
+    zero = min(starts.values(), default=0.0)
+    length = container.duration / 1e6 if container.duration else math.nan
+    return Clock(zero, {kind: start - zero for kind, start in starts.items()}, length)
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
@@ -96,19 +141,30 @@ def mel_bank(bands: int, n: int) -> np.ndarray:
     return np.maximum(np.minimum(up, down), 0).astype(np.float32)
 
 
-def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
-    """(seconds from the stream's beginning, frame) in order."""
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[Any]:
     av = sources.package("av")
     try:
         with av.open(str(path)) as container:
-            streams = getattr(container.streams, kind)
-            if not streams:
-                raise DataError(f"{path} has no {kind}")
-            stream = streams[0]
-            stream.thread_type = "AUTO"
-            first = None
-            for frame in container.decode(stream):
-                first = frame.time if first is None else first
-                yield (frame.time or 0.0) - (first or 0.0), frame
+            yield container
     except av.error.FFmpegError as error:
         raise DataError(f"{path} cannot be decoded: {error}") from error
+
+
+def _stream(container: Any, kind: str) -> Any:
+    """The first stream of a kind that is no cover picture, or None."""
+    streams = getattr(container.streams, kind)
+    return next((one for one in streams if "attached_pic" not in str(one.disposition)), None)
+
+
+def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
+    """(seconds on the file's clock, frame) in order. A frame without a time stamp follows the one before it."""
+    with _open(path) as container:
+        if not (stream := _stream(container, kind)):
+            raise DataError(f"{path} has no {kind}")
+        zero, following = _clock(container).zero, 0.0
+        stream.thread_type = "AUTO"
+        for frame in container.decode(stream):
+            time = following if frame.time is None else frame.time - zero
+            following = time + (1 / float(stream.average_rate or 25) if kind == "video" else frame.samples / frame.sample_rate)
+            yield time, frame

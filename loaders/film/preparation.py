@@ -3,6 +3,7 @@
 import argparse
 import math
 import pathlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -31,19 +32,24 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
     tr, volumes, names = fmri.check(args.fmri, args.tr, args.volumes)
     text, since, note = segments.window_text(
         args.embeddings, args.annotations, columns=(args.start, args.end), slots=args.slots, tr=tr, volumes=volumes,
-        cut=args.volumes is not None,
+        cut=args.volumes is not None, start=args.film_start,
     )  # fmt: skip
     atomic_write.save(partial / "text.npy", np.ascontiguousarray(text))
-    audio = segments.read_codes(args.codes) if args.codes else media.sound_features(args.audio, args.code_rate, args.bands)
+    if args.codes:
+        audio = _codes_from(segments.read_codes(args.codes), args)
+    else:
+        audio = media.sound_features(args.audio, args.code_rate, args.bands, start=args.film_start)
     atomic_write.save(partial / "audio.npy", np.ascontiguousarray(audio))
     (partial / "fmri").mkdir()
     constant = fmri.write(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
-    frames = media.write_video(args.video, partial / "video.npy", args.fps, args.size, limit=math.ceil(volumes * tr * args.fps))
+    limit = math.ceil(volumes * tr * args.fps)
+    frames = media.write_video(args.video, partial / "video.npy", args.fps, args.size, limit=limit, start=args.film_start)
     info = {
         "tr": tr,
         "fps": args.fps,
         "audio_rate": args.code_rate,
         "audio": "codes" if args.codes else "features",
+        "film_start": args.film_start,
         "subjects": names,
         "text_since": since.tolist(),
         "made_of": {name: str(value) for name, value in vars(args).items() if isinstance(value, pathlib.Path)},
@@ -56,4 +62,33 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
         f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
         f"{text.shape[1]} values of text{note}"
+        + "".join(f"\n{line}" for line in _apart(args, tr, volumes, len(audio) / args.code_rate))
     )
+
+
+def _codes_from(codes: np.ndarray, args: argparse.Namespace) -> np.ndarray:
+    """The codes from --film-start on. Raises DataError."""
+    if args.film_start < 0:
+        raise DataError(f"--film-start is {args.film_start:g}, and codes have none for silence before the film; give --audio")
+    kept = codes[round(args.film_start * args.code_rate) :]
+    if not len(kept):
+        raise DataError(f"--film-start is {args.film_start:g}, after the end of {args.codes}")
+    return kept
+
+
+def _apart(args: argparse.Namespace, tr: float, volumes: int, sound: float) -> Iterator[str]:
+    """Lines about streams and scans that begin or end more than a TR apart."""
+    film = media.clock(args.video)
+    if len(film.starts) == 2 and abs(late := film.starts["audio"] - film.starts["video"]) > tr:
+        first, second = ("sound", "picture") if late < 0 else ("picture", "sound")
+        yield f"{args.video}: its {second} begins {abs(late):.3f} s after its {first}, and is placed there"
+        if args.codes:
+            yield f"{args.codes} is taken to begin with the film: check that it holds the {abs(late):.3f} s, too"
+    for path in args.fmri:
+        if abs(offset := fmri.offset(path)) > tr:
+            yield f"{path} says that it begins at {offset:g} s (toffset), which is not used: give --film-start"
+    lengths = {f"{args.video}": film.length - args.film_start, "its sound": sound, f"{volumes} volumes": volumes * tr}
+    known = {name: length for name, length in lengths.items() if math.isfinite(length)}
+    if max(known.values()) - min(known.values()) > tr:
+        listed = ", ".join(f"{name} {length:.1f} s" for name, length in known.items())
+        yield f"the lengths differ by more than a TR of {tr:g} s: {listed}; --film-start gives a scan's place in the film"

@@ -36,7 +36,7 @@ def read_codes(path: pathlib.Path) -> np.ndarray:
 
 def window_text(
     place: pathlib.Path, annotations: pathlib.Path | None, *, columns: tuple[str, str], slots: int, tr: float, volumes: int,
-    cut: bool,
+    cut: bool, start: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
     """float32 [volumes, values]; for each volume the first one that shares a segment with it, and a note about both.
 
@@ -44,6 +44,7 @@ def window_text(
       place: the file of embeddings.
       columns: of ``annotations``, with the begin and the end of a segment.
       cut: rows after ``volumes`` may be left out.
+      start: [s] of the film, at the first volume.
 
     Raises DataError.
     """
@@ -58,7 +59,7 @@ def window_text(
         if len(embeddings) < volumes or (len(embeddings) > volumes and not cut):
             raise DataError(f"{place} has {len(embeddings)} rows for {volumes} volumes; give one for each, or --annotations")
         return embeddings[:volumes], np.arange(volumes), ""
-    times = read_annotations(annotations, *columns)
+    times = read_annotations(annotations, *columns) - start
     if len(times) != len(embeddings):
         raise DataError(f"{annotations} has {len(times)} segments, and {place} {len(embeddings)} rows")
     text = np.zeros((volumes, slots, embeddings.shape[1]), np.float32)

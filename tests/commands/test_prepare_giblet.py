@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import sys
+from fractions import Fraction
 
 import av
 import nibabel
@@ -26,22 +27,26 @@ def level(k):
     return 40 + k % 160
 
 
-def film(path, *, seconds=12.0, tone=3000.0):
-    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the middle."""
+def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silent=(0, 0), shown=lambda k: True):
+    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the middle.
+
+    A stream may begin later. Frames that are not ``shown``, and sound within ``silent`` [s], are not in the file.
+    """
     with av.open(str(path), "w") as container:
         video = container.add_stream("mpeg4", rate=FPS)
         video.width, video.height, video.pix_fmt, video.bit_rate = 64, 48, "yuv420p", 4_000_000
         audio = container.add_stream("aac", rate=24_000)
         for k in range(round(seconds * FPS)):
-            picture = np.full((48, 64, 3), level(k), np.uint8)
-            for packet in video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
+            picture = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level(k), np.uint8), format="rgb24")
+            picture.pts, picture.time_base = k + round(picture_at * FPS), Fraction(1, FPS)
+            for packet in video.encode(picture) if shown(k) else ():
                 container.mux(packet)
         t = np.arange(round(seconds * 24_000)) / 24_000
         wave = (0.5 * np.sin(2 * np.pi * np.where(t < seconds / 2, tone, 2 * tone) * t)).astype(np.float32)
         for start in range(0, len(wave) - 1024, 1024):
             frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1024], format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 24_000, start
-            for packet in audio.encode(frame):
+            frame.sample_rate, frame.pts = 24_000, start + round(sound_at * 24_000)
+            for packet in audio.encode(frame) if not silent[0] <= start / 24_000 < silent[1] else ():
                 container.mux(packet)
         for stream in (video, audio):
             for packet in stream.encode():
@@ -315,6 +320,52 @@ def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
         other = features[500:800] if pitch == 3000 else features[100:400]
         assert (part[:, band].mean() - other[:, band].mean()) > 1, f"the band around {pitch} Hz"
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["audio"] == "features"
+
+
+def change_of_pitch(features, after):
+    """The time [s] at which features of 20 Hz change most, from ``after`` [s] on."""
+    return (np.abs(np.diff(features, axis=0)).sum(1)[20 * after :].argmax() + 1) / 20 + after
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv"])
+def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
+    """A stream that begins later, frames of unequal length, and a hole in the sound move nothing else."""
+    film(tmp_path / f"a.{ending}", seconds=8, sound_at=2.0, shown=lambda k: k < 10 or k % 3 == 0)
+    film(tmp_path / f"b.{ending}", seconds=8, picture_at=2.0, silent=(1.0, 2.0))
+    for name, pitch in (("a", 6.0), ("b", 4.0)):
+        features = media.sound_features(tmp_path / f"{name}.{ending}", 20, 8)
+        assert abs(change_of_pitch(features, 3) - pitch) <= 0.1
+    starts = media.clock(tmp_path / f"b.{ending}").starts
+    assert starts["audio"] == 0 and abs(starts["video"] - 2) < 0.05
+    n = media.write_video(tmp_path / f"a.{ending}", tmp_path / "a.npy", FPS, (16, 9), limit=80)
+    grey = np.load(tmp_path / "a.npy").reshape(n, -1).mean(1)
+    np.testing.assert_allclose(grey, [level(k if k < 10 else k - k % 3 if k >= 12 else 9) for k in range(n)], atol=4)
+    n = media.write_video(tmp_path / f"b.{ending}", tmp_path / "b.npy", FPS, (16, 9), limit=80)
+    grey = np.load(tmp_path / "b.npy").reshape(n, -1).mean(1)
+    np.testing.assert_allclose(grey[21:], level(np.arange(1, n - 20)), atol=6)
+    assert not grey[:19].any(), "nothing is on the screen yet"
+
+
+def test_a_scan_of_a_part_of_the_film(sources, tmp_path, capsys):
+    """Pictures, sound and segments of that part; lengths that do not fit are reported."""
+    changes = dict(codes=None, audio=sources[0] / "film.mp4", code_rate=20, slots=1, tr=TR)
+    assert call(sources, tmp_path / "whole", **changes) == 0
+    assert "differ by more" not in capsys.readouterr().out
+    assert call(sources, tmp_path / "part", film_start=4.5, volumes=5, **changes) == 0
+    assert "differ by more" not in capsys.readouterr().out
+    whole, part = (
+        {name: np.load(tmp_path / folder / f"{name}.npy") for name in ("video", "audio", "text")}
+        for folder in ("whole", "part")
+    )
+    np.testing.assert_array_equal(part["video"], whole["video"][45:120])
+    assert abs(change_of_pitch(whole["audio"], 1) - 6) <= 0.1 and abs(change_of_pitch(part["audio"], 1) - 1.5) <= 0.1
+    np.testing.assert_array_equal(part["text"][1:], whole["text"][4:])
+    assert call(sources, tmp_path / "short", volumes=5, film_start=-3, **changes) == 0
+    assert "film.mp4 15.0 s" in capsys.readouterr().out
+    video = np.load(tmp_path / "short" / "video.npy")
+    assert not video[:30].any() and np.array_equal(video[30:], whole["video"][:45])
+    assert call(sources, tmp_path / "codes", film_start=-3) == 2
+    assert "codes have none for silence before the film" in capsys.readouterr().err
 
 
 def test_the_loader_reads_what_was_prepared(prepared):

@@ -16,7 +16,12 @@
                    unless semicolons or tabs separate the columns). A volume has the
                    last --slots segments that touch the window before it, the latest last, with zeros for missing ones.
                    Without --annotations there is a row for each volume
+    --film-start   the time of the film [s] at the first volume: for a scan that has a part of the film, or that began before it
+                   (below 0). Film, sound and segments are shifted together
     Arrays may also come as .npy.
+
+Pictures and sound are on one clock, by their own time stamps: a stream that begins later than the other has black pictures, or
+silence, until then. Begins and lengths that differ by more than a TR are reported.
 
 Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time. Video and
 sound are streamed. FOLDER appears complete or not at all. Its mask.nii.gz puts predictions back into the brain.
@@ -44,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--embeddings", required=True, type=pathlib.Path, help="of segments or volumes")
     parser.add_argument("--annotations", type=pathlib.Path, help="CSV or xlsx; default: a row for each volume")
     parser.add_argument("--tr", type=float, help="[s] between volumes; default: the NIfTI files' own")
+    parser.add_argument("--film-start", type=float, default=0.0, help="[s] of the film at the first volume; default: 0")
     parser.add_argument("--volumes", type=int, help="how many to take; default: all")
     parser.add_argument("--fps", type=float, default=25.0, help="frames a second; default: 25")
     parser.add_argument("--size", type=_size, default=(160, 90), metavar="WIDTHxHEIGHT", help="default: 160x90")
@@ -59,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("fps", "code_rate", "bands", "slots", "tr", "volumes"):
         if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive, finite number")
+    if not math.isfinite(args.film_start):
+        parser.error(f"--film-start is {args.film_start}; expected a number of seconds")
     return arguments.run(functools.partial(_prepare, args), mistakes=(DataError, OSError))
 
 
