@@ -38,15 +38,6 @@ fn check_rate(name: &str, rate: u32) -> PyResult<()> {
 }
 
 /// Decode a recording, or a part of it, to mono.
-///
-/// The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz), and more
-/// slowly AIFF, CAF, M4A (AAC, ALAC) and WAV with ADPCM or G.711.
-/// The samples are [start, start + length); length=None decodes to the end. channel=None: the mean of all channels.
-///
-/// Returns (wave, rate, frames): float32 [length], at the recording's own sample rate;
-/// that rate in Hz; the number of samples per channel in the whole recording.
-/// Raises ValueError for an unknown format, damaged audio, a rate outside [1000, 768000] Hz, a range outside the
-/// recording, or one of more than 2^30 samples.
 #[pyfunction]
 #[pyo3(signature = (data, start = 0, length = None, channel = None))]
 pub fn decode<'py>(
@@ -75,11 +66,6 @@ pub fn decode<'py>(
 }
 
 /// Read what the headers of a recording state.
-///
-/// Returns (rate, frames, channels, slow): the sample rate in Hz; the exact number of samples per channel; the number of
-/// channels; whether its format is decoded several times slower. The file is mapped, and only the parts of it that
-/// say where it ends are read.
-/// Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged headers.
 #[pyfunction]
 pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16, bool)> {
     let read = || {
@@ -92,9 +78,6 @@ pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16,
 }
 
 /// Resample a waveform from source_rate to target_rate (Hz), without delay.
-///
-/// Returns float32 [round(n * target_rate / source_rate)] for n input samples.
-/// Raises ValueError for a rate outside [1000, 768000] Hz, and for more than 2^30 samples.
 #[pyfunction]
 pub fn resample<'py>(
     py: Python<'py>,
@@ -115,12 +98,6 @@ pub fn resample<'py>(
 }
 
 /// The tables of a front end: of waveforms at sample_rate (Hz), Kaldi's log-mel energies.
-///
-/// window, hop: samples of a frame, and from one to the next. n_mels: bands, from f_min to f_max (Hz). mean, std: a
-/// model reads (x - mean) / (2 std).
-///
-/// Raises ValueError for a rate outside [1000, 768000] Hz, a window outside [16, 32768], a hop outside [1, 2^20], n_mels
-/// outside [1, 4096], frequencies that do not increase from 0 to half the rate, and a mean or std that is no number.
 #[pyclass(frozen)]
 pub struct FilterBank(Arc<Tables>);
 
@@ -154,11 +131,6 @@ impl FilterBank {
 }
 
 /// Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
-///
-/// Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy. bank=None: FilterBank().
-/// normalise=True returns float32 [512, n_mels] as the model reads it: padded with the spectrogram's minimum, then
-/// (x - mean) / (2 std).
-/// Raises ValueError for samples that make no frame and, with normalise=True, more than 512.
 #[pyfunction]
 #[pyo3(signature = (wave, *, bank = None, normalise = false))]
 pub fn fbank<'py>(
@@ -188,13 +160,6 @@ pub fn fbank<'py>(
 }
 
 /// Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
-///
-/// wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank, taken from the
-/// recording's centre, or the whole recording centred between zeros where it is shorter. bank=None: FilterBank().
-///
-/// Returns float32 [n_frames, n_mels], normalised.
-/// Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^30
-/// values, and NaN or huge samples.
 #[pyfunction]
 #[pyo3(signature = (wave, rate, clip_samples, n_frames, *, bank = None))]
 pub fn front_end<'py>(

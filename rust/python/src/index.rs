@@ -12,16 +12,6 @@ use pyo3::types::PyBytes;
 use crate::exception;
 
 /// A row index over Arrow IPC and Parquet shards, built without reading audio.
-///
-/// shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
-/// column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
-/// relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
-/// modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
-/// named file must lie. copying: whether the shards may still be copied; what is not there of them is waited for.
-///
-/// Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
-/// column that is missing or of another type, a label outside its class names, and classes that differ from those of
-/// the first shard.
 #[pyclass(frozen)]
 pub struct Index(pub Arc<source::Index>);
 
@@ -84,16 +74,12 @@ impl Index {
     }
 
     /// Return the encoded recording of a row: the shard's bytes, or the file at the row's path where they are null.
-    ///
-    /// Raises IndexError for a row that does not exist, and ValueError for a row without audio.
     fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
         let (row, mut reader) = (self.row(row)?, Reader::new());
         Ok(PyBytes::new(py, py.detach(|| self.0.encoded(row, &mut reader)).map_err(exception)?))
     }
 
     /// Return the name that the recording of a row was stored under; None where it is null.
-    ///
-    /// Raises IndexError for a row that does not exist.
     fn path(&self, py: Python<'_>, row: i64) -> PyResult<Option<String>> {
         let row = self.row(row)?;
         py.detach(|| self.0.path(row, &mut Reader::new())).map_err(exception)
@@ -109,9 +95,6 @@ impl Index {
     }
 
     /// Return the rows of the recordings that were stored under one of the names.
-    ///
-    /// A name is a path, or an id: the path's file without folder and ending.
-    /// Returns (rows, found): int64 [k]; how many of the names are those of a recording.
     fn rows_named<'py>(
         &self,
         py: Python<'py>,
@@ -123,11 +106,6 @@ impl Index {
     }
 
     /// Return where in its recording a row lies.
-    ///
-    /// Returns (start, end, channel): seconds, and -1 for the mean of the channels;
-    /// None for a row that is its whole recording.
-    ///
-    /// Raises IndexError for a row that does not exist.
     fn part(&self, row: i64) -> PyResult<Option<(f64, f64, i32)>> {
         let part = self.0.part(self.row(row)?);
         Ok(part.map(|part| (part.start, part.end, part.channel.map_or(-1, i32::from))))

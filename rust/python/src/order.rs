@@ -6,9 +6,6 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
 /// Map places of an epoch to recordings: a bijection of [0, n).
-///
-/// i: int64 [k], each in [0, n). Returns int64 [k].
-/// Raises IndexError for a place outside [0, n), and ValueError unless 1 <= n < 2^62.
 #[pyfunction]
 pub fn permutation<'py>(
     py: Python<'py>,
@@ -25,10 +22,6 @@ pub fn permutation<'py>(
 }
 
 /// Map places of an epoch to recordings in the block order; see loaders.order.block_order.
-///
-/// stops: int64 [blocks], the end (exclusive) of each block. window: blocks whose recordings are permuted together.
-/// i: int64 [k], places of the epoch. Returns int64 [k].
-/// Raises IndexError for a place outside the epoch, and ValueError for stops that decrease or a window of 0.
 #[pyfunction]
 pub fn block_order<'py>(
     py: Python<'py>,

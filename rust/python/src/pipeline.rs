@@ -17,27 +17,6 @@ use crate::{batch, exception};
 const SIGNALS: Duration = Duration::from_millis(50);
 
 /// Batches of spectrograms or waveforms, prepared by worker threads; the order depends on the position alone.
-///
-/// index: where the recordings are. rows: int64 [n], the rows of the index that this split uses. batch: rows in the
-/// global batch. ranges: [start, stop) pairs of the global batch that this process reads. seed: in [0, 2^64).
-/// train: True for permuted, endless batches of random crops; False for one pass in order over centre crops.
-///
-/// bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how many times slower than
-/// life recordings are: their rate is this times that which their headers state. clip_samples: samples of a crop.
-/// n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
-/// form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
-/// samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
-/// than a crop lie in it: "origin" (at the start in training, in the centre in testing), "start", "centre", or "random"
-/// (anywhere in training, in the centre in testing). repeat: they are surrounded by themselves, not by silence. silence:
-/// what surrounds a part that is shorter than a crop is silence, not what the recording holds there.
-///
-/// block: (rows of a block, blocks of a window) for the block order in training; None for a global permutation.
-///
-/// threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of the recordings that
-/// may be unusable: max(1, bad_budget * n) of them, or none for 0.
-///
-/// The threads start at once and wait for the first seek or next.
-/// Raises ValueError for arguments that contradict each other, and IndexError for rows that are not in the index.
 #[pyclass(frozen)]
 pub struct Pipeline(pipeline::Pipeline);
 
@@ -111,28 +90,11 @@ impl Pipeline {
     }
 
     /// Continue with global batch number position, also after the end of a test split.
-    ///
-    /// Raises ValueError for a position whose samples cannot be numbered in 64 bits.
     fn seek(&self, py: Python<'_>, position: u64) -> PyResult<()> {
         py.detach(|| self.0.seek(position)).map_err(exception)
     }
 
     /// Wait for the next batch.
-    ///
-    /// Returns (position, fields). position: the number of the batch after this one. fields: for each field a list of
-    /// arrays, one for each range, of r rows:
-    ///
-    /// spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, mels], or [r, views, n_frames, mels] when views > 1
-    /// waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram for form="waveform":
-    ///              the samples times 32768, rounded to nearest even and clipped
-    /// label        int32 [r], the class, -1 where it is null
-    /// index        int32 [r], the recording's row in the index, -1 where the last batch of a test split is padded
-    /// epoch        int32 [r]
-    /// weight       float32 [r], 1 for a valid row and 0 for padding or an unusable recording
-    ///
-    /// The arrays are read-only, contiguous, aligned to 64 bytes, and own their memory.
-    /// Raises StopIteration after the end of a test split and after close. Raises RuntimeError, from then on, when more
-    /// recordings are unusable than bad_budget allows. KeyboardInterrupt is raised within a tenth of a second.
     fn next<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyDict>)> {
         loop {
             py.check_signals()?;
@@ -145,15 +107,6 @@ impl Pipeline {
     }
 
     /// Return counters that show where time and memory go.
-    ///
-    /// queued, filling, depth: batches that are complete, batches that are being filled, and how many may be queued.
-    /// threads: worker threads. slabs, slab_bytes: batch buffers that exist, and the size of each. rows: rows written.
-    /// bad, bad_allowed: distinct recordings that were unusable, and how many may be. bad_list: (row of the index,
-    /// reason) of the first hundred. seconds: by stage, summed over the workers; "wait" is the consumer's. slowest:
-    /// the workers' stage with the most seconds; None before any work. bytes_recordings: size of the recordings that
-    /// were opened. bytes_used: the share of it that the crops needed. bytes_ahead: bytes requested from the system in
-    /// advance (block order). faults: major page faults of the workers (0 where the system does not count them).
-    /// slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times slower.
     fn diagnostics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.0.diagnostics();
         let seconds = PyDict::new(py);

@@ -19,13 +19,6 @@ fn check_threads(threads: usize) -> PyResult<()> {
 }
 
 /// Solve sudoku boards, counting their solutions.
-///
-/// boards: uint8 [n, 16 or 81], row by row, 0 for a blank.
-///
-/// Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
-/// the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
-/// board has none.
-/// Raises ValueError for boards of another size, and for more than 1024 threads.
 #[pyfunction]
 #[pyo3(signature = (boards, *, limit = 2, threads = 1))]
 pub fn sudoku_solve<'py>(
@@ -48,13 +41,6 @@ pub fn sudoku_solve<'py>(
 }
 
 /// Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
-///
-/// side: 4 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
-/// removing another digit would allow a second solution.
-///
-/// Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
-/// guesses that the solver makes.
-/// Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than 1024 threads.
 #[pyfunction]
 #[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
 pub fn sudoku_generate(
