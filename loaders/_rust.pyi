@@ -18,8 +18,8 @@ def decode(
 ) -> tuple[NDArray[np.float32], int, int]:
     """Decode a recording, or a part of it, to mono.
 
-    The format is recognised by its content: WAV, FLAC, MP3, OGG Vorbis or OGG Opus (always decoded to 48 kHz), and more
-    slowly AIFF, CAF, M4A (AAC, ALAC) and WAV with ADPCM or G.711.
+    The format is recognised by its content: plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis or
+    OGG Opus (always decoded to 48 kHz), and more slowly M4A (AAC, ALAC), CAF with ALAC and WAV with ADPCM.
     The samples are [start, start + length); length=None decodes to the end. channel=None: the mean of all channels.
 
     Returns (wave, rate, frames): float32 [length], at the recording's own sample rate;
@@ -35,6 +35,15 @@ def recording_info(path: str | os.PathLike[str]) -> tuple[int, int, int, bool]:
     channels; whether its format is decoded several times slower. The file is mapped, and only the parts of it that
     say where it ends are read.
     Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged headers.
+    """
+
+def recording_doubts(path: str | os.PathLike[str]) -> tuple[int, bool]:
+    """Look for what is odd about a recording that can be read.
+
+    Returns (stated, cancels): the number of samples per channel that its header states, 0 if none, which differs from
+    recording_info's if the file was cut short or its header never brought up to date; whether its two channels cancel each
+    other at a few places that are decoded.
+    Raises what recording_info raises.
     """
 
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:

@@ -27,6 +27,12 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "empty-file": ("a recording of 0 bytes", REFUSE, False),
     "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
     "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
+    "stale-header": ("a recording longer than its header says; kept: all of it", KEEP, True),
+    "opposite-channels": (
+        "two channels that cancel; kept: their mean is almost silence, so name one: --channels 0",
+        KEEP,
+        True,
+    ),
     "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
     "bad-date": ("a date or a time of day that is none", REFUSE, False),
     "no-times": ("a line without times in a table that has some; kept: the whole recording has its label", REFUSE, True),

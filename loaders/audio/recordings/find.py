@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from loaders.audio.recordings.annotations import Mistakes
 
-SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .caf .m4a .mp4 .rf64 .bw64 .wave").split()
+SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave").split()
 
 
 def is_audio(name: str) -> bool:

@@ -31,7 +31,8 @@ class Header:
     frames: int
     channels: int
     slow: bool  # of a format that is decoded several times slower
-    promised: int  # frames that the header states, if they are more than there are, else 0
+    stated: int  # frames that the header states, 0 if it leaves them open
+    cancels: bool  # its two channels cancel each other: their mean is almost silence
     digest: str  # of a few bytes: equal for copies
     about: dict[str, str]  # date, time, latitude, longitude, site, of its header or its name
 
@@ -53,10 +54,17 @@ def read_all(
                 mistakes.add(*outcome)
                 continue
             n_read += outcome is not known.get(path)
-            if outcome.promised:
-                text = f"{path} ends after {outcome.seconds:.3f} s; its header states {outcome.promised / outcome.rate:.3f} s"
+            promised = outcome.stated / outcome.rate
+            if outcome.stated > outcome.frames:
+                text = f"{path} ends after {outcome.seconds:.3f} s; its header states {promised:.3f} s"
                 if not mistakes.add("truncated-file", text):
                     continue
+            elif 0 < outcome.stated < outcome.frames:
+                text = f"{path} holds {outcome.seconds:.3f} s; its header states {promised:.3f} s"
+                if not mistakes.add("stale-header", text):
+                    continue
+            if outcome.cancels and not mistakes.add("opposite-channels", path):
+                continue
             found[path] = outcome
             name, header = recorders.from_name(os.path.basename(path)), outcome.about
             if recorders.differ(name, header):
@@ -80,7 +88,8 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
         rate, frames, channels, slow = _rust.recording_info(path)
         if not LOWEST <= rate <= HIGHEST:
             return "unreadable-file", f"{path}: its sample rate is {rate} Hz; expected {LOWEST} to {HIGHEST}"
-        digest, promised, about = _look(path, stat.st_size, frames)
+        stated, cancels = _rust.recording_doubts(path)
+        digest, about = _look(path, stat.st_size)
     except PermissionError:
         return "no-permission", f"{path}: permission denied"
     except FileNotFoundError:
@@ -88,7 +97,7 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
     except (OSError, ValueError) as error:
         return "unreadable-file", f"{path}: {error}"
     about = {**recorders.from_name(os.path.basename(path)), **about}
-    return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, promised, digest, about)
+    return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, stated, cancels, digest, about)
 
 
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
@@ -108,8 +117,8 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
     return sorted(groups)
 
 
-def _look(path: str, size: int, frames: int) -> tuple[str, int, dict[str, str]]:
-    """A digest of a few bytes, the frames that the header states beyond those there are, and date and place."""
+def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
+    """A digest of a few bytes, and date and place."""
     with open(path, "rb") as file:
         digest = hashlib.blake2b(digest_size=16)
         first = file.read(SAMPLE)
@@ -117,19 +126,16 @@ def _look(path: str, size: int, frames: int) -> tuple[str, int, dict[str, str]]:
         for at in (size // 2, max(0, size - SAMPLE)):
             file.seek(at)
             digest.update(file.read(SAMPLE))
-        promised = 0
         about: dict[str, str] = {}
         if first[:4] in (b"RIFF", b"RF64", b"BW64") and first[8:12] == b"WAVE":
             file.seek(12)
-            promised, about = _chunks(file, size)
-        elif first[:4] == b"fLaC" and len(first) >= 26:
-            promised = int.from_bytes(first[18:26], "big") & ((1 << 36) - 1)
-    return digest.hexdigest(), promised if promised > frames else 0, about
+            about = _chunks(file, size)
+    return digest.hexdigest(), about
 
 
-def _chunks(file: BinaryIO, size: int) -> tuple[int, dict[str, str]]:
-    """Of a WAV whose first chunk is next: the frames that it states, and date and place of AudioMoth's and GUANO's chunks."""
-    block, stated, long = 0, 0, 0
+def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
+    """Date and place of AudioMoth's and GUANO's chunks in a WAV whose first chunk is next."""
+    long = 0
     about: dict[str, str] = {}
     for _ in range(CHUNKS):
         head = file.read(8)
@@ -137,22 +143,18 @@ def _chunks(file: BinaryIO, size: int) -> tuple[int, dict[str, str]]:
             break
         name, length = head[:4], struct.unpack("<I", head[4:])[0]
         if name == b"data":
-            left = size - file.tell()
             length = long if long and length in (0, 0xFFFFFFFF) else length
-            stated = length if length not in (0, 0xFFFFFFFF) and left < 1 << 32 or long else 0
-            if length > left or length == 0:
+            if length > size - file.tell() or length == 0:
                 break
-        body = file.read(min(length, LARGEST)) if name in (b"fmt ", b"ds64", b"guan", b"LIST") else b""
-        if name == b"fmt " and len(body) >= 16:
-            block = struct.unpack("<H", body[12:14])[0] if body[:2] in (b"\1\0", b"\3\0", b"\xfe\xff") else 0
-        elif name == b"ds64" and len(body) >= 16:
+        body = file.read(min(length, LARGEST)) if name in (b"ds64", b"guan", b"LIST") else b""
+        if name == b"ds64" and len(body) >= 16:
             long = struct.unpack("<Q", body[8:16])[0]
         elif name == b"guan":
             about |= from_guano(body.decode("utf-8", errors="replace"))
         elif name == b"LIST":
             about |= from_audiomoth(body.replace(b"\0", b" ").decode("latin-1"))
         file.seek(length - len(body) + (length & 1), os.SEEK_CUR)
-    return stated // block if block else 0, about
+    return about
 
 
 def from_guano(text: str) -> dict[str, str]:

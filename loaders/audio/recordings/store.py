@@ -154,12 +154,12 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
 
 def _is_header(header: Header) -> bool:
     """Whether the values of a header that was read are of their kinds: an index may come from anyone."""
-    numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.promised)
+    numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.stated)
     texts = (header.digest, *header.about, *header.about.values())
     return (
         all(type(x) is int and x >= 0 for x in numbers)
         and LOWEST <= header.rate <= HIGHEST
-        and type(header.slow) is bool
+        and type(header.slow) is type(header.cancels) is bool
         and all(type(x) is str for x in texts)
     )
 
@@ -175,7 +175,8 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
         "frames": pa.int64(),
         "channels": pa.int32(),
         "slow": pa.bool_(),
-        "promised": pa.int64(),
+        "stated": pa.int64(),
+        "cancels": pa.bool_(),
         "digest": pa.string(),
         "about": pa.map_(pa.string(), pa.string()),
     }

@@ -189,4 +189,4 @@ def _first_mistake(mistakes: Mistakes) -> str:
 
 def lenient() -> Mistakes:
     """Mistakes of which none ends a command. Rows with one are left out, and a truncated recording is read to its end."""
-    return Mistakes(["all=drop", f"truncated-file={KEEP}"])
+    return Mistakes(["all=drop", *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels"))])

@@ -211,7 +211,8 @@ impl Flac {
             };
             let frames = header.position + u64::from(header.block);
             if frames == stream.total || self.frame(&stream, at).is_ok() {
-                return Ok(Info { rate: stream.rate, channels: u16::from(stream.channels), frames });
+                let channels = u16::from(stream.channels);
+                return Ok(Info { rate: stream.rate, channels, frames, stated: stream.total });
             }
             before = at;
         }

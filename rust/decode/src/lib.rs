@@ -1,29 +1,40 @@
 //! Encoded bytes and \[start, length) to mono float32: only the packets that the crop needs are read and decoded.
 //!
-//! WAV, FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more slowly what `other` lists. Every format has its own index into the bytes
-//! (the containers are read here, so that a seek is exact to the sample); symphonia decodes Vorbis packets, opus-pure Opus
-//! packets. In each format a crop equals the same slice of the whole recording: exactly for WAV and FLAC, and within 1e-5
-//! for MP3, Vorbis and Opus, whose decoders are warmed up on what precedes the crop.
+//! Plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more slowly
+//! the formats of `other`. Every format has its own index into the bytes (the containers are read here, so that a seek is
+//! exact to the sample); symphonia decodes Vorbis packets, opus-pure Opus packets. In each format a crop equals the same
+//! slice of the whole recording: exactly for plain samples and FLAC, and within 1e-5 for MP3, Vorbis and Opus, whose
+//! decoders are warmed up on the sound before the crop.
 //!
-//! Damaged recordings: a truncated recording ends with its last complete packet. Only the first link of a chained OGG
-//! stream is decoded, as libsndfile does. Damage inside the crop (a checksum that does not match, a packet that cannot be
+//! Recordings that were joined end to end are read whole: MP3 by its frames, OGG as a `chain` of links.
+//!
+//! Damaged recordings: a truncated recording ends with its last complete packet. Damage inside the crop (a checksum that does not match, a packet that cannot be
 //! decoded) is an error, except in MP3, where every archive has a few bad frames: there a bad frame becomes silence, as in
 //! other decoders. Samples that are not finite are an error. No bytes may make the decoders panic, allocate more than a
 //! small multiple of the input, or loop forever.
 
+mod aac;
+mod aiff;
 mod bits;
+mod chain;
 mod flac;
+mod foreign;
 mod mp3;
+mod mp4;
 mod ogg;
 mod opus;
 mod other;
+mod pcm;
+mod riff;
 pub mod simd;
 mod vorbis;
-mod wav;
 
 use std::ops::RangeInclusive;
 
 use symphonia::core::audio::{Audio, AudioBuffer};
+
+use chain::{Chain, Link};
+use pcm::Pcm;
 
 /// Sample rates of recordings in Hz. A header that claims another is damaged, or would need an absurdly large filter.
 pub const RATES: RangeInclusive<u32> = 1_000..=768_000;
@@ -37,6 +48,8 @@ pub struct Info {
     pub channels: u16,
     /// Length in samples per channel, without the encoder's delay and padding.
     pub frames: u64,
+    /// The length that the headers state, which a file that was cut short or never finished does not have; 0 if none.
+    pub stated: u64,
 }
 
 /// Why a recording cannot be decoded.
@@ -46,7 +59,9 @@ pub enum Error {
     NoBytes,
     #[error("not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording (it begins with bytes {0:02x?})")]
     Unknown([u8; 4]),
-    #[error("{format}: {what} is not supported; convert it to FLAC or 16-bit WAV")]
+    #[error("it is {0}")]
+    NoSound(&'static str),
+    #[error("{format}: {what} cannot be read here; convert it: ffmpeg -i OLD NEW.flac")]
     Unsupported { format: &'static str, what: String },
     #[error("{format}: {what}; the file is damaged, fetch or convert it again")]
     Corrupt { format: &'static str, what: &'static str },
@@ -95,13 +110,12 @@ fn corrupt<T>(format: &'static str, what: &'static str) -> Result<T, Error> {
     Err(Error::Corrupt { format, what })
 }
 
-enum Format {
-    Wav,
+enum Format<'a> {
+    Pcm(Pcm<'a>),
     Flac,
     Mp3,
-    /// With the serial number of the stream.
-    Vorbis(u32),
-    Opus(u32),
+    /// With the first stream's serial number.
+    Ogg(ogg::Codec, u32),
     /// Left to symphonia.
     Other,
 }
@@ -111,9 +125,39 @@ enum Format {
 pub struct Decoder {
     flac: flac::Flac,
     mp3: mp3::Mp3,
+    ogg: Ogg,
+    chain: Chain,
+    is_other: bool,
+}
+
+/// Decoders of the streams in OGG.
+#[derive(Default)]
+struct Ogg {
     opus: opus::Opus,
     vorbis: vorbis::Vorbis,
-    is_other: bool,
+}
+
+impl Ogg {
+    fn info(&mut self, bytes: &[u8], codec: ogg::Codec, serial: u32) -> Result<Info, Error> {
+        match codec {
+            ogg::Codec::Vorbis => self.vorbis.info(bytes, serial),
+            ogg::Codec::Opus => self.opus.info(bytes, serial),
+        }
+    }
+
+    fn read(
+        &mut self,
+        bytes: &[u8],
+        (codec, serial): (ogg::Codec, u32),
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        match codec {
+            ogg::Codec::Vorbis => self.vorbis.read(bytes, serial, start, channel, out),
+            ogg::Codec::Opus => self.opus.read(bytes, serial, start, channel, out),
+        }
+    }
 }
 
 impl Decoder {
@@ -130,11 +174,14 @@ impl Decoder {
         let (format, bytes) = format(bytes)?;
         self.is_other = matches!(format, Format::Other);
         let (name, info) = match format {
-            Format::Wav => ("WAV", wav::info(bytes)?),
+            Format::Pcm(pcm) => (pcm.name, pcm.info()),
             Format::Flac => ("FLAC", self.flac.info(bytes)?),
             Format::Mp3 => ("MP3", self.mp3.info(bytes)?),
-            Format::Vorbis(serial) => ("OGG Vorbis", self.vorbis.info(bytes, serial)?),
-            Format::Opus(serial) => ("OGG Opus", self.opus.info(bytes, serial)?),
+            Format::Ogg(_, serial) if self.chain.find(bytes, serial) => {
+                let Self { chain, ogg, .. } = self;
+                ("OGG", chain.info(|link: &Link| ogg.info(link.bytes(bytes), link.codec, link.serial))?)
+            }
+            Format::Ogg(codec, serial) => (codec.name(), self.ogg.info(bytes, codec, serial)?),
             Format::Other => (other::name(bytes), other::info(bytes)?),
         };
         if info.rate == 0 || info.channels == 0 {
@@ -152,6 +199,31 @@ impl Decoder {
     /// Whether the recording that [`Decoder::info`] was last called for is left to symphonia: read, but slowly.
     pub fn is_slow(&self) -> bool {
         self.is_other
+    }
+
+    /// Whether the two channels of a recording cancel each other, so that their mean is almost silence: one is the other's
+    /// inverse, as a wrong cable makes it. Looks at a few places; damage is none of its concern.
+    pub fn cancels(&mut self, bytes: &[u8], info: &Info) -> bool {
+        const PLACE: u64 = 4096;
+        let n = info.frames.min(PLACE);
+        let (mut left, mut right) = (vec![0.0; n as usize], vec![0.0; n as usize]);
+        let mut found = false;
+        for quarter in if info.channels == 2 { &[2, 1, 3][..] } else { &[] } {
+            let start = (info.frames - n) / 4 * quarter;
+            let planes = [(0, &mut left), (1, &mut right)];
+            if planes.into_iter().any(|(i, plane)| self.read(bytes, info, start, Some(i), plane).is_err()) {
+                return false;
+            }
+            let energy = |of: &dyn Fn(f32, f32) -> f32| left.iter().zip(&right).map(|(l, r)| of(*l, *r)).sum::<f32>();
+            let (mean, each) = (energy(&|l, r| (l + r).powi(2) / 4.0), energy(&|l, r| (l * l + r * r) / 2.0));
+            if each > 1e-8 * n as f32 {
+                found = mean < 0.01 * each;
+                if !found {
+                    return false;
+                }
+            }
+        }
+        found
     }
 
     /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one `channel`.
@@ -179,12 +251,17 @@ impl Decoder {
         }
         let (format, bytes) = format(bytes)?;
         match format {
-            Format::Wav => wav::read(bytes, start, channel, out)?,
+            Format::Pcm(pcm) => pcm.read(start, channel, out)?,
             // Integers are always finite.
             Format::Flac => return self.flac.read(bytes, start, channel, out),
             Format::Mp3 => self.mp3.read(bytes, start, channel, out)?,
-            Format::Vorbis(serial) => self.vorbis.read(bytes, serial, start, channel, out)?,
-            Format::Opus(serial) => self.opus.read(bytes, serial, start, channel, out)?,
+            Format::Ogg(_, serial) if self.chain.find(bytes, serial) => {
+                let Self { chain, ogg, .. } = self;
+                chain.read(start, out, |link, from, out| {
+                    ogg.read(link.bytes(bytes), (link.codec, link.serial), from, channel, out)
+                })?;
+            }
+            Format::Ogg(codec, serial) => self.ogg.read(bytes, (codec, serial), start, channel, out)?,
             Format::Other => other::read(bytes, info, start, channel, out)?,
         }
         // Without a branch for each sample, so that it is vectorised.
@@ -219,7 +296,7 @@ pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
 }
 
 /// Recognises the format by the first bytes after any ID3v2 tags (which some tools also write before FLAC).
-fn format(bytes: &[u8]) -> Result<(Format, &[u8]), Error> {
+fn format(bytes: &[u8]) -> Result<(Format<'_>, &[u8]), Error> {
     if bytes.is_empty() {
         return Err(Error::NoBytes);
     }
@@ -227,22 +304,18 @@ fn format(bytes: &[u8]) -> Result<(Format, &[u8]), Error> {
     while let Some(size) = id3v2(rest) {
         rest = &rest[size.min(rest.len())..];
     }
-    let magic = |at: usize| rest.get(at..at + 4).unwrap_or(&[]);
-    let format = match magic(0) {
-        b"RIFF" | b"RF64" | b"BW64" if magic(8) == b"WAVE" && !wav::is_left_to_others(rest) => Format::Wav,
+    if let Some(pcm) = Pcm::find(rest)? {
+        return Ok((Format::Pcm(pcm), rest));
+    }
+    let format = match rest.get(..4).unwrap_or(&[]) {
         _ if other::is_other(rest) => Format::Other,
         b"fLaC" => Format::Flac,
-        b"OggS" => match ogg::stream(rest)? {
-            (ogg::Codec::Vorbis, serial) => Format::Vorbis(serial),
-            (ogg::Codec::Opus, serial) => Format::Opus(serial),
-        },
-        _ if mp3::is_mp3(rest) => Format::Mp3,
-        _ => {
-            let mut begin = [0; 4];
-            let n = bytes.len().min(4);
-            begin[..n].copy_from_slice(&bytes[..n]);
-            return Err(Error::Unknown(begin));
+        b"OggS" => {
+            let (codec, serial) = ogg::stream(rest)?;
+            Format::Ogg(codec, serial)
         }
+        _ if mp3::is_mp3(rest) => Format::Mp3,
+        _ => return Err(foreign::refusal(rest)),
     };
     Ok((format, rest))
 }
@@ -357,13 +430,18 @@ mod tests {
     #[test]
     fn errors_say_what_is_wrong() {
         let nan: Vec<u8> = [1.0f32, f32::NAN].iter().flat_map(|x| x.to_le_bytes()).collect();
-        let cases: [(&[u8], &str); 7] = [
+        let cases: [(&[u8], &str); 9] = [
             (b"", "empty (0 bytes)"),
-            (b"<html>not found</html>", "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording"),
+            (b"[Data]", "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording"),
+            (b"<html>not found</html>", "a web page instead of the recording; fetch it again"),
+            (
+                b"\x1a\x45\xdf\xa3....",
+                "Matroska or WebM: this format cannot be read here; convert it: ffmpeg -i OLD NEW.flac",
+            ),
             (&wav(3, 1, 32, &nan), "non-finite samples"),
             (&wav(1, 1, 16, &[]), "holds no audio"),
-            (&wav(0x55, 1, 8, &[0]), "not supported"),
-            (&wav(1, 0, 16, &[0, 0]), "contradicts itself"),
+            (&wav(0x55, 1, 8, &[0]), "WAV: MP3 (encoding 0x0055) cannot be read here"),
+            (&wav(1, 0, 16, &[0, 0]), "states 0 channels"),
             (b"fLaC\0\0\0\x22", "cut off"),
         ];
         for (bytes, message) in cases {

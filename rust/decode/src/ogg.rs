@@ -25,12 +25,14 @@ pub(super) struct Page {
     /// Position after the last packet that ends here; None where no packet ends.
     pub granule: Option<i64>,
     pub serial: u32,
+    /// The number of the page in its stream.
+    pub sequence: u32,
     segments: u8,
 }
 
 impl Page {
     /// The page at `at`, if it is complete. Its checksum is not verified.
-    fn parse(bytes: &[u8], at: usize) -> Option<Self> {
+    pub fn parse(bytes: &[u8], at: usize) -> Option<Self> {
         let header: &[u8; HEADER] = bytes.get(at..)?.first_chunk()?;
         if &header[..5] != b"OggS\0" {
             return None;
@@ -41,7 +43,9 @@ impl Page {
         bytes.get(at..at + size)?;
         let granule = i64::from_le_bytes(header[6..14].try_into().expect("8 bytes"));
         let serial = u32::from_le_bytes(header[14..18].try_into().expect("4 bytes"));
-        Some(Self { at, size, flags: header[5], granule: (granule != -1).then_some(granule), serial, segments })
+        let sequence = u32::from_le_bytes(header[18..22].try_into().expect("4 bytes"));
+        let granule = (granule != -1).then_some(granule);
+        Some(Self { at, size, flags: header[5], granule, serial, sequence, segments })
     }
 
     /// Whether the checksum matches.
@@ -51,7 +55,7 @@ impl Page {
         sum.to_le_bytes() == page[22..26]
     }
 
-    fn is_first(&self) -> bool {
+    pub fn is_first(&self) -> bool {
         self.flags & FIRST != 0
     }
 
@@ -71,7 +75,7 @@ impl Page {
 }
 
 /// The first valid page of `serial` (of any stream, if None) that begins in [from, to). `wrong` counts false pages.
-fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &mut usize) -> Option<Page> {
+pub(super) fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &mut usize) -> Option<Page> {
     while from < to && *wrong < MAX_FALSE {
         let end = (to + 3).min(bytes.len());
         from += bytes.get(from..end)?.windows(4).position(|w| w == b"OggS")?;
@@ -88,7 +92,7 @@ fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>, wrong: &m
 }
 
 /// The last valid page that begins before `to`.
-fn find_last(bytes: &[u8], mut to: usize, wrong: &mut usize) -> Option<Page> {
+pub(super) fn find_last(bytes: &[u8], mut to: usize, wrong: &mut usize) -> Option<Page> {
     while *wrong < MAX_FALSE {
         let end = (to + 3).min(bytes.len());
         to = bytes[..end].windows(4).rposition(|w| w == b"OggS")?;
@@ -107,17 +111,24 @@ pub(super) enum Codec {
     Opus,
 }
 
+impl Codec {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Vorbis => "OGG Vorbis",
+            Self::Opus => "OGG Opus",
+        }
+    }
+}
+
 /// The first stream that can be decoded, and its serial number. Streams may be multiplexed: the first pages of all of them
 /// come at the beginning.
 pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
-    let mut at = 0;
+    let (mut at, mut other) = (0, "a stream of another codec than Vorbis and Opus");
     loop {
         let Some(page) = Page::parse(bytes, at).filter(Page::is_first) else {
-            return if at > 0 {
-                let what = "a stream without Vorbis or Opus (Speex, FLAC or video)";
-                Err(Error::Unsupported { format: "OGG", what: what.into() })
-            } else {
-                corrupt("OGG", "the first page is cut off")
+            return match at {
+                0 => corrupt("OGG", "the first page is cut off"),
+                _ => Err(Error::Unsupported { format: "OGG", what: other.into() }),
             };
         };
         at += page.size;
@@ -126,6 +137,10 @@ pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
             return Ok((Codec::Vorbis, page.serial));
         } else if body.starts_with(b"OpusHead") {
             return Ok((Codec::Opus, page.serial));
+        } else if body.starts_with(b"\x7fFLAC") {
+            other = "FLAC in OGG";
+        } else if body.starts_with(b"Speex   ") {
+            other = "Speex";
         }
     }
 }

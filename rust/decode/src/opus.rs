@@ -124,7 +124,7 @@ impl Opus {
         if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST as u64) {
             return corrupt(NAME, "its last position lies beyond what its packets can hold");
         }
-        Ok(Info { rate: RATE, channels: stream.head.channels as u16, frames })
+        Ok(Info { rate: RATE, channels: stream.head.channels as u16, frames, stated: 0 })
     }
 
     /// Reads the headers, and finds where the audio begins and ends.

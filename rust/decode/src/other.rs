@@ -1,5 +1,6 @@
-//! Formats that have no decoder here: AIFF, CAF, M4A (AAC, ALAC), and WAV with ADPCM or G.711. symphonia reads container and
+//! Formats that have no decoder here: M4A (AAC, ALAC), CAF with ALAC, and WAV with ADPCM. symphonia reads container and
 //! packets: several times slower, since a container is opened for every crop, but exact to the sample where the codec is.
+//! It reads some variants in part, or wrongly: those are refused by name.
 //!
 //! AAC overlaps its packets, so decoding begins `AHEAD` samples before the crop; it also fills bands with noise that is drawn
 //! anew, so that two decodes differ by as much.
@@ -7,8 +8,8 @@
 use std::io::Cursor;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use symphonia::core::codecs::audio::well_known::CODEC_ID_ADPCM_MS;
-use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoderOptions};
+use symphonia::core::codecs::audio::well_known::{CODEC_ID_AAC, CODEC_ID_ADPCM_MS};
+use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoder, AudioDecoderOptions};
 use symphonia::core::codecs::CodecParameters;
 use symphonia::core::formats::probe::Hint;
 use symphonia::core::formats::{FormatOptions, FormatReader, SeekMode, SeekTo, TrackType};
@@ -16,7 +17,8 @@ use symphonia::core::io::MediaSourceStream;
 use symphonia::core::meta::MetadataOptions;
 use symphonia::core::units::{TimeBase, Timestamp};
 
-use super::{corrupt, Error, Info};
+use super::mp4::{self, Edit};
+use super::{aac, corrupt, riff, Error, Info};
 
 /// Samples that are decoded before the crop.
 const AHEAD: u64 = 4096;
@@ -27,7 +29,6 @@ const MISSING: usize = 4096;
 pub(super) fn is_other(bytes: &[u8]) -> bool {
     let magic = |at: usize| bytes.get(at..at + 4).unwrap_or(&[]);
     match magic(0) {
-        b"FORM" => matches!(magic(8), b"AIFF" | b"AIFC"),
         b"caff" => true,
         b"RIFF" | b"RF64" | b"BW64" => magic(8) == b"WAVE",
         _ => magic(4) == b"ftyp",
@@ -37,71 +38,10 @@ pub(super) fn is_other(bytes: &[u8]) -> bool {
 /// The format's name, for messages.
 pub(super) fn name(bytes: &[u8]) -> &'static str {
     match bytes.get(..4) {
-        Some(b"FORM") => "AIFF",
         Some(b"caff") => "CAF",
         Some(b"RIFF" | b"RF64" | b"BW64") => "WAV",
         _ => "M4A",
     }
-}
-
-/// What an edit list leaves out: samples before the recording, and all that follow `frames` of it.
-#[derive(Clone, Copy, Default)]
-struct Edit {
-    skip: u64,
-    frames: Option<u64>,
-}
-
-/// The boxes of an MP4 directly in `bytes`: name and content.
-fn boxes(mut bytes: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
-    std::iter::from_fn(move || {
-        let head: &[u8; 8] = bytes.first_chunk()?;
-        let (size, begin) = match u32::from_be_bytes([head[0], head[1], head[2], head[3]]) {
-            0 => (bytes.len() as u64, 8),
-            1 => (u64::from_be_bytes(bytes.get(8..16)?.try_into().ok()?), 16),
-            size => (size.into(), 8),
-        };
-        let size = usize::try_from(size).ok().filter(|size| (begin..=bytes.len()).contains(size))?;
-        let (this, rest) = bytes.split_at(size);
-        bytes = rest;
-        Some((&this[4..8], &this[begin..]))
-    })
-}
-
-/// The content of the first box with this name directly in `bytes`.
-fn inside<'a>(bytes: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
-    boxes(bytes).find(|(found, _)| *found == name).map(|(_, content)| content)
-}
-
-/// The edit list of the first track of sound, with which encoders say what delay and padding they added.
-fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
-    let word = |bytes: &[u8], at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-    let movie = inside(bytes, b"moov")?;
-    let scale =
-        inside(movie, b"mvhd").and_then(|header| word(header, if header.first() == Some(&1) { 20 } else { 12 }))?;
-    let is_sound = |track: &[u8]| {
-        let handler = inside(track, b"mdia").and_then(|media| inside(media, b"hdlr"));
-        handler.is_some_and(|handler| handler.get(8..12) == Some(b"soun"))
-    };
-    let track = boxes(movie).find(|(name, content)| *name == b"trak" && is_sound(content))?.1;
-    let media = inside(inside(track, b"mdia")?, b"mdhd")?;
-    let media_scale = word(media, if media.first() == Some(&1) { 20 } else { 12 })?;
-    let list = inside(inside(track, b"edts")?, b"elst")?;
-    // One edit, of version 0 or 1; several would put pieces together.
-    let (duration, time) = match (list.first()?, word(list, 4)?) {
-        (0, 1) => (u64::from(word(list, 8)?), u64::from(word(list, 12)?)),
-        (1, 1) => {
-            let long = |at: usize| Some(u64::from_be_bytes(list.get(at..at + 8)?.try_into().ok()?));
-            (long(8)?, long(16)?)
-        }
-        _ => return None,
-    };
-    let samples = |ticks: u64, scale: u32| {
-        let found = (u128::from(ticks) * u128::from(rate)).div_ceil(u128::from(scale.max(1)));
-        u64::try_from(found).unwrap_or(u64::MAX)
-    };
-    // In ticks of the movie, often of a millisecond, of which a part may be missing.
-    let frames = (duration > 0 && scale > 0).then(|| samples(duration.saturating_add(u64::from(scale < rate)), scale));
-    (time < u64::from(u32::MAX)).then(|| Edit { skip: samples(time, media_scale), frames })
 }
 
 /// A WAV of ADPCM: where its blocks lie, and the samples of each.
@@ -109,6 +49,8 @@ struct Blocks {
     data: std::ops::Range<usize>,
     bytes: usize,
     samples: u64,
+    /// The samples that the header states.
+    stated: u64,
 }
 
 /// The blocks of a WAV with ADPCM (Microsoft's or IMA); None for any other.
@@ -123,8 +65,9 @@ fn blocks(bytes: &[u8]) -> Option<Blocks> {
             }
             b"data" => {
                 let (bytes_of_block, samples) = found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
-                let end = (at + 8).saturating_add(size).min(bytes.len());
-                return Some(Blocks { data: at + 8..end, bytes: bytes_of_block, samples });
+                let data = riff::whole(&bytes[at + 8..], size, riff::chunk).len();
+                let stated = (size / bytes_of_block) as u64 * samples;
+                return Some(Blocks { data: at + 8..at + 8 + data, bytes: bytes_of_block, samples, stated });
             }
             _ => {}
         }
@@ -144,12 +87,15 @@ struct Opened<'a> {
 
 fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let format = name(bytes);
+    if format == "M4A" {
+        mp4::refusal(bytes).map_or(Ok(()), Err)?;
+    }
     let stream = MediaSourceStream::new(Box::new(Cursor::new(bytes)), Default::default());
     let probe = symphonia::default::get_probe();
     let reader = probe.probe(&Hint::new(), stream, FormatOptions::default(), MetadataOptions::default());
     let reader = reader.map_err(|error| match error {
         symphonia::core::errors::Error::Unsupported(what) => Error::Unsupported { format, what: what.into() },
-        _ => Error::Corrupt { format, what: "its headers cannot be read" },
+        _ => Error::Unsupported { format, what: "this variant of its headers".into() },
     })?;
     let Some(track) = reader.default_track(TrackType::Audio) else {
         return Err(Error::NoAudio { format });
@@ -163,10 +109,33 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let frames = track.num_frames.or_else(|| track.duration.map(|duration| ticks(duration.get()))).unwrap_or(0);
     // Every packet of a codec here holds at least a bit for each sample but for silence: a larger length is false.
     let frames = frames.min((bytes.len() as u64).saturating_mul(4096));
-    let edit = edit(bytes, rate).filter(|edit| edit.skip < frames).unwrap_or_default();
+    let edit = match format {
+        "M4A" => mp4::edit(bytes, rate),
+        "CAF" => trimmed(bytes),
+        _ => None,
+    };
+    let edit = edit.filter(|edit| edit.skip < frames).unwrap_or_default();
     let frames = (frames - edit.skip).min(edit.frames.unwrap_or(u64::MAX));
-    let info = Info { rate, channels: channels.try_into().unwrap_or(u16::MAX), frames };
+    let info = Info { rate, channels: channels.try_into().unwrap_or(u16::MAX), frames, stated: 0 };
     Ok(Opened { reader, track: id, base, parameters, info, skip: edit.skip })
+}
+
+/// The samples in the packets of a CAF that are the recording, by its packet table.
+fn trimmed(bytes: &[u8]) -> Option<Edit> {
+    let mut at = 8usize;
+    loop {
+        let size = i64::from_be_bytes(*bytes.get(at + 4..)?.first_chunk()?);
+        if &bytes[at..at + 4] == b"pakt" {
+            let frames = i64::from_be_bytes(*bytes.get(at + 20..)?.first_chunk()?);
+            let skip = i32::from_be_bytes(*bytes.get(at + 28..)?.first_chunk()?);
+            return Some(Edit { skip: skip.try_into().ok()?, frames: Some(frames.try_into().ok()?) });
+        }
+        at = at.checked_add(12)?.checked_add(usize::try_from(size).ok()?)?;
+    }
+}
+
+fn decoder(parameters: &AudioCodecParameters) -> Option<Box<dyn AudioDecoder>> {
+    symphonia::default::get_codecs().make_audio_decoder(parameters, &AudioDecoderOptions::default()).ok()
 }
 
 /// Ticks of a time base in samples.
@@ -186,7 +155,84 @@ fn guarded<T>(bytes: &[u8], run: impl FnOnce() -> Result<T, Error>) -> Result<T,
 }
 
 pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
-    guarded(bytes, || Ok(open(bytes)?.info))
+    guarded(bytes, || {
+        let mut opened = open(bytes)?;
+        check(name(bytes), &mut opened)?;
+        let mut info = opened.info;
+        if let Some(blocks) = blocks(bytes) {
+            // symphonia believes the header.
+            let frames = (blocks.data.len() / blocks.bytes) as u64 * blocks.samples;
+            if frames > blocks.stated {
+                (info.frames, info.stated) = (frames, blocks.stated);
+            }
+        }
+        Ok(info)
+    })
+}
+
+/// Whether symphonia decodes the recording, and all of its sound, by its first packets and its last one.
+fn check(format: &'static str, opened: &mut Opened<'_>) -> Result<(), Error> {
+    let Opened { reader, track, base, parameters, info, skip } = opened;
+    let unsupported = |what: &str| Err(Error::Unsupported { format, what: what.into() });
+    let is_aac = parameters.codec == CODEC_ID_AAC;
+    if let Some(what) = parameters.extra_data.as_deref().filter(|_| is_aac).and_then(aac::refusal) {
+        return unsupported(what);
+    }
+    let Some(mut decoder) = decoder(parameters) else { return unsupported("its codec") };
+    let (mut packets, mut with_sbr, mut is_whole) = (0, 0, false);
+    while packets < if is_aac { aac::LOOKED_AT } else { 1 } {
+        match reader.next_packet() {
+            Ok(Some(packet)) if packet.track_id == *track => {
+                if packets == 0 && decoder.decode(&packet).is_err() {
+                    return unsupported("this variant of its codec");
+                }
+                with_sbr += usize::from(is_aac && aac::has_sbr(&packet.data));
+                packets += 1;
+            }
+            Ok(Some(_)) => {}
+            outcome => {
+                is_whole = outcome.is_ok();
+                break;
+            }
+        }
+    }
+    if 2 * with_sbr > packets {
+        return unsupported("HE-AAC");
+    }
+    // An index states what a file that was cut short does not hold. ALAC's last packet says how long it is.
+    let last = (info.frames + *skip).saturating_sub(MISSING as u64);
+    if format == "WAV" || last == 0 || is_whole {
+        return Ok(());
+    }
+    let mut end = None;
+    if seek(reader.as_mut(), *track, *base, info.rate, last) {
+        while let Ok(Some(packet)) = reader.next_packet() {
+            if packet.track_id == *track {
+                let n = if is_aac {
+                    u64::MAX
+                } else {
+                    decoder.decode(&packet).map_or(0, |decoded| decoded.frames() as u64)
+                };
+                end = Some(scaled(packet.pts.get().max(0) as u64, *base, info.rate).saturating_add(n));
+            }
+        }
+    }
+    let Some(end) = end else { return corrupt(format, "it ends before its stated length") };
+    info.frames = info.frames.min(end.saturating_sub(*skip));
+    Ok(())
+}
+
+/// Moves to the packet with this sample.
+fn seek(reader: &mut (dyn FormatReader + '_), track: u32, base: Option<TimeBase>, rate: u32, sample: u64) -> bool {
+    let ticks = match base {
+        None => sample,
+        Some(base) => {
+            let (numer, denom) = (u128::from(base.numer.get()), u128::from(base.denom.get()));
+            (u128::from(sample) * denom / (numer * u128::from(rate)).max(1)) as u64
+        }
+    };
+    let to = SeekTo::Timestamp { ts: Timestamp::new(ticks as i64), track_id: track };
+    reader.seek(SeekMode::Accurate, to).is_ok()
 }
 
 /// Whether the quantiser of a packet of Microsoft's ADPCM, which is blocks of `frames`, grows beyond what 32 bits hold: to
@@ -232,23 +278,10 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
     let format = name(bytes);
     let Opened { mut reader, track, base, parameters, skip, .. } = open(bytes)?;
     let start = start + skip;
-    let options = AudioDecoderOptions::default();
-    let mut decoder = symphonia::default::get_codecs()
-        .make_audio_decoder(&parameters, &options)
-        .map_err(|_| Error::Unsupported { format, what: format!("the codec {:?}", parameters.codec) })?;
+    let Some(mut decoder) = decoder(&parameters) else { return corrupt(format, "it has no decoder") };
     let from = start.saturating_sub(AHEAD);
-    if from > 0 && blocks(bytes).is_none() {
-        let ticks = match base {
-            None => from,
-            Some(base) => {
-                let (numer, denom) = (u128::from(base.numer.get()), u128::from(base.denom.get()));
-                (u128::from(from) * denom / (numer * u128::from(info.rate)).max(1)) as u64
-            }
-        };
-        let to = SeekTo::Timestamp { ts: Timestamp::new(ticks as i64), track_id: track };
-        if reader.seek(SeekMode::Accurate, to).is_err() {
-            return corrupt(format, "a position cannot be found");
-        }
+    if from > 0 && blocks(bytes).is_none() && !seek(reader.as_mut(), track, base, info.rate, from) {
+        return corrupt(format, "a position cannot be found");
     }
     let of_microsoft = parameters.codec == CODEC_ID_ADPCM_MS;
     let mut done = 0;
@@ -307,46 +340,4 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
     }
     out[done..].fill(0.0);
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn boxed(name: &[u8; 4], content: &[&[u8]]) -> Vec<u8> {
-        let content = content.concat();
-        [&(content.len() as u32 + 8).to_be_bytes(), &name[..], &content].concat()
-    }
-
-    /// A movie in ticks of a millisecond, and its track of sound in samples of `rate`, with one edit of version 1.
-    fn movie(rate: u32, duration: u64, time: u64) -> Vec<u8> {
-        let header = boxed(b"mvhd", &[&[0; 12], &1000u32.to_be_bytes()]);
-        let media = boxed(b"mdhd", &[&[0; 12], &rate.to_be_bytes()]);
-        let handler = boxed(b"hdlr", &[&[0; 8], b"soun"]);
-        let list = [&[1, 0, 0, 0, 0, 0, 0, 1][..], &duration.to_be_bytes(), &time.to_be_bytes()].concat();
-        let edits = boxed(b"edts", &[&boxed(b"elst", &[&list])]);
-        boxed(b"moov", &[&header, &boxed(b"trak", &[&edits, &boxed(b"mdia", &[&media, &handler])])])
-    }
-
-    #[test]
-    fn an_edit_leaves_out_what_the_encoder_added() {
-        let edit = edit(&movie(44_100, 1000, 1024), 44_100).unwrap();
-        assert_eq!(
-            (edit.skip, edit.frames),
-            (1024, Some(44_145)),
-            "a second, and the part of a tick that may be missing"
-        );
-    }
-
-    #[test]
-    fn an_edit_of_any_length_is_a_length() {
-        for duration in [u64::MAX, u64::MAX - 1, 1 << 63, u64::MAX / 441 * 10 + 10] {
-            let edit = edit(&movie(44_100, duration, 0), 44_100).unwrap();
-            assert!(
-                edit.frames.is_some_and(|frames| frames > 1 << 40),
-                "{duration} ticks are {:?} samples",
-                edit.frames
-            );
-        }
-    }
 }

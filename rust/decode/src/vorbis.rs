@@ -78,7 +78,7 @@ impl Vorbis {
         if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST) {
             return corrupt("OGG Vorbis", "its last position lies beyond what its packets can hold");
         }
-        Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames })
+        Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames, stated: 0 })
     }
 
     fn prepared(&mut self) -> &mut Prepared {

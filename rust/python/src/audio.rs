@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use jaxtrain_loader::decode::{Decoder, RATES};
+use jaxtrain_loader::decode::{Decoder, Info, RATES};
 use jaxtrain_loader::fbank::{Fbank, FilterBank as Tables, FrontEnd};
 use jaxtrain_loader::pipeline;
 use jaxtrain_loader::resample::Resampler;
@@ -68,11 +68,26 @@ pub fn decode<'py>(
 /// Read what the headers of a recording state.
 #[pyfunction]
 pub fn recording_info(py: Python<'_>, path: PathBuf) -> PyResult<(u32, u64, u16, bool)> {
+    with_info(py, path, |decoder, _, info| (info.rate, info.frames, info.channels, decoder.is_slow()))
+}
+
+/// Look for what is odd about a recording that can be read.
+#[pyfunction]
+pub fn recording_doubts(py: Python<'_>, path: PathBuf) -> PyResult<(u64, bool)> {
+    with_info(py, path, |decoder, bytes, info| (info.stated, decoder.cancels(bytes, &info)))
+}
+
+fn with_info<T: Send>(
+    py: Python<'_>,
+    path: PathBuf,
+    of: impl Fn(&mut Decoder, &[u8], Info) -> T + Sync,
+) -> PyResult<T> {
     let read = || {
         let map = jaxtrain_loader::source::map_file(&path)?;
         let mut decoder = Decoder::new();
-        let info = decoder.info(map.as_deref().unwrap_or(&[])).map_err(|e| e.to_string());
-        std::io::Result::Ok(info.map(|info| (info.rate, info.frames, info.channels, decoder.is_slow())))
+        let bytes = map.as_deref().unwrap_or(&[]);
+        let info = decoder.info(bytes).map_err(|e| e.to_string());
+        std::io::Result::Ok(info.map(|info| of(&mut decoder, bytes, info)))
     };
     py.detach(read)?.map_err(PyValueError::new_err)
 }

@@ -60,6 +60,8 @@ pub(super) struct Index {
     next: Option<usize>,
     /// Where to walk from; None until the recording was walked whole.
     table: Option<Arc<Table>>,
+    /// The frames before one of another sample rate, and that rate in Hz: files of two kinds were joined.
+    pub changed: Option<(usize, u32)>,
     /// The recording without delay and padding, in decoded samples.
     pub begin: u64,
     pub end: u64,
@@ -121,7 +123,8 @@ fn fingerprint(bytes: &[u8]) -> u64 {
     bytes.iter().take(256).fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 
-fn key(bytes: &[u8]) -> (usize, usize, u64) {
+/// Tells the bytes apart that were read last.
+pub(in super::super) fn key(bytes: &[u8]) -> (usize, usize, u64) {
     (bytes.as_ptr() as usize, bytes.len(), fingerprint(bytes))
 }
 
@@ -156,10 +159,13 @@ impl Index {
         }
         self.first = Some(first);
         self.walked.clear();
-        (self.base, self.table) = (0, None);
+        (self.base, self.table, self.changed) = (0, None, None);
         self.next = Some(at);
         let constant =
             Constant::detect(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
+        // Of joined files the tag of the first one states its own part alone, and the others have tags between the frames.
+        let joined = |n: usize| tag.as_ref().and_then(|tag| tag.frames).is_some_and(|frames| n > frames as usize + 1);
+        let constant = constant.filter(|&(_, n)| !joined(n));
         if constant.is_none() {
             self.table = table::find(bytes);
         }
@@ -176,10 +182,12 @@ impl Index {
         };
         let samples = first.samples() as u64;
         (self.begin, self.end) = (0, self.n as u64 * samples);
-        if let Some(Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag {
+        if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref() {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
             self.begin = (delay + DECODER_DELAY).min(self.end);
-            self.end = self.end.min(stated.saturating_sub(padding)).max(self.begin);
+            if !joined(self.n) {
+                self.end = self.end.min(stated.saturating_sub(padding)).max(self.begin);
+            }
         }
         self.key = Some(key(bytes));
         Ok(first)
@@ -212,7 +220,7 @@ impl Index {
             return;
         }
         self.walk(bytes, usize::MAX);
-        if self.walked.len() > FAR {
+        if self.walked.len() > FAR && self.changed.is_none() {
             self.table = Some(table::keep(bytes, &self.walked));
         }
     }
@@ -227,13 +235,19 @@ impl Index {
             if !header.same_stream(first) || at + header.size > bytes.len() {
                 return;
             }
-            self.walked.push(at as u32);
+            if Tag::parse(&bytes[at..], header).is_none() {
+                self.walked.push(at as u32);
+            }
             let at = at + header.size;
             if Header::parse(&bytes[at..]).is_some_and(|next| next.same_stream(first)) {
                 self.next = Some(at);
             } else if !is_tag(&bytes[at..]) {
                 // Other bytes between the frames: continue at the next header that another one follows.
-                self.next = resynchronise(&bytes[at..], first).map(|skip| at + skip);
+                let found = resynchronise(&bytes[at..], first).map(|(skip, header)| (at + skip, header));
+                self.next = found.filter(|(_, header)| header.same_stream(first)).map(|(at, _)| at);
+                if self.next.is_none() {
+                    self.changed = found.map(|(_, header)| (self.base + self.walked.len(), header.rate));
+                }
             }
         }
     }
@@ -260,9 +274,13 @@ fn tags_at_end(bytes: &[u8]) -> usize {
     }
 }
 
-/// Bytes to the next header of the same stream as `first` that another one follows.
-fn resynchronise(bytes: &[u8], first: Header) -> Option<usize> {
-    (0..bytes.len()).filter(|&at| bytes[at] == 0xff).find(|&at| {
-        Header::parse(&bytes[at..]).is_some_and(|header| header.same_stream(first) && follows(bytes, at, header))
+/// The next frame of the same stream as `first` that another one follows, or of another stream that two follow.
+fn resynchronise(bytes: &[u8], first: Header) -> Option<(usize, Header)> {
+    (0..bytes.len()).filter(|&at| bytes[at] == 0xff).find_map(|at| {
+        let header = Header::parse(&bytes[at..])?;
+        let next = at + header.size;
+        let sure = header.same_stream(first)
+            || next < bytes.len() && Header::parse(&bytes[next..]).is_some_and(|second| follows(bytes, next, second));
+        (sure && follows(bytes, at, header)).then_some((at, header))
     })
 }

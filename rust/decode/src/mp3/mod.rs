@@ -30,6 +30,7 @@ mod tag;
 
 use super::{corrupt, Error, Info};
 use header::Header;
+pub(super) use index::key;
 use index::Index;
 use layer3::{Layer3, RESERVOIR};
 
@@ -57,8 +58,13 @@ impl Default for Mp3 {
 impl Mp3 {
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let first = self.index.build(bytes)?;
+        if let Some((frames, rate)) = self.index.changed {
+            let seconds = (frames * first.samples()) as f64 / f64::from(first.rate);
+            let what = super::chain::changes((first.rate, 0), (rate, 0), seconds).unwrap_or_default();
+            return Err(Error::Unsupported { format: "MP3", what });
+        }
         let frames = self.index.end - self.index.begin;
-        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames })
+        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames, stated: 0 })
     }
 
     pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {

@@ -1,0 +1,97 @@
+//! Files that are named as recordings are, and hold a format that is not read here, or no sound at all: by their first bytes.
+
+use super::Error;
+
+const WMA: [u8; 8] = *b"\x30\x26\xb2\x75\x8e\x66\xcf\x11";
+
+/// Where the bytes lie, the bytes, and the format's name.
+const FORMATS: [(usize, &[u8], &str); 24] = [
+    (0, &WMA, "Windows Media (WMA)"),
+    (0, b"\x1a\x45\xdf\xa3", "Matroska or WebM"),
+    (8, b"AVI ", "AVI"),
+    (0, b"wvpk", "WavPack"),
+    (0, b"TTA1", "True Audio"),
+    (0, b"MAC ", "Monkey's Audio"),
+    (0, b"MPCK", "Musepack"),
+    (0, b"MP+", "Musepack"),
+    (0, b"#!AMR", "AMR"),
+    (0, b"\x0b\x77", "AC-3"),
+    (0, b"\x7f\xfe\x80\x01", "DTS"),
+    (0, b"NIST_1A", "NIST SPHERE"),
+    (0, b"Creative Voice File", "VOC"),
+    (8, b"8SVX", "8SVX"),
+    (8, b"16SV", "16SV"),
+    (0, b" paf", "PARIS"),
+    (0, b"2BIT", "AVR"),
+    (0, b"\x64\xa3", "IRCAM"),
+    (0, b"DSD ", "DSD"),
+    (0, b".RMF", "RealAudio"),
+    (0, b"\0\0\x01\xba", "MPEG program stream"),
+    (4, b"moov", "QuickTime"),
+    (4, b"mdat", "QuickTime"),
+    (4, b"styp", "a segment of MP4"),
+];
+
+/// First bytes of files that are no sound, what they are, and how to get the recording.
+const NO_SOUND: [(&[u8], &str); 6] = [
+    (b"version https://git-lfs", "a Git LFS pointer instead of the recording; fetch it: git lfs pull"),
+    (b"<!", "a web page instead of the recording; fetch it again"),
+    (b"<ht", "a web page instead of the recording; fetch it again"),
+    (b"PK\x03\x04", "a ZIP archive; unpack it"),
+    (b"\x1f\x8b", "a gzip archive; unpack it"),
+    (b"WAac", "a WAC recording of a Song Meter; convert it with Kaleidoscope"),
+];
+
+/// Why the bytes are not read.
+pub(super) fn refusal(bytes: &[u8]) -> Error {
+    let found = FORMATS.iter().find(|(at, magic, _)| bytes.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
+    if let Some(name) = found.map(|(_, _, name)| *name).or_else(|| frames(bytes)) {
+        return Error::Unsupported { format: name, what: "this format".into() };
+    }
+    if let Some((_, what)) = NO_SOUND.iter().find(|(magic, _)| bytes.starts_with(magic)) {
+        return Error::NoSound(what);
+    }
+    if bytes.iter().take(1 << 16).all(|&byte| byte == 0) {
+        return Error::NoSound("a file of zeros, as copies that failed leave them; fetch it again");
+    }
+    let mut begin = [0; 4];
+    let n = bytes.len().min(4);
+    begin[..n].copy_from_slice(&bytes[..n]);
+    Error::Unknown(begin)
+}
+
+/// The name of a format of frames that each begin with a sync word, if two follow each other: MPEG layers I and II, AAC in
+/// ADTS, packets of MPEG transport streams.
+fn frames(bytes: &[u8]) -> Option<&'static str> {
+    let second = |size: usize, is: &dyn Fn(&[u8]) -> bool| {
+        let rest = bytes.get(size..).unwrap_or(&[]);
+        size > 0 && (rest.len() < 7 || is(rest))
+    };
+    let head = bytes.get(..7)?;
+    if head[0] == 0x47 && second(188, &|rest| rest[0] == 0x47) {
+        return Some("MPEG transport stream");
+    }
+    let word = u32::from_be_bytes([head[0], head[1], head[2], head[3]]);
+    let same = |rest: &[u8]| rest[0] == 0xff && rest[1] & 0xfe == head[1] & 0xfe;
+    match word >> 17 & 3 {
+        0 if word >> 20 == 0xfff => {
+            let size = (word as usize & 3) << 11 | usize::from(head[4]) << 3 | usize::from(head[5]) >> 5;
+            second(size, &same).then_some("AAC in ADTS")
+        }
+        2 if word >> 21 == 0x7ff => second(layer2(word)?, &same).then_some("MPEG layer II"),
+        3 if word >> 21 == 0x7ff && word >> 12 & 15 < 15 && word >> 10 & 3 < 3 => Some("MPEG layer I"),
+        _ => None,
+    }
+}
+
+/// Bytes of a frame of layer II.
+fn layer2(word: u32) -> Option<usize> {
+    let base = [44100, 48000, 32000].get((word >> 10 & 3) as usize)?;
+    let i = (word >> 12 & 15) as usize;
+    let (rate, kilobits) = match word >> 19 & 3 {
+        3 => (*base, [0, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 0][i]),
+        2 => (base / 2, [0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0][i]),
+        _ => return None,
+    };
+    Some((144_000 * kilobits / rate + (word >> 9 & 1)) as usize)
+}

@@ -1,0 +1,168 @@
+//! Plain samples in any container: integers of 8 to 32 bits, floats and G.711, read straight from the bytes.
+//! `riff` and `chunks` say where they lie.
+
+use super::{aiff, corrupt, riff, Error, Info};
+
+/// The coding of one sample.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Encoding {
+    U8,
+    I8,
+    I16,
+    I24,
+    I32,
+    /// 24 bits at the low end of 4 bytes.
+    I24In4,
+    F32,
+    F64,
+    ALaw,
+    MuLaw,
+}
+
+impl Encoding {
+    /// Integers of so many bytes.
+    pub fn integer(bytes: usize) -> Option<Self> {
+        [Self::I8, Self::I16, Self::I24, Self::I32].get(bytes.checked_sub(1)?).copied()
+    }
+
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 | Self::ALaw | Self::MuLaw => 1,
+            Self::I16 => 2,
+            Self::I24 => 3,
+            Self::I32 | Self::I24In4 | Self::F32 => 4,
+            Self::F64 => 8,
+        }
+    }
+}
+
+/// Where the samples of a recording lie, and how they are coded.
+pub(super) struct Pcm<'a> {
+    pub name: &'static str,
+    pub rate: u32,
+    pub channels: u16,
+    pub encoding: Encoding,
+    pub big_endian: bool,
+    pub data: &'a [u8],
+    /// The bytes that the header states; 0 if it leaves them open.
+    pub stated: u64,
+}
+
+impl<'a> Pcm<'a> {
+    /// The plain samples of a recording; None if the bytes are of another container, or hold another codec.
+    pub fn find(bytes: &'a [u8]) -> Result<Option<Self>, Error> {
+        match bytes.get(..4).unwrap_or(&[]) {
+            b"RIFF" | b"RF64" | b"BW64" if bytes.get(8..12) == Some(b"WAVE") => riff::wav(bytes),
+            b"riff" if bytes.starts_with(&riff::W64) => riff::w64(bytes),
+            b".snd" => aiff::au(bytes),
+            b"FORM" if matches!(bytes.get(8..12), Some(b"AIFF" | b"AIFC")) => aiff::aiff(bytes),
+            b"caff" => aiff::caf(bytes),
+            _ => Ok(None),
+        }
+    }
+
+    fn frame(&self) -> usize {
+        self.encoding.bytes() * usize::from(self.channels)
+    }
+
+    pub fn info(&self) -> Info {
+        let frames = |bytes: u64| bytes / self.frame().max(1) as u64;
+        let (found, stated) = (frames(self.data.len() as u64), frames(self.stated));
+        Info { rate: self.rate, channels: self.channels, frames: found, stated }
+    }
+
+    /// Decodes the frames from `start` on, which must lie inside the recording; only their bytes are read. With a `channel`,
+    /// which must be one of the recording's, that one instead of the mean.
+    pub fn read(&self, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
+        let mut channels = usize::from(self.channels);
+        let block = self.frame();
+        let begin = (start as usize).saturating_mul(block);
+        let Some(data) = self.data.get(begin..begin.saturating_add(out.len().saturating_mul(block))) else {
+            return corrupt(self.name, "the data ends before its stated length");
+        };
+        let chosen: Vec<u8>;
+        let data = match channel {
+            Some(channel) if channels > 1 => {
+                let size = self.encoding.bytes();
+                let first = usize::from(channel) * size;
+                chosen = data.chunks_exact(block).flat_map(|frame| &frame[first..first + size]).copied().collect();
+                channels = 1;
+                &chosen[..]
+            }
+            _ => data,
+        };
+        let n = channels;
+        match (self.encoding, self.big_endian) {
+            (Encoding::U8, _) => mix(data, n, out, 7, |[a]: [u8; 1]| f64::from(i32::from(a) - 128)),
+            (Encoding::I8, _) => mix(data, n, out, 7, |x| f64::from(i8::from_le_bytes(x))),
+            (Encoding::I16, false) if n <= 2 => mix_i16(data, n, out),
+            (Encoding::I16, false) => mix(data, n, out, 15, |x| f64::from(i16::from_le_bytes(x))),
+            (Encoding::I16, true) => mix(data, n, out, 15, |x| f64::from(i16::from_be_bytes(x))),
+            (Encoding::I24, false) => mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_le_bytes([0, a, b, c]))),
+            (Encoding::I24, true) => mix(data, n, out, 31, |[a, b, c]| f64::from(i32::from_be_bytes([a, b, c, 0]))),
+            (Encoding::I32, false) => mix(data, n, out, 31, |x| f64::from(i32::from_le_bytes(x))),
+            (Encoding::I32, true) => mix(data, n, out, 31, |x| f64::from(i32::from_be_bytes(x))),
+            (Encoding::I24In4, _) => mix(data, n, out, 23, |x| f64::from(i32::from_le_bytes(x))),
+            (Encoding::F32, false) => mix(data, n, out, 0, |x| f64::from(f32::from_le_bytes(x))),
+            (Encoding::F32, true) => mix(data, n, out, 0, |x| f64::from(f32::from_be_bytes(x))),
+            (Encoding::F64, false) => mix(data, n, out, 0, f64::from_le_bytes),
+            (Encoding::F64, true) => mix(data, n, out, 0, f64::from_be_bytes),
+            (Encoding::ALaw, _) => mix(data, n, out, 15, |[a]: [u8; 1]| a_law(a)),
+            (Encoding::MuLaw, _) => mix(data, n, out, 15, |[a]: [u8; 1]| mu_law(a)),
+        }
+        Ok(())
+    }
+}
+
+/// A sample of 16 bits that a byte of A-law stands for (G.711).
+fn a_law(byte: u8) -> f64 {
+    let byte = byte ^ 0x55;
+    let (step, exponent) = (i32::from(byte & 15), i32::from(byte >> 4 & 7));
+    let size = if exponent == 0 { (step << 4) + 8 } else { ((step << 4) + 0x108) << (exponent - 1) };
+    f64::from(if byte & 0x80 == 0 { -size } else { size })
+}
+
+/// A sample of 16 bits that a byte of mu-law stands for (G.711).
+fn mu_law(byte: u8) -> f64 {
+    let byte = !byte;
+    let size = (((i32::from(byte & 15) << 3) + 0x84) << (byte >> 4 & 7)) - 0x84;
+    f64::from(if byte & 0x80 == 0 { size } else { -size })
+}
+
+/// The same result as `mix`, faster: a sum of 17 bits is exact in float32, and scaling by a power of two rounds nothing.
+fn mix_i16(data: &[u8], channels: usize, out: &mut [f32]) {
+    let value = |x: &[u8]| i32::from(i16::from_le_bytes([x[0], x[1]]));
+    if channels == 1 {
+        for (y, x) in out.iter_mut().zip(data.chunks_exact(2)) {
+            *y = value(x) as f32 * (1.0 / 32768.0);
+        }
+    } else {
+        for (y, x) in out.iter_mut().zip(data.chunks_exact(4)) {
+            *y = (value(x) + value(&x[2..])) as f32 * (0.5 / 32768.0);
+        }
+    }
+}
+
+/// The mean of the channels, where full scale is 2^`scale`. In float64, so that it is rounded only once.
+#[inline(always)]
+fn mix<const N: usize>(data: &[u8], channels: usize, out: &mut [f32], scale: i32, value: impl Fn([u8; N]) -> f64) {
+    let gain = 2f64.powi(-scale);
+    let value = |x: &[u8]| value(x.try_into().expect("one sample"));
+    match channels {
+        1 => {
+            for (y, x) in out.iter_mut().zip(data.chunks_exact(N)) {
+                *y = (value(x) * gain) as f32;
+            }
+        }
+        2 => {
+            for (y, x) in out.iter_mut().zip(data.chunks_exact(2 * N)) {
+                *y = ((value(&x[..N]) + value(&x[N..])) * (0.5 * gain)) as f32;
+            }
+        }
+        _ => {
+            for (y, x) in out.iter_mut().zip(data.chunks_exact(channels * N)) {
+                *y = (x.chunks_exact(N).map(&value).sum::<f64>() * gain / channels as f64) as f32;
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+"""Sound files as recorders, phones and editors leave them.
+
+They are read to the length that libsndfile and ffmpeg read, or refused by name with a line that converts them.
+"""
+
+import io
+import pathlib
+import shutil
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+import soundfile
+
+from jaxtrain import cli
+from loaders import _rust
+from loaders.audio.recordings import windows
+from tests.support import corpus
+
+HERE = pathlib.Path(__file__).parents[1] / "data" / "field"
+RATE, N = 44_100, 11_027
+REMEDY = "convert it: ffmpeg -i OLD NEW.flac"
+FFMPEG = shutil.which("ffmpeg")
+needs_ffmpeg = pytest.mark.skipif(not FFMPEG, reason="there is no ffmpeg to encode and compare with")
+
+
+def tones(channels: int = 1, n: int = N, rate: int = RATE) -> np.ndarray:
+    t = np.arange(n) / rate
+    return np.stack([0.3 * np.sin(2 * np.pi * f * t * (1 + 0.2 * t)) for f in (440, 1000, 1500, 700, 300, 200)[:channels]], 1)
+
+
+def ffmpeg(path: pathlib.Path, channels: int) -> np.ndarray:
+    """The recording as ffmpeg decodes it: the mean of its channels."""
+    command = ["ffmpeg", "-v", "error", "-i", str(path), "-f", "f32le", "-"]
+    out = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+    return np.frombuffer(out, "<f4").reshape(-1, channels).mean(1)
+
+
+# ---- all formats that libsndfile and ffmpeg write ----------------------------------------------------------------------
+
+READ = {
+    "AIFF": {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+    "AU": {"PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+    "CAF": {"PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+    "FLAC": {"PCM_S8", "PCM_16", "PCM_24"},
+    "MP3": {"MPEG_LAYER_III"},
+    "OGG": {"VORBIS", "OPUS"},
+    "RF64": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+    "W64": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+    "WAV": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM"},
+    "WAVEX": {"PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
+}
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("kind", [each for each in soundfile.available_formats() if each != "RAW"])
+def test_a_format_of_libsndfile_is_read_to_its_length_or_refused(tmp_path, kind, channels):
+    path = tmp_path / "a"
+    for subtype in soundfile.available_subtypes(kind):
+        rate = 48_000 if subtype == "OPUS" else RATE
+        try:
+            soundfile.write(path, tones(channels), rate, format=kind, subtype=subtype)
+        except (soundfile.LibsndfileError, ValueError):  # this number of channels is none of the format
+            continue
+        try:
+            wave, found, frames = _rust.decode(path.read_bytes())
+        except ValueError as error:
+            assert REMEDY in str(error) or str(error).startswith("not a WAV"), (kind, subtype, error)
+            assert subtype not in READ.get(kind, ()), (kind, subtype, error)
+            continue
+        expected, _ = soundfile.read(path, always_2d=True)
+        assert (found, frames) == (rate, len(expected)), (kind, subtype)
+        lossy = 2e-2 if "ADPCM" in subtype else 1e-4
+        assert abs(wave - expected.mean(1)).max() < lossy, (kind, subtype)
+
+
+# name, arguments of ffmpeg, samples by which lengths may differ (ffmpeg keeps the padding of AAC), and what names a refusal
+ENCODED = [
+    ("a.m4a", ["-c:a", "aac"], 1024, ""),
+    ("a.mov", ["-c:a", "aac"], 1024, ""),
+    ("a.3gp", ["-c:a", "aac"], 1024, ""),
+    ("low.m4a", ["-c:a", "aac", "-ar", "8000"], 1024, ""),
+    ("cut.m4a", ["-c:a", "aac", "-ss", "0.2"], 1024, ""),
+    ("alac.m4a", ["-c:a", "alac"], 0, ""),
+    ("alac.caf", ["-c:a", "alac"], 0, ""),
+    ("sowt.mov", ["-c:a", "pcm_s16le"], 0, ""),
+    ("float.mov", ["-c:a", "pcm_f32le"], 0, ""),
+    ("pcm.caf", ["-c:a", "pcm_s24be"], 0, ""),
+    ("sowt.aiff", ["-c:a", "pcm_s16le"], 0, ""),
+    ("a.au", [], 0, ""),
+    ("a.w64", [], 0, ""),
+    ("rf64.wav", ["-rf64", "always"], 0, ""),
+    ("bext.wav", ["-write_bext", "1"], 0, ""),
+    ("vbr.mp3", ["-c:a", "libmp3lame", "-q:a", "5"], 0, ""),
+    ("plain.mp3", ["-c:a", "libmp3lame", "-write_xing", "0"], 0, ""),
+    ("a.opus", ["-c:a", "libopus", "-ar", "48000"], 0, ""),
+    ("a.ogg", ["-c:a", "libvorbis"], 128, ""),
+    ("in24.mov", ["-c:a", "pcm_s24be"], 0, "in24"),
+    ("five.m4a", ["-c:a", "aac", "-ac", "6"], 0, "AAC of more than 2 channels"),
+    ("empty_moov.mp4", ["-c:a", "aac", "-movflags", "frag_keyframe+empty_moov"], 0, "fragmented"),
+    ("moof.mp4", ["-c:a", "aac", "-movflags", "frag_keyframe+default_base_moof", "-frag_duration", "50000"], 0, "fragmented"),
+    ("flac.mp4", ["-c:a", "flac", "-strict", "-2"], 0, "fLaC"),
+    ("opus.mp4", ["-c:a", "libopus", "-ar", "48000"], 0, "Opus"),
+    ("a.aac", ["-c:a", "aac"], 0, "AAC in ADTS"),
+    ("layer2.mp3", ["-c:a", "mp2", "-f", "mp2"], 0, "MPEG layer II"),
+    ("a.ac3", ["-c:a", "ac3"], 0, "AC-3"),
+    ("a.wma", ["-c:a", "wmav2"], 0, "Windows Media"),
+    ("a.webm", ["-c:a", "libopus", "-ar", "48000"], 0, "WebM"),
+    ("a.avi", [], 0, "AVI"),
+    ("a.ts", ["-c:a", "aac"], 0, "transport stream"),
+    ("a.wv", [], 0, "WavPack"),
+    ("mp3.wav", ["-c:a", "libmp3lame"], 0, "MP3"),
+    ("flac.ogg", ["-c:a", "flac"], 0, "FLAC in OGG"),
+]
+
+
+@needs_ffmpeg
+@pytest.mark.parametrize("name, arguments, slack, refused", ENCODED, ids=[each[0] for each in ENCODED])
+def test_a_format_of_ffmpeg_is_read_to_its_length_or_refused(tmp_path, name, arguments, slack, refused):
+    path = tmp_path / name
+    raw = ["ffmpeg", "-v", "error", "-f", "f32le", "-ar", str(RATE), "-ac", "2", "-i", "-", *arguments, str(path)]
+    made = subprocess.run(raw, input=tones(2, 22_051).astype("<f4").tobytes(), capture_output=True, timeout=60, check=False)
+    if made.returncode:
+        pytest.skip(f"this ffmpeg does not write it: {made.stderr.decode()[-80:]}")
+    if refused:
+        with pytest.raises(ValueError, match=rf"{refused}.*{REMEDY}"):
+            _rust.recording_info(path)
+        return
+    expected = ffmpeg(path, 2)
+    wave, _, frames = _rust.decode(path.read_bytes())
+    n = min(frames, len(expected))
+    assert abs(len(expected) - frames) <= slack
+    assert abs(wave[:n] - expected[:n]).mean() < 2e-3
+    assert _rust.recording_info(path)[1] == frames
+
+
+# ---- headers of WAV and others ----------------------------------------------------------------------------------------
+
+SAMPLES = np.random.default_rng(0).integers(-20_000, 20_000, 5000).astype("<i2")
+CHUNK = b"LIST\x0c\0\0\0INFOIART\0\0\0\0"
+ZEROS = bytes(8192)
+TAG = b"TAG" + bytes(5000)
+
+
+def wav(stated: int | None, data: bytes, after: bytes = b"", tag: int = 1, bits: int = 16, block: int | None = None) -> bytes:
+    block = bits // 8 if block is None else block
+    form = struct.pack("<HHIIHH", tag, 1, RATE, RATE * block, block, bits)
+    stated = len(data) if stated is None else stated
+    return (
+        b"RIFF" + struct.pack("<I", (36 + stated) & 0xFFFFFFFF) + b"WAVEfmt \x10\0\0\0" + form
+        + b"data" + struct.pack("<I", stated) + data + after
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stated", [0, 44, 2000, 0xFFFFFFFF, 0x7FFFFFFF, None])
+@pytest.mark.parametrize("after", [b"", CHUNK, CHUNK + ZEROS, TAG], ids=["end", "chunk", "zeros", "tag"])
+def test_samples_behind_a_stale_header_are_read_and_chunks_are_not(tmp_path, stated, after):
+    (tmp_path / "a.wav").write_bytes(wav(stated, SAMPLES.tobytes(), after))
+    wave, _, frames = _rust.decode((tmp_path / "a.wav").read_bytes())
+    assert np.array_equal(wave[:5000] * 32768, SAMPLES)
+    # What follows the data is known only if the header says where they end.
+    assert frames == 5000 + (0 if stated is None else len(after) // 2)
+    says = {None: 5000, 0xFFFFFFFF: 0}.get(stated, (stated or 0) // 2)
+    assert _rust.recording_doubts(tmp_path / "a.wav") == (says, False)
+
+
+def test_a_recording_without_samples_stays_empty():
+    with pytest.raises(ValueError, match="holds no audio"):
+        _rust.decode(wav(0, b"", CHUNK))
+
+
+@pytest.mark.parametrize("block, bits", [(1, 16), (0, 16), (2, 12)])
+def test_a_wrong_block_is_read_as_others_read_it(block, bits):
+    assert np.array_equal(_rust.decode(wav(None, SAMPLES.tobytes(), bits=bits, block=block))[0] * 32768, SAMPLES)
+
+
+def test_24_bits_in_4_bytes_lie_at_either_end():
+    values = np.random.default_rng(1).integers(-(1 << 23), 1 << 23, 3000).astype("<i4")
+    for data in ((values << 8).astype("<i4"), values):
+        wave, _, frames = _rust.decode(wav(None, data.tobytes(), bits=24, block=4))
+        assert frames == 3000 and np.array_equal(wave, values / np.float32(1 << 23))
+    floats = (values / 7).astype("<f4").tobytes()
+    with pytest.raises(ValueError, match="floats of 24 bits"):
+        _rust.decode(wav(None, floats, bits=24, block=4))
+
+
+def test_open_lengths_of_caf_and_au_go_to_the_end():
+    big = SAMPLES.astype(">i2").tobytes()
+    desc = struct.pack(">d4s5I", RATE, b"lpcm", 0, 2, 1, 1, 16)
+    caf = b"caff\0\x01\0\0desc" + struct.pack(">q", 32) + desc + b"data" + struct.pack(">q", -1) + bytes(4) + big
+    au = b".snd" + struct.pack(">5I", 24, 0xFFFFFFFF, 3, RATE, 1) + big
+    for data in (caf, au):
+        assert np.array_equal(_rust.decode(data)[0] * 32768, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    "data, name",
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html><title>404</title>", "a web page"),
+        (bytes(9000), "a file of zeros"),
+        (b"PK\x03\x04" + bytes(100), "a ZIP archive"),
+        (b"WAac" + bytes(100), "a WAC recording.*Kaleidoscope"),
+    ],
+)
+def test_files_that_are_no_sound_are_named(data, name):
+    with pytest.raises(ValueError, match=name):
+        _rust.decode(data)
+
+
+# ---- joined files -----------------------------------------------------------------------------------------------------
+
+
+def opus(seed: int, seconds: float, channels: int = 1) -> bytes:
+    wave = corpus.noise(seed, seconds, 48_000)
+    return corpus.encode(np.stack([wave] * channels, 1), 48_000, "OGG", "OPUS")
+
+
+def slices_agree(data: bytes, tolerance: float = 1e-5) -> None:
+    whole, _, frames = _rust.decode(data)
+    for start, length in ((0, 100), (frames // 3 - 500, 2000), (frames // 2 - 5000, 10_000), (frames - 1000, 1000)):
+        np.testing.assert_allclose(_rust.decode(data, start, length)[0], whole[start : start + length], atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda i: opus(i, 1.0 + i / 10), lambda i: corpus.encode(corpus.noise(i, 1 + i / 10, RATE), RATE, "OGG")]
+)
+def test_chained_ogg_is_read_whole(make):
+    parts = [make(0), make(1), make(0)]  # the last one has the serial number of the first
+    whole, _, frames = _rust.decode(b"".join(parts))
+    np.testing.assert_array_equal(whole, np.concatenate([_rust.decode(part)[0] for part in parts]))
+    assert len(whole) == frames
+    slices_agree(b"".join(parts))
+    twice, _, frames = _rust.decode(parts[0] * 2)
+    assert frames == 2 * len(_rust.decode(parts[0])[0])
+
+
+def test_a_long_chain_of_one_serial_number_is_found():
+    """Beyond a MiB the pages are not all walked: their numbers are compared at a few places."""
+    part = corpus.encode(corpus.noise(0, 20.0, RATE), RATE, "OGG")
+    data = part * (-(-(1 << 20) // len(part)) + 1)
+    assert _rust.decode(data, 0, 1)[2] == len(data) // len(part) * _rust.decode(part, 0, 1)[2]
+
+
+@pytest.mark.parametrize(
+    "data, what",
+    [
+        (lambda: opus(0, 1.0) + opus(1, 1.0, 2), r"number of channels changes from 1 to 2 after 1.000 s \(joined files\)"),
+        (
+            lambda: b"".join(corpus.encode(corpus.noise(0, 1, rate), rate, "OGG") for rate in (RATE, 16_000)),
+            "rate changes from 44100 to 16000 Hz after 1.000 s",
+        ),
+        (
+            lambda: b"".join(corpus.encode(corpus.noise(0, 1, rate), rate, "MP3") for rate in (RATE, 16_000)),
+            "rate changes from 44100 to 16000 Hz after 1.0",
+        ),
+    ],
+    ids=["opus", "vorbis", "mp3"],
+)  # fmt: skip
+def test_joined_files_of_several_rates_are_refused(data, what):
+    with pytest.raises(ValueError, match=rf"{what}.*{REMEDY}"):
+        _rust.decode(data())
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+def test_joined_mp3s_are_read_whole(tmp_path, mode):
+    """Whose first frame states the length of the first part alone."""
+    parts = []
+    for seed in range(3):
+        file = io.BytesIO()
+        wave = corpus.noise(seed, 2.0, 22_050)
+        soundfile.write(file, wave, 22_050, format="MP3", bitrate_mode=mode, compression_level=0.5)
+        parts.append(file.getvalue())
+    data = b"".join(parts)
+    path = tmp_path / "joined.mp3"
+    path.write_bytes(data)
+    frames = _rust.decode(data)[2]
+    assert 0 <= frames / 22_050 - 6.0 < 0.3, "the parts, and the delay and padding of the encoder between them"
+    if FFMPEG:
+        extra = len(ffmpeg(path, 1)) - frames
+        assert extra in (0, 2 * 576), "which decodes the first frames of the later parts, that hold no sound"
+    slices_agree(data)
+
+
+# ---- M4A --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["explicit", "compatible", "implicit"])
+def test_he_aac_is_refused_by_name(kind):
+    """Whose upper half of the band a decoder of AAC leaves out, if the header announces it or not."""
+    with pytest.raises(ValueError, match=f"M4A: HE-AAC cannot be read here; {REMEDY}"):
+        _rust.recording_info(HERE / f"he_aac_{kind}.m4a")
+
+
+@needs_ffmpeg
+def test_an_m4a_that_was_cut_short_is_damaged(tmp_path):
+    path = tmp_path / "a.m4a"
+    command = ["ffmpeg", "-v", "error", "-f", "lavfi", "-i", "anoisesrc=d=2:r=44100", "-c:a", "aac"]
+    subprocess.run([*command, "-movflags", "faststart", str(path)], check=True, timeout=60)
+    data = path.read_bytes()
+    for damaged, why in (
+        (data[: len(data) // 2], "ends before its stated length"),
+        (data[data.index(b"mdat") - 4 :], "QuickTime"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=why):
+            _rust.recording_info(path)
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
+    folder = tmp_path / "rec"
+    folder.mkdir()
+    shutil.copy(HERE / "he_aac_implicit.m4a", folder)
+    tone = 0.3 * np.sin(np.arange(24_000) / 7)
+    (folder / "inverted.wav").write_bytes(corpus.encode(np.stack([tone, -tone], 1), 8000))
+    (folder / "stale.wav").write_bytes(wav(44, SAMPLES.tobytes() * 4))
+    assert cli.main(["index", str(folder), "--labels", "none", "--out", str(tmp_path / "index")]) == 2
+    refused = capsys.readouterr().err
+    assert cli.main(["index", str(folder), "--out", str(tmp_path / "index"), "--on", "unreadable-file=drop"]) == 0
+    assert "train: 2 rows of 2 recordings" in capsys.readouterr().out
+    mistakes = windows.lenient()
+    cut = windows.cut([str(folder)], seconds=1.0, hop=1.0, mistakes=mistakes)
+    assert [each.name for each in cut.recordings] == ["inverted.wav", "stale.wav"]
+    for kind, text in (
+        ("unreadable-file", f"he_aac_implicit.m4a: M4A: HE-AAC cannot be read here; {REMEDY}"),
+        ("opposite-channels", "inverted.wav"),
+        ("stale-header", "stale.wav holds 0.454 s; its header states 0.000 s"),
+    ):
+        assert kind in refused and text in refused
+        assert any(kind == found and text in said for found, said in mistakes.lines)
