@@ -18,6 +18,10 @@ class FactoryError(ValueError):
     """A name of no function. The message continues the path of the field: "is 'optax:x', and …"."""
 
 
+class _TrialError(Exception):
+    """An optimizer that could not update parameters which are not the run's own."""
+
+
 def is_factory(name: str) -> bool:
     """Whether a name is that of a factory, and not of a built-in rule or schedule."""
     return ":" in name
@@ -79,28 +83,41 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     try:
         text = _abstractly(lambda: check(call(name, arguments, **given)))
     except Exception as error:
-        faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, without=key)]
+        faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, check, without=key)]
         path, value = (f"{where}.{faulty[0]}", arguments[faulty[0]]) if len(faulty) == 1 else (where, dict(arguments))
-        yield path, f"is {value!r}, and {name} failed: {first_line(error)}"
+        if len(faulty) == 1 or not isinstance(error, _TrialError):  # else the run's own parameters are tried later
+            yield path, f"is {value!r}, and {name} failed: {first_line(error.__cause__ or error)}"
     else:
         if text:
             yield field, f"is {name!r}, which {text}"
 
 
-def _works(name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], *, without: str) -> bool:
-    """Whether a factory returns if one argument is left out."""
+def _works(
+    name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], check: Callable[[Any], str], *, without: str
+) -> bool:
+    """Whether a factory's result passes if one argument is left out."""
     try:
-        _abstractly(lambda: call(name, {key: value for key, value in arguments.items() if key != without}, **given))
+        _abstractly(lambda: check(call(name, {key: value for key, value in arguments.items() if key != without}, **given)))
     except Exception:
         return False
     return True
 
 
 def of_optimizer(found: Any) -> str:
-    """Describe the problem with the result of an optimizer's factory, as the ``check`` of `problems`."""
-    if all(callable(getattr(found, name, None)) for name in ("init", "update")):
-        return ""
-    return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+    """Describe the problem with the result of an optimizer's factory, as the ``check`` of `problems`.
+
+    It updates a matrix and a vector, since most factories store their arguments without looking at them.
+    """
+    if not all(callable(getattr(found, name, None)) for name in ("init", "update")):
+        return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+    import jax.numpy as jnp  # here: most configs name no factory
+
+    params = {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}
+    try:
+        found.update(params, found.init(params), params)
+    except Exception as error:
+        raise _TrialError from error
+    return ""
 
 
 def of_schedule(found: Any) -> str:
@@ -114,7 +131,7 @@ def of_schedule(found: Any) -> str:
     return "" if shape == () else f"gives {rate} at a step; expected a number, the learning rate"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

@@ -62,6 +62,7 @@ def test_arguments_are_read_from_the_command_line():
             "arguments.size",
             "is 'x', and own_optim:sized failed",
         ),
+        (["name=optax:adamw", "arguments.b1='0.9'", "arguments.b2=0.95"], "arguments.b1", "is '0.9', and optax:adamw failed"),
         (["name=optax:adamw", "arguments.beta2=0.9"], "arguments.beta2", "is no parameter of optax:adamw; expected one of: b1"),
         (["name=optax:adamw", "arguments.learning_rate=1"], "arguments.learning_rate", "leave it out"),
         (["name=optax:adamw", "weight_decay=0.1"], "weight_decay", "does not read; leave it at 0.05"),
