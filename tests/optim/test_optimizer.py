@@ -122,7 +122,7 @@ def test_coverage_errors_list_every_offender():
     lines = str(error.value).splitlines()
     assert len(lines) == 4
     for path, which in (("encoder/gamma", "neither"), ("kernel", "neither"), ("bias_w", "both")):
-        assert any(f"'{path}' matches {which}" in line for line in lines)
+        assert any(f"'{path}' matches {which}" in line and "change the patterns so that" in line for line in lines)
     assert any("groups[0].match='^probe/' matches no parameter" in line and "kernel" in line for line in lines)
 
 
