@@ -178,8 +178,11 @@ class _Walk:
 
     def _scan(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         params, inner = eqn.params, eqn.params["jaxpr"]
-        n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
-        last = n_consts + n_carry
+        if "ft_in" in params:  # from jax 0.11 on
+            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
+        else:
+            n_consts, n_carry = params["num_consts"], params["num_carry"]
+        last, length = n_consts + n_carry, params["length"]
         body = _Walk(self._share, None)
         consts = body.new(range(n_consts))
         changing = body.new(range(n_consts, len(inputs)), frozenset({ROUND}))
