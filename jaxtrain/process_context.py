@@ -11,6 +11,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import Lease, WorkdirError
 from jaxtrain.telemetry import console as console_lib
 from jaxtrain.telemetry import goodput
+from loaders.io.checks import first_line
 
 
 class Preempted(Exception):
@@ -189,5 +190,4 @@ def _in_words(error: BaseException | None) -> str:
     """One line that says why a run ended."""
     if error is None:
         return "ended"
-    name = type(error).__name__
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else (str(error).splitlines() or [name])[0] or name
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)

@@ -12,6 +12,7 @@ from typing import Any
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.source import SUMS
 from jaxtrain.arrays.stored import StoredError
+from loaders.io.checks import first_line
 
 CARD = "README.md"
 CHUNK = 1 << 24  # [bytes] that are read at once
@@ -57,8 +58,8 @@ def push(
             )
             sent += 1
     except Exception as error:  # noqa: BLE001  of whatever kind the Hub's client raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise StoredError(f"{name} could not be uploaded: {reason}; rerun the same command to resume") from error
+        why = first_line(error)
+        raise StoredError(f"{name} could not be uploaded: {why}; rerun the same command to resume") from error
     return f"{whole}: {sent} of {len(files)} files sent, {len(files) - sent} were there already"
 
 

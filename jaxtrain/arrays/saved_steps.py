@@ -20,6 +20,7 @@ from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
 from jaxtrain.nn import lora
+from loaders.io.checks import first_line
 
 WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
 
@@ -88,7 +89,7 @@ def verify(source: Source) -> int:
                     n = int(np.isnan(piece).sum())
                     nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
         except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
-            problems.append(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
+            problems.append(f"{path}: cannot be read: {first_line(error)}")
         if nans or infinities:
             problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
     for read in (source.data, source.meta):

@@ -38,7 +38,7 @@ from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.parallel import cluster
 from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
-from loaders.io.checks import FREE
+from loaders.io.checks import FREE, first_line
 
 if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
     from jaxtrain.step.state import Abstract, TrainState
@@ -219,7 +219,7 @@ class Checkpointer:
         self._manager.reload()
         whole = max(self._manager.all_steps(), default=None)
         newest = f"the newest complete one is {whole}" if whole is not None else "there is none yet"
-        message = f"checkpoint {step} could not be written: {_first_line(error)}; {newest}"
+        message = f"checkpoint {step} could not be written: {first_line(error)}; {newest}"
         if self._config.checkpoint.on_error == "stop":
             raise CheckpointError(
                 f"{message}. Make room, or fix the disk, and rerun the same command; to train on without this checkpoint, set "
@@ -263,7 +263,7 @@ class Checkpointer:
             log.warning("checkpoint %s has no checksums, which no run leaves out: it is read unverified", path)
             return ""
         except (OSError, ValueError) as error:
-            return _first_line(error)
+            return first_line(error)
 
     def _newest(
         self, manager: ocp.CheckpointManager, path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]
@@ -285,7 +285,7 @@ class Checkpointer:
             except CheckpointError:
                 raise
             except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
-                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), _first_line(error))
+                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), first_line(error))
                 continue
             offset = self._check_data(path / str(step), step, saved["data"], data, changes)
             if others := [str(change) for change in changes if not change.path.startswith(("workdir", "resume.", "data."))]:
@@ -365,7 +365,7 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the file _CHECKPOINT_METADATA of a step is damaged ({_first_line(error)}); delete it: it holds the time "
+            f"{path}: the file _CHECKPOINT_METADATA of a step is damaged ({first_line(error)}); delete it: it holds the time "
             "of the save, and the step is read as well without it"
         ) from error
 
@@ -440,7 +440,3 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
     changed = [k for k in sorted({*old, *new}) if plain(old.get(k)) != plain(new.get(k))]
     return ", ".join(f"{k}: {old.get(k)} saved, {new.get(k)} now" for k in changed)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

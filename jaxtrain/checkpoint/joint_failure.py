@@ -12,6 +12,8 @@ import threading
 import jax
 import orbax.checkpoint as ocp
 
+from loaders.io.checks import first_line
+
 PHASES = {"async_write_complete": "written", "async_commit_complete": "committed"}  # parts of Orbax's names for them
 
 
@@ -49,8 +51,8 @@ class Meeting:
         if error and self._left:
             if not isinstance(error, OtherFailedError):
                 me = jax.process_index()
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self._told.key_value_set(f"{self._folder()}{me}", f"process {me}: {reason}", allow_overwrite=True)
+                said = f"process {me}: {first_line(error)}"
+                self._told.key_value_set(f"{self._folder()}{me}", said, allow_overwrite=True)
             for phase in tuple(self._left):
                 self._come(phase, timeout_ms)
         self._wait(key=key, timeout_ms=timeout_ms)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from jaxtrain import config, workload
 from jaxtrain.commands import arguments, explain, plan
 from loaders.io import machine
+from loaders.io.checks import first_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +99,7 @@ def _train(given: config.Arguments) -> int:
     except RuntimeError as error:
         reason = arguments.homeless(error)
         if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
-            why = str(error).splitlines()[0]
-            reason = f"a device has too little memory: {why}; the same command with --plan names remedies"
+            reason = f"a device has too little memory: {first_line(error)}; the same command with --plan names remedies"
         if not reason:
             raise
         arguments.report(reason)

@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import ConfigError
 from loaders.io import machine
+from loaders.io.checks import first_line
 
 log = logging.getLogger("jaxtrain")
 PLATFORMS = ("tpu", "gpu", "cpu")  # options of one of them begin with xla_tpu_ and so on
@@ -115,7 +116,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not options:
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         if wanted == dict(options):
             raise _refused_for(wanted, reason) from error
     left_out = ", ".join(name for name in options if name not in wanted)
@@ -125,7 +126,7 @@ def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mappin
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not wanted:
             raise
-        raise _refused_for(wanted, str(error).splitlines()[0]) from error
+        raise _refused_for(wanted, first_line(error)) from error
 
 
 def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
@@ -151,7 +152,7 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
         try:
             _compile(lowered, options)
         except jax.errors.JaxRuntimeError as error:
-            return str(error).splitlines()[0].rstrip(": ")
+            return first_line(error).rstrip(": ")
         return ""
 
     if not refusal(options):

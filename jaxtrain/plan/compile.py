@@ -16,6 +16,7 @@ from jaxtrain.compile import xla_options
 from jaxtrain.parallel import layout
 from jaxtrain.plan import gpu_specs, hlo, plan_cache
 from jaxtrain.plan.target import PlanError, Target
+from loaders.io.checks import first_line
 
 # Without a card nothing is tuned, and then XLA's own products (by Triton) find no tiles for some shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
@@ -64,7 +65,7 @@ def tpu_devices(target: Target) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(target.topology, platform="tpu", **options).devices)
     except Exception as error:
-        raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {str(error).splitlines()[0]}") from error
+        raise PlanError(f"--plan={target.name}: libtpu knows no such topology: {first_line(error)}") from error
 
 
 def gpu_devices(target: Target) -> list[Any]:
@@ -75,7 +76,7 @@ def gpu_devices(target: Target) -> list[Any]:
     try:
         return list(topologies.get_topology_desc("", "cuda", target_config=spec, topology=target.topology).devices)
     except Exception as error:
-        raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {str(error).splitlines()[0]}") from error
+        raise PlanError(f"--plan={target.name}: XLA's compiler for GPUs: {first_line(error)}") from error
 
 
 # A card of each compute capability that Pallas knows by name (jax 0.11).
@@ -174,7 +175,7 @@ def ask(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        figures = plan_cache.Figures(0, 0, 0, time.perf_counter() - began, None, refusal=str(error).splitlines()[0])
+        figures = plan_cache.Figures(0, 0, 0, time.perf_counter() - began, None, refusal=first_line(error))
     if name:
         plan_cache.keep(name, figures)
     return figures, False

@@ -24,6 +24,7 @@ from PIL import Image
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import jsonl
+from loaders.io.checks import first_line
 
 log = logging.getLogger("jaxtrain")
 
@@ -247,8 +248,8 @@ def _reachable(field: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # clients raise what they like
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {reason}; or unset it")]) from error
+        why = first_line(error)
+        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]) from error
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -120,6 +120,11 @@ def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
         yield f"{path}.{name}", text
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of an error's message, cut to ``most`` characters, or the error's type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
+
+
 def expected(value: Any, allowed: Iterable[Any]) -> str:
     """The allowed values and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
     names = [str(name) for name in allowed]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from loaders.base import DataError
 from loaders.io import files
+from loaders.io.checks import first_line
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
@@ -40,7 +41,7 @@ def _refusing(path: pathlib.Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # noqa: BLE001
-        raise DataError(f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        raise DataError(f"{path}: {first_line(error)}") from error
 
 
 def require(path: pathlib.Path, *names: str) -> None:

@@ -20,6 +20,8 @@ import zipfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from loaders.io.checks import first_line
+
 if TYPE_CHECKING:
     import numpy as np  # imported for arrays alone: it takes a third of the start of commands that read none
 
@@ -299,7 +301,7 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
         if dtype.hasobject or not 0 < size < 2**63 or len(shape) > MOST_AXES or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"it holds {dtype} {shape}")
     except Exception as error:  # noqa: BLE001  numpy raises many kinds for files that are no arrays
-        raise FileError(f"{path} cannot be read as an array: {(str(error).splitlines() or ['its header'])[0]}") from error
+        raise FileError(f"{path} cannot be read as an array: {first_line(error)}") from error
     return shape, column_major, dtype
 
 

@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from loaders.io import atomic_write, machine
 from loaders.io import files as files_lib
+from loaders.io.checks import first_line
 from loaders.text import token_files
 from loaders.text.tokenizer import FILES, open_tokenizer
 
@@ -192,7 +193,7 @@ def _open(path: pathlib.Path) -> Any:
             source.seek(0)
             return list(pa.ipc.open_stream(source))
     except (pa.ArrowException, OSError) as error:
-        raise TokensError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise TokensError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
@@ -247,12 +248,12 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
             else:
                 rows = table[part.begin].select([options.column])
         except (pa.ArrowException, ValueError, OSError, KeyError) as error:
-            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+            raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
         try:
             rows.column(0).validate(full=True)  # pyarrow takes a file's word for where its values lie
             values = rows.column(0).to_pylist()
         except (pa.ArrowException, ValueError, OSError) as error:
-            raise TokensError(f"{path}: part {part.begin} is damaged: {(str(error).splitlines() or ['?'])[0]}") from error
+            raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
         for i, value in enumerate(values):
             yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value
 
