@@ -135,7 +135,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain( [a-z-]+)?( --[a-z-]+)*$", Run("--help", quick=True)),
     (r"^python -m tools\.orbax_to_safetensors$", Run("--help", quick=True)),
     (r"--help$", Run()),
-    (r"^jaxtrain completion ", Run(quick=True, says=r"#compdef jaxtrain|complete .*jaxtrain")),
     (r"demo_chat\.tokenizer", Run(quick=True, leaves=("bytes.json",))),
     (r"^python -m tools\.proofs$", Run("--list", quick=True, says="kills +201 kills")),
     (r"^python -m tools\.proofs --list$", Run(quick=True, says="kills +201 kills")),

@@ -145,7 +145,6 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
             "'--stpe' is unknown; expected one of: --help, --step; did you mean '--step'?; see jaxtrain checkpoint verify",
         ),
         (["checkpoint", "export", "x", "--out=y", "--ot"], "expected one of: --help, --step, --out; did you mean '--out'?"),
-        (["completion", "csh"], "did you mean 'zsh'?"),
         (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
         (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
         (["export", "run"], "the following arguments are required: --out; see jaxtrain export --help"),

@@ -135,6 +135,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
             else:
                 found[unit.kind] = result
     bad = [one for one in found.get("correctness", []) if not one["well"]]
+    bad += [found["state"]] if not found.get("state", {}).get("same_bits", True) else []
     return {
         "when": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
         "form": "quick" if args.quick else "full",
@@ -213,7 +214,7 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     flags = [os.environ.get("XLA_FLAGS", "")]
     if wanted == "cpu":
         flags.append("--xla_backend_optimization_level=0")  # no speed is reported, so optimising is not worth the wait
-    elif unit.kind == "correctness":
+    elif unit.kind in ("correctness", "state"):
         flags.append("--xla_gpu_deterministic_ops=true")
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
     return env

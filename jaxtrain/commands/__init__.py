@@ -25,7 +25,6 @@ TRAINER = dict(
         _own("checkpoint", "weights", "inspect, verify, compare and strip checkpoints"),
         _own("doctor", "clusters", "check host, devices, disk, network, software and data before a run"),
         _own("launch", "clusters", "submit a run or a sweep to SLURM, and watch it"),
-        _own("completion", "shell", "print a script that completes commands, flags and configs in bash, zsh or fish"),
     )
 )
 

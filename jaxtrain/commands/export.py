@@ -26,8 +26,8 @@ are gone or differ, nothing is exported. An address (gs://…) is read only if -
 (`timm.create_model` reads its config.json) and `onnx`. The latter adds model.onnx and example_onnx.py: samples in, features
 and scores out, float32, opset 20. Its metadata hold the sample rate, the number of samples and the classes.
 
---push uploads DIR to the Hugging Face Hub, by the account that `hf auth login` stored. Files that are there already are not
-sent again, so that the same command resumes an upload.
+--push uploads DIR to the Hugging Face Hub in one commit, by the account that `hf auth login` stored. Weights that are there
+already are not sent again, so that the same command resumes an upload.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _export(args: argparse.Namespace) -> int:
 
     began = time.perf_counter()
     if not args.out:
-        print(hub.push(args.run, args.push, private=args.private, tell=print))
+        print(hub.push(args.run, args.push, private=args.private))
         return 0
     if args.reverse:
         line = safetensors.reverse(args.reverse, args.out)
@@ -113,7 +113,7 @@ def _export(args: argparse.Namespace) -> int:
     peak = machine.peak_memory()
     print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
     if args.push:
-        print(hub.push(args.out, args.push, private=args.private, tell=print))
+        print(hub.push(args.out, args.push, private=args.private))
     return 0
 
 

@@ -283,7 +283,6 @@ PROBES = (
 HARMLESS = {
     "profile": "it asks a run that lives, and reads what it writes then; traces are attacked by `report`",
     "watch": "it serves the pages of `report`, which is attacked, until Ctrl-C",
-    "completion": "it reads no file: it prints what commands there are",
     "review": "it serves until it is ended: tests/workloads/bird/test_review.py gives it tables, links and requests that lie",
     "doctor": "it reads data as `train` does, which is attacked, and in a process of its own: tests/doctor damages a shard",
     "sudoku": "it reads no file: its boards follow from its arguments",

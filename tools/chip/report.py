@@ -123,7 +123,9 @@ def state(one: Found) -> Iterator[Row]:
     for name, run in one["first_step_seconds"].items():
         each = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run.items() if phase != "together")
         yield Row("state", f"command to first step, {name}", f"{run['together']:.1f} s", each)
-    yield Row("state", "restore", f"{one['restore_seconds']:.1f} s", 'the phase "state" of the resumed run')
+    yield Row("state", "restore", f"{one['restore_seconds']:.1f} s", "of the resumed run")
+    same = "equal, each step's" if one["same_bits"] else "FAILED: they differ"
+    yield Row("state", "loss of the resumed run and of one without a break", same, "XLA adds in a fixed order")
 
 
 def profile(name: str, one: Found) -> Row:
