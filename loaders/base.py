@@ -29,7 +29,7 @@ def refuse_problems(config: Any) -> None:
 def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
     """Ids or counts as integers of ``dtype``. Raises DataError, which names ``of``, if one of them does not fit.
 
-    NumPy's own casts take the rest after a division by 2^16 or 2^32. So no other cast makes ids or counts narrower.
+    NumPy's own casts wrap around modulo 2^16 or 2^32. So no other cast makes ids or counts narrower.
     """
     values, bounds = np.asarray(values), np.iinfo(dtype)
     if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
@@ -66,8 +66,8 @@ class Population(NamedTuple):
 class Loader(abc.ABC):
     """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
 
-    A subclass makes the rows: by `_part`, the rows of one range, or by `_batch`, if ranges are not made one by one.
-    and `fingerprint` and `order`, by which a checkpoint recognises its data. Everything else has a default here.
+    A subclass defines `_part` (the rows of one range), or `_batch` if ranges are not made one by one. It also defines
+    `fingerprint` and `order`, by which a checkpoint recognises its data. All else has a default here.
 
     Attributes:
       buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A program is compiled for each.

@@ -62,7 +62,7 @@ def epochs(
 
 
 def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draws of a test split of n recordings -> which of them there are, int64 [m], and those recordings, int64 [m].
+    """Draws of a test split of n recordings -> indices of draws < n, int64 [m], and their recordings, int64 [m].
 
     The order is always the same and mixed, so that the first batches are a fair sample. Past its end there is nothing.
     """

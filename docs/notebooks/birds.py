@@ -7,6 +7,7 @@
 
 # %%
 import csv
+import json
 import pathlib
 import subprocess
 
@@ -67,6 +68,24 @@ for species in [*SPECIES, "silence"]:
 # %%
 run("jaxtrain index recordings --out index --split recording=0.2")
 run("jaxtrain train --config=folder:index --config.train.steps=400 --config.train.eval_every=100 2>&1 | grep -E 'test|goodput'")
+
+# %% [markdown]
+# Each evaluation counts, for each class, the answers that were right and the pairs that were confused.
+
+# %%
+last = json.loads(pathlib.Path("runs/folder-index/classes.jsonl").read_text().splitlines()[-1])
+names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["config"]["model"]["class_names"]
+table = np.diag(last["right"])
+for true, answer, rows in last["confused"]:
+    table[true, answer] = rows
+figure, axis = plt.subplots(figsize=(3.4, 3))
+axis.imshow(table, cmap="Greys")
+for (row, column), n in np.ndenumerate(table):
+    axis.text(column, row, n, ha="center", va="center", color="C1")
+axis.set(
+    xticks=range(len(names)), xticklabels=names, yticks=range(len(names)), yticklabels=names, xlabel="answer", ylabel="class"
+)
+figure.tight_layout()
 
 # %% [markdown]
 # ## Detect

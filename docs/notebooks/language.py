@@ -8,8 +8,10 @@
 # %%
 import pathlib
 import random
+import re
 import subprocess
 
+import matplotlib.pyplot as plt
 import tokenizers
 
 import jaxtrain
@@ -76,6 +78,31 @@ small = {
 }  # fmt: skip
 done = jaxtrain.train("lm:qwen3-0.6b", small)
 print(done.step, {name: round(value, 3) for name, value in done.evaluation.items()})
+
+# %% [markdown]
+# ## Plan the published size
+#
+# The plan needs no such GPU. It counts what the real step holds, with and without recomputed activations.
+# The loops' arrays are a lower bound, which a compiler's figure replaces after `jaxtrain plan --setup gpu`.
+
+# %%
+PARTS = ("parameters", "optimizer", "arrays that its loops keep")
+figure, axis = plt.subplots(figsize=(7, 1.8))
+for row, remat in enumerate(("none", "full")):
+    command = (
+        f"jaxtrain plan --config=lm:qwen3-0.6b \"--config.data.sources=({{'path': 'corpus'}},)\" --config.model.remat={remat}"
+    )
+    text = subprocess.run(f"{command} gpu:h100x1", shell=True, text=True, capture_output=True).stdout
+    left = 0.0
+    for number, part in enumerate(PARTS):
+        size = float(re.search(rf"^  {part} +([\d.]+) GB", text, re.M)[1])
+        axis.barh(row, size, left=left, color=f"C{number}", label=part if not row else None)
+        left += size
+    print(f"remat={remat}: {left:.1f} GB")
+axis.axvline(80, color="C3", linestyle=":")
+axis.set(yticks=(0, 1), yticklabels=("remat=none", "remat=full"), xlabel="GB of an H100's 80")
+axis.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
+figure.tight_layout()
 
 # %% [markdown]
 # ## Continue prompts

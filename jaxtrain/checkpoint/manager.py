@@ -60,7 +60,7 @@ class CheckpointManager:
         """
         found = 0
         if cluster.is_main():
-            with contextlib.suppress(OSError):  # which reading it will say
+            with contextlib.suppress(OSError):  # `newest` reports it later
                 found = self._checkpointer.listed(self._config.resume.path)
         return cluster.agree(min(found, self._config.train.steps))
 
@@ -90,7 +90,7 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _in_own_workdir(self) -> Iterator[None]:
-        """A save that fails since the workdir is gone, or another run's, is reported as that: a WorkdirError."""
+        """Raise WorkdirError for a save that failed because the workdir is gone or another run's."""
         try:
             yield
         except CheckpointError:

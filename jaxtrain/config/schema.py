@@ -402,7 +402,7 @@ class Guard(Section):
 
     on_resume = OnResume(FREE)
 
-    spike: float = 0.0  # [ratio] of the gradient norm to its running average that a step is skipped from; 0 = non-finite only
+    spike: float = 0.0  # [ratio] of gradient norm to its running average above which a step is skipped; 0 = non-finite only
     decay: float = 0.99  # [1] of that average
     settle: int = 100  # [steps] at the start, during which no spike is looked for
     patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops

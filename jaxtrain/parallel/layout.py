@@ -175,7 +175,7 @@ class Layout(NamedTuple):
 class Sharder(NamedTuple):
     """The part of a layout that a workload sees inside a jitted function: a `jaxtrain.types.Shard`.
 
-    Axes that are manual there (see step/train_step.py) are left out.
+    Mesh axes that are manual (see step/accumulate.py) are left out.
     """
 
     layout: Layout

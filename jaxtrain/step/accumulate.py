@@ -24,9 +24,9 @@ def gradients(
     task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
-    # If these are all rows, a CPU divides by the sum of weights at the loss, not in every gradient:
-    # a pass over them less. On GPUs and TPUs the step stays the one whose memory was held against
-    # their compilers.
+    # If accumulate and the data axis are 1, a CPU divides the loss by its weight, which saves a pass
+    # over the gradients. GPUs and TPUs keep the step whose memory was checked against their
+    # compilers.
     divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
     if layout.mesh.shape[DATA] > 1:
         whole: Any = PartitionSpec()
@@ -51,7 +51,7 @@ def gradients(
 def _reduced(
     task: Task, layout: Layout, accumulate: int, variables: Variables, batch: Batch, key: Key
 ) -> tuple[PyTree, LossOut]:
-    """Sum over all data groups, under a manual "data": those of this group, then one reduction."""
+    """Sum over this data group's rows, then reduce once over "data", which is manual here."""
     params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
     local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)

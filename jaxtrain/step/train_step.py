@@ -2,7 +2,7 @@
 
 A step may be skipped, identically on every process, because the decision is taken from one number that all of them have.
 When its gradient norm is not finite, or a spike (`jaxtrain.step.guard`), the parameters, moments, averages and carry stay as
-they were and only the position advances. When any process asks to stop, not even that, so that the state saved then is that
+they were and only the position advances. If any process asks to stop, the position stays too, so the saved state is that
 of a whole step. No host waits for either decision: the state is selected on the device.
 """
 
@@ -39,7 +39,7 @@ def make_train_step(
     stage: Hashable = None,
     records: Callable[[Array], Array] | None = None,
 ) -> jax.stages.Wrapped:
-    """Jits `train_step` for an abstract state and batch: the state is donated, the new one lives where the old one did.
+    """Jit `train_step` for an abstract state and batch. The state is donated, and the new one has its shardings.
 
     Args:
       stage: one of the task's stages, if it has any.

@@ -67,7 +67,7 @@ def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: Py
 
 
 def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Write parameters after the norms, and then the moments, which the update is made of.
+    """Write the norms, then the parameters, then the moments that the update reads.
 
     XLA for CPUs makes each output in a loop of its own. Without this order it copied the whole
     state in each step. Norms that nobody reads are left out.
@@ -93,7 +93,7 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
 
 
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:
-    """The norm of all, and of each part of the table that is a table itself: ``name_encoder``, …"""
+    """The norm of a tree, and of each top-level subtree that is a dict: ``name_encoder``, …"""
     sums = square_sums(tree)
     parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
     each = {name: sums, **{part: sub for part, sub in parts.items() if sub}}
