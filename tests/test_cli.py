@@ -73,7 +73,6 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
         "inference:",
         "evaluate:",
         "clusters:",
-        "shell:",
         "exit codes:",
     ]
     codes = lines[lines.index("exit codes:") :]

@@ -74,7 +74,7 @@ run("jaxtrain train --config=folder:index --config.train.steps=400 --config.trai
 
 # %%
 last = json.loads(pathlib.Path("runs/folder-index/classes.jsonl").read_text().splitlines()[-1])
-names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["config"]["model"]["class_names"]
+names = json.loads(pathlib.Path("runs/folder-index/config.json").read_text())["model"]["class_names"]
 table = np.diag(last["right"])
 for true, answer, rows in last["confused"]:
     table[true, answer] = rows

@@ -28,7 +28,7 @@ STEP = (
     Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
     Entry("steps_per_second, samples_per_second", r"(steps|samples)_per_second", "pace since the record before"),
     Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
-    Entry("mfu_full_attention", "mfu_full_attention", "mfu with the places that a causal mask or a window leaves out"),
+    Entry("mfu_full_attention", "mfu_full_attention", "mfu with attention counted as if no mask or window applied"),
     Entry("data_wait_share", "data_wait_share", "share of the time in which the loop waited for the loader"),
     Entry("goodput", "goodput", "share of the wall time, over all starts, that went into steps made for the first time"),
     Entry("eta_seconds", "eta_seconds", "seconds to the last step at this pace"),

@@ -15,7 +15,7 @@ trained, or those of a head by `jaxtrain fit` (--model).
       audacity/NAME.txt              label tracks
       recordings.csv                 every recording, with its windows and detections
       scores/part-*.parquet          the scores of all windows, a column a class
-      mistakes.csv                   recordings that cannot be read: they end nothing, and the exit code is then 1
+      mistakes.csv                   unreadable recordings: the command continues, then exits with 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another --threshold, --min-duration
 or --formats only the tables are made again. Under srun or mpirun the processes share the windows.

@@ -5,8 +5,8 @@
 
     jaxtrain fit emb/windows --labels labels.csv --background 200 --out wren.npz
 
-EMBEDDINGS are folders of `jaxtrain embed`. An INDEX of `jaxtrain index` is embedded first, by --run, into MODEL's name with
--embeddings behind it, which `fit` and `search` then read. Their own labels are taken, or those of a table with the columns
+EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain index` into the folder
+MODEL-embeddings (without .npz). `search` reads it too. Their own labels are taken, or those of a table with the columns
 file, start, end, label, and answer (yes, no, skip), as `jaxtrain index` reads them. Lines about other recordings are counted,
 and listed in MODEL's name with -mistakes.csv behind it. A row that has a label is taken to have no
 other; --background adds rows that the table does not name as counter-examples.

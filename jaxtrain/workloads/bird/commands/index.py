@@ -13,8 +13,8 @@ SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidosco
 BirdSet's or xeno-canto's metadata or a folder with them, or a list of paths. Rerun the same command to read only what is new
 or changed.
 
-Every mistake of the sources is listed with its count, and nothing is written while one of them is to be refused: correct it, or
-say --on KIND=drop (or keep). DIR is then a folder that the loader, embed and `datasets.load_dataset("parquet")` read:
+All errors in the sources are listed with counts. Nothing is written if any of them is refused: correct it, or
+pass --on KIND=drop (or keep). DIR is then a folder that the loader, embed and `datasets.load_dataset("parquet")` read:
 
     jaxtrain train --config=folder:DIR
 
