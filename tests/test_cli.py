@@ -124,7 +124,8 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
     # Each argument is explained.
     for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add"):
+        adds = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add")
+        if adds and node.args and isinstance(node.args[0], ast.Constant):
             named = {keyword.arg for keyword in node.keywords}
             assert "help" in named or "metavar" in named, ast.unparse(node)
 
