@@ -42,7 +42,12 @@ def logging_as_before():
 
 def test_the_table_lists_every_file_once():
     folders = [FOLDER, *(ROOT / "jaxtrain" / "workloads").glob("*/commands")]
-    files = {path.stem for folder in folders for path in folder.glob("*.py")} - {"__init__", "arguments", "installation", "table_flags"}
+    files = {path.stem for folder in folders for path in folder.glob("*.py")} - {
+        "__init__",
+        "arguments",
+        "installation",
+        "table_flags",
+    }
     assert sorted(name.replace("-", "_") for name in NAMES) == sorted(files)
 
 
@@ -124,7 +129,10 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     assert (ast.get_docstring(ast.parse(pathlib.Path(module.__file__).read_text())) or "").splitlines()[0].endswith(".")
     # Each argument is explained.
     for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-        adds = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("add_argument", "add")
+        adds = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "add_argument",
+            "add",
+        )
         if adds and node.args and isinstance(node.args[0], ast.Constant):
             named = {keyword.arg for keyword in node.keywords}
             assert "help" in named or "metavar" in named, ast.unparse(node)
