@@ -1,7 +1,7 @@
 """A run under hours of mixed faults, without help: make soak, or one of
 
     SOAK_HOURS=3 make soak                          the bird demo
-    SOAK_HOURS=3 SOAK_MODEL=language make soak      a small language model on text that is made for it
+    SOAK_HOURS=3 SOAK_MODEL=language make soak      a small language model, on the pages of docs/
     python -m tools.soak --hours 3 --seed 1 --model language --config.train.steps=400
     python -m tools.soak --hours 3 --config=my_config.py --config.train.steps=60 …
 
@@ -421,17 +421,9 @@ def _checkpoints(workdir: pathlib.Path) -> list[pathlib.Path]:
     return sorted((p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name))
 
 
-def play(seed: int = 0, size: int = 300_000) -> str:
-    """Text that looks like a play: ``size`` characters of speakers and lines, of 500 words, the first ones the most often."""
-    draw = random.Random(seed)
-    syllables = [a + b + c for a in "bdfghklmnprstw" for b in "aeiou" for c in ("", "n", "r", "s")]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)]
-    speakers, often = [word.upper() for word in words[:12]], [1 / rank for rank in range(1, 501)]
-    text: list[str] = []
-    while sum(map(len, text)) < size:
-        lines = [" ".join(draw.choices(words, often, k=draw.randint(4, 9))).capitalize() for _ in range(40)]
-        text += [f"{draw.choice(speakers)}:\n{line}{draw.choice('.,;!?')}\n\n" for line in lines]
-    return "".join(text)[:size]
+def pages() -> str:
+    """The text of docs/."""
+    return "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 
 
 def table(faults: Sequence[Fault]) -> Iterator[str]:
@@ -503,7 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"--kinds names {', '.join(sorted(unknown))}; this machine can do {', '.join(kinds)}")
             kinds = [kind for kind in kinds if not args.kinds or kind in args.kinds.split(",")]
             (folder / "soak_loader.py").write_text(LOADER)
-            (folder / "text.txt").write_text(play())
+            (folder / "text.txt").write_text(pages())
             given = [f"--config={args.config}"] if args.config else [x.format(folder=folder) for x in MODELS[args.model]]
             config = [*given, *fields]
             arguments = config_lib.parse_args(config)
