@@ -7,12 +7,14 @@ A case is a name, the table's content, its rows and the options of `jaxtrain ind
 begin with "!" are words that the error must have. All are synthetic. Names of programs say whose form a table has.
 """
 
+import json
 import pathlib
 import sys
 import unicodedata
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import soundfile
 
 RATE, SECONDS = 1000, 30.0
@@ -284,7 +286,46 @@ COUNTED = (
          "=similar-labels 1")),
 )  # fmt: skip
 
-CASES = (*COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED)
+# What people reported of other programs, made anew: the address of each is in docs/results/field-reports.md.
+REPORTS = (
+    Case("crowsetta-301.txt", f"{RAVEN.replace('Channel', 'Channel' + chr(9) + 'Begin File')}\tCommon Name\tScientific Name\t"
+         "Confidence\tSurvey Time (UTC)\tConfirmed\n1\tSpectrogram 1\t1\ta.wav\t2\t3\t0\t9\trobin\tErithacus\t0.9\t"
+         "2026-08-22T05:30:00Z\tyes\n", ("a.wav 2 3 robin", "=unused-column 2")),
+    Case("b.Table.2.selections.txt", f"{RAVEN}\n1\tSpectrogram 1\t1\t4\t5\t1\t9\n", ("b.wav 4 5", "=no-label 1")),
+    Case("baw-server-890", "Start (s),End (s),Scientific name,Common name,Confidence,File\n"
+         "2,3.0,Melithreptus albogularis,robin,0.3482,/data/input/a.wav\n4,5,Malurus,wren,0.26,/data/input/b.wav\n", TWO),
+    Case("baw-server-817", "file,start,end,label\na.wav,31,32,robin\n", ("!outside-recording",)),
+    Case("birdnet-855", "INDIR,FOLDER,IN FILE,OFFSET,DURATION,scientific_name,common_name,confidence,lat,lon,week,overlap,"
+         "sensitivity\n/x,A,x.wav,2,1,Erithacus,robin,0.9,52,13,20,0,1\n", ("A/x.wav 2 3 robin",)),
+    Case("a.result.csv", "Start (s);End (s);Scientific name;Common name;Confidence\n"
+         "2.0;3.0;Cranioleuca pyrrhophia;Streifenscheitel-Baumschl\u00fcpfer;0.19843541\n",
+         ("a.wav 2 3 Streifenscheitel-Baumschl\u00fcpfer",)),
+    Case("a.scaper.txt", "2.0 3.0 siren\n4.5 5 two words\n", ("a.wav 2 3 siren", "a.wav 4.5 5 two words")),
+    Case("a.markers.txt", "2.0\t3.0\n4.5\t5\n", ("a.wav 2 3", "a.wav 4.5 5", "=no-label 2")),
+    Case("a.sonic.txt", "2.232199546\t5\t2.5\tTheme, tp\n", ("!has a number for its label",)),
+    Case("songexplorer-12", "a.wav,1000,1000,pulse,person\n", ("!is no table that names recordings",)),
+    Case("no-duration", "file,start,stop,label\na.wav,2,2,pulse\n", ("!reversed-times",)),
+    Case("epic-sounds-2", "file,start_sample,stop_sample,class\na.wav,2.5,3.5,robin\n", ("!'start_sample'",)),
+    Case("orcadata-33", "dataset\twav_filename\tstart_time_s\tduration_s\tlocation\tdate\npodcast_round1\ta.wav\t2\t1\t"
+         "Dabob Bay, Seattle\t1960-10-28\n", ("a.wav 2 3",), ("--label-column=none",)),
+    Case("orcadata-33-labels", "dataset\twav_filename\tstart_time_s\tduration_s\npodcast_round1\ta.wav\t2\t1\n",
+         ("!'dataset' may be one",)),
+    Case("birda-25", "file,label\na.wav,\u767d\u5934\u9e4e_Chinese Bulbul\n".encode("utf-8-sig"),
+         ("a.wav 0 30 \u767d\u5934\u9e4e_Chinese Bulbul",)),
+    Case("birdnet-384.txt", f"{RAVEN}\tCommon Name\tBegin Path\tFile Offset (s)\n"
+         "1\tSpectrogram 1\t1\t6.7000000000694\t9.7000000000694\t0\t400\tWaldkauz\tx/a.wav\t6.7000000000694\n"
+         "2\tSpectrogram 1\t1\t6.8000000000694\t9.8000000000694\t0\t400\tWaldkauz\tx/a.wav\t6.8000000000694\n",
+         ("a.wav 6.7 9.7 Waldkauz", "a.wav 6.8 9.8 Waldkauz", "=overlapping-times 1")),
+    Case("luscinia-2", "file,start,end,label\na.wav,2,3,1\na.wav,2,3,1\na.wav,4,5,2\n",
+         ("a.wav 2 3 1", "a.wav 4 5 2", "=duplicate-row 1")),
+    Case("warbler-25", '"sound.files","selec","start","end","bottom.freq","top.freq","sp"\n"a.wav",1,2,3,0.1,0.4,"robin"\n',
+         ("a.wav 2 3 robin",)),
+    Case("baw-server-227", "file,label,date,time\na.wav,robin,2015-07-14,05:30:00.500\n", ("a.wav 0 30 robin",)),
+    Case("opensoundscape-579",
+         "file,start_time,end_time,robin,wren\n/x/a.wav,2.0,3.0,1.0,0.0\n/x/b.wav,4.0,5.0,0.0,1.0\n", TWO),
+)  # fmt: skip
+
+CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED)
 
 
 def write_recordings(folder: pathlib.Path) -> None:
@@ -301,6 +342,17 @@ def write(case: Case, folder: pathlib.Path) -> pathlib.Path:
     content = case.content if isinstance(case.content, bytes) else case.content.encode()
     (folder / case.file).write_bytes(content)
     return folder / case.file
+
+
+def rows_of(out) -> list[tuple[str, str, float, float, tuple[str, ...]]]:
+    """Split, recording, start, end and labels of each row."""
+    names = json.loads((out / "index.json").read_text())["classes"]
+    found = []
+    for path in sorted((out / "data").iterdir()):
+        for row in pq.read_table(path, columns=["audio", "start", "end", "labels"]).to_pylist():
+            labels = tuple(sorted(names[i] for i in row["labels"]))
+            found.append((path.name.split("-")[0], row["audio"]["path"], row["start"], row["end"], labels))
+    return sorted(found)
 
 
 if __name__ == "__main__":

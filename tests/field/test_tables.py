@@ -5,11 +5,11 @@ import json
 import random
 import shutil
 
-import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain import cli
 from tests.field import corpus
+from tests.field.corpus import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -17,17 +17,6 @@ def recordings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("field") / "recordings"
     corpus.write_recordings(folder)
     return folder
-
-
-def rows_of(out) -> list[tuple[str, str, float, float, tuple[str, ...]]]:
-    """Split, recording, start, end and labels of each row."""
-    names = json.loads((out / "index.json").read_text())["classes"]
-    found = []
-    for path in sorted((out / "data").iterdir()):
-        for row in pq.read_table(path, columns=["audio", "start", "end", "labels"]).to_pylist():
-            labels = tuple(sorted(names[i] for i in row["labels"]))
-            found.append((path.name.split("-")[0], row["audio"]["path"], row["start"], row["end"], labels))
-    return sorted(found)
 
 
 def row_of(text: str):

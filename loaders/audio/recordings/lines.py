@@ -82,7 +82,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         if has_times and start is None and its_labels:
             if not mistakes.add("no-times", where):
                 continue
-        if used["label"] and start is not None and not its_labels and not used.get("answer"):
+        if not (its_labels or layout.classes or used.get("answer")) and start is not None and options.label_column != "none":
             mistakes.add("no-label", where)
         text = layout.text(row, "channel")
         channel = int(text) - first if text.isdecimal() and len(text) < 10 and int(text) >= first else None

@@ -47,7 +47,7 @@ def make(
 ) -> dict[str, Any]:
     """Read sources, check them and write the index ``out``. Return its index.json, and counts of recordings.
 
-    They are "n_read", headers read now, "n_used", and "n_without", recordings without events.
+    They are "n_read", headers read now, "n_used", and "n_without", recordings without a label.
 
     Args:
       root: the folder that names in the index are relative to; empty = that of --audio, a folder that is the only source, or
@@ -60,6 +60,7 @@ def make(
     """
     out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
+    atomic_write.refuse_unwritable(out)
     splitter = Splitter(options.split, options.seed)
     if splitter.column and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column)
@@ -80,8 +81,9 @@ def make(
     mistakes.refuse()
     asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
     about = store.write(out, planned, mistakes, {name: value for name, value in asked.items() if value not in ("", False)})
-    used = {path.partition("\0")[0]: bool(its) for path, its in planned.events.items()}
-    return {**about, "n_read": n_read, "n_used": len(used), "n_without": list(used.values()).count(False)}
+    used = {path.partition("\0")[0] for path in planned.events}
+    labelled = {path.partition("\0")[0] for path, its in planned.events.items() if any(each.labels for each in its)}
+    return {**about, "n_read": n_read, "n_used": len(used), "n_without": len(used - labelled)}
 
 
 def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -20,7 +20,7 @@ SOUND = re.compile(
     rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0",
     re.DOTALL,
 )  # the first bytes of recordings
-AUDACITY = re.compile(r"-?[\d.,]+\t-?[\d.,]+(\t|$)")  # its first line
+AUDACITY = re.compile(r"-?[\d.,]+(\t|  *)-?[\d.,]+(\t| |$)")  # its first line, between tabs, or blanks as of old
 TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".ods", ".data", ".textgrid", ".eaf", ".svl")  # that people annotate in
 
 
@@ -226,7 +226,7 @@ def _audacity(
         mistakes.add("other-encoding", f"{path} is read as {encoding}")
     last: Annotation | None = None
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        fields = line.split("\t")
+        fields = line.split("\t") if "\t" in line else line.split(None, 2)
         if not line.strip():
             continue
         if line.startswith("#"):
@@ -236,7 +236,10 @@ def _audacity(
             numbers = [values.number(field) for field in (fields[1:3] if fields[0] == "\\" else fields[:2])]
         except ValueError:
             numbers = []
-        if len(numbers) < 2 or None in numbers:
+        text = fields[2].strip() if len(fields) > 2 else ""
+        if len(fields) > 3 and fields[0] != "\\" and values.are_numbers([text]):
+            mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has a number for its label; expected start, end and label")
+        elif len(numbers) < 2 or None in numbers:
             mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} is no label; expected start, end and label between tabs")
         elif fields[0] == "\\":
             if last:
@@ -244,7 +247,9 @@ def _audacity(
         else:
             if last:
                 yield last
-            its_labels = lines.labels(fields[2] if len(fields) > 2 else "", separator)
+            its_labels = lines.labels(text, separator)
+            if not its_labels:
+                mistakes.add("no-label", f"{path}:{number}")
             last = Annotation(audio, numbers[0], numbers[1], its_labels, where=f"{path}:{number}")
     if last:
         yield last

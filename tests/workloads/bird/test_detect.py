@@ -117,14 +117,15 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
     assert sorted(got) == expected
     per = {row["file"]: int(row["detections"]) for row in table(found / "recordings.csv")}
     assert sum(per.values()) == len(expected) and set(per) == {name for name, *_ in FILES}
-    # Back through `jaxtrain index`.
-    for name, given in {"raven": [found / "raven"], "csv": [found / "detections.csv"]}.items():
+    # Back through `jaxtrain index`, without a flag.
+    tracks = sorted((found / "audacity").rglob("*.txt"))
+    for name, given in {"raven": [found / "raven"], "csv": [found / "detections.csv"], "audacity": tracks}.items():
         out = tmp_path / name
-        assert cli.main(["index", *map(str, given), "--audio", str(recordings), "--out", str(out), "--on", "all=keep"]) == 0
+        assert cli.main(["index", *map(str, given), "--out", str(out)]) == 0
         classes = json.loads((out / "index.json").read_text())["classes"]
         back = [row for path in (out / "data").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
         events = [(r["audio"]["path"], r["start"], r["end"], classes[c]) for r in back for c in r["labels"]]
-        assert sorted(events) == expected, name
+        assert sorted((name, round(start, 6), round(end, 6), label) for name, start, end, label in events) == expected, name
     labels = (found / "audacity" / "a" / "20240501_053000.wav.txt").read_text().splitlines()
     assert [tuple(line.split("\t")) for line in labels] == [
         (f"{start:.6f}", f"{end:.6f}", name)
@@ -181,6 +182,24 @@ def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monk
     (disk / "ballast").unlink()
     run_detect(*argv, "--out", disk / "out")
     assert contents(disk / "out") == contents(tmp_path / "whole")
+
+
+def test_recordings_with_the_longest_names_get_tables(run, tmp_path, capsys):
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for n, name in enumerate(("n" * 251, "n" * 250 + "m", "short")):
+        (folder / f"{name}.wav").write_bytes(corpus.wav(n, 0.6, RATE))
+    (folder / "phone.amr").write_bytes(b"#!AMR" + bytes(99))
+    run_detect(run, folder, "--out", tmp_path / "out", "--threshold", 0)
+    assert [len(list((tmp_path / "out" / kind).iterdir())) for kind in ("raven", "audacity")] == [3, 3]
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"3 recordings used; 1 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
+    assert cli.main(["index", str(tmp_path / "out" / "raven"), "--out", str(tmp_path / "index")]) == 0
+    # A place that cannot be written is refused before the recordings are read.
+    (tmp_path / "file").touch()
+    run_detect(run, folder, "--out", tmp_path / "file" / "out", code=2)
+    told = capsys.readouterr().err
+    assert "Not a directory" in told and "headers read" not in told
 
 
 def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, capsys):

@@ -226,6 +226,25 @@ def test_a_table_says_what_is_known(tmp_path):
     assert not given.exclusive
 
 
+def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
+    """A table of other names of its columns, half of which is about recordings that the embeddings do not have."""
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    folder = fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6)
+    lines = ["Begin File,Start (ms),End (ms),Species", "0.wav,0,1000,owl", "0.wav,2000,3000,wren"]
+    lines += [f"typo{n}.wav,0,1000,owl" for n in range(2)] + ["0.wav,9000,9500,tit", "A/0.wav,4000,5000,owl"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    argv = ["fit", str(folder), "--labels", str(tmp_path / "t.csv"), "--out", str(tmp_path / "h.npz"), "--method", "prototypes"]
+    assert cli.main(argv) == 0
+    told = capsys.readouterr()
+    assert "absent-recording: 3 (dropped)" in told.err and "t.csv:4: [0, 1) s of typo0.wav" in told.err
+    assert told.out.endswith(f"3 rows used; 3 absent-recording, listed in {tmp_path / 'h-mistakes.csv'}\n")
+    assert heads.read(tmp_path / "h.npz").names == ("owl", "wren")
+    assert len((tmp_path / "h-mistakes.csv").read_text().splitlines()) == 4
+    (tmp_path / "t.csv").write_text("file,vogel,start,end\n0.wav,owl,0,1\n0.wav,wren,2,3\n")
+    assert cli.main(argv) == 2 and "--label-column" in capsys.readouterr().err
+    assert cli.main([*argv, "--label-column", "vogel"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -110,7 +110,7 @@ def _make(args: argparse.Namespace) -> int:
         print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
     counts = mistakes.summary(f"{args.out}/mistakes.csv")
-    print(f"{about['n_used']} recordings used, {about['n_without']} without events; {counts}")
+    print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")
     return 0
 
 

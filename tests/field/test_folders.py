@@ -1,0 +1,100 @@
+"""Folders as people have them: what is not read is counted, and tables next to recordings find theirs."""
+
+import json
+
+import pytest
+
+from jaxtrain import cli
+from tests.field import corpus
+from tests.field.corpus import rows_of
+from tests.support.corpus import encode, noise
+
+BIRDNET = "Start (s),End (s),Scientific name,Common name,Confidence\n2,3,Erithacus,{},0.9\n"
+
+
+def index(*argv) -> int:
+    return cli.main(["index", *map(str, argv)])
+
+
+def counts(out) -> dict:
+    return json.loads((out / "index.json").read_text())["mistakes"]
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    corpus.write_recordings(tmp_path / "recordings")
+    return tmp_path / "recordings"
+
+
+def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
+    (recordings / "c.wma").write_bytes(bytes.fromhex("3026b2758e66cf11") + bytes(99))
+    (recordings / "no-ending").write_bytes((recordings / "a.wav").read_bytes())
+    (recordings / "d.wv").write_bytes(b"wvpk" + bytes(99))
+    (recordings / "a.wav.data").write_text("[]")
+    (recordings / "events.csv").write_text("file,start,end,label\na.wav,2,3,robin\n")
+    (recordings / "README.txt").write_text("Recorded in spring.\n")
+    assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
+    assert counts(tmp_path / "out") == {"unread-sound": 3, "unread-table": 2}
+    n, told = len(corpus.RECORDINGS), capsys.readouterr()
+    listed = f"2 unread-table, 3 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
+    assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
+
+
+def test_tables_next_to_recordings(recordings, tmp_path):
+    """BirdNET's and Raven's are read, an empty one is a recording without events, and recordings without one are counted."""
+    line = "1\tSpectrogram 1\t1\t{}\t{}\t1\t9\t{}\n"
+    (recordings / "a.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line.format(2, 3, 'robin')}")
+    (recordings / "A" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n{line.format(4, 5, 'wren')}")
+    (recordings / "B" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n")
+    assert index(recordings, "--out", tmp_path / "out", "--windows=15") == 0
+    found = [row[1:] for row in rows_of(tmp_path / "out")]
+    assert found == [
+        ("A/x.wav", 0.0, 15.0, ("wren",)), ("A/x.wav", 15.0, 30.0, ()), ("B/x.wav", 0.0, 15.0, ()), ("B/x.wav", 15.0, 30.0, ()),
+        ("a.wav", 0.0, 15.0, ("robin",)), ("a.wav", 15.0, 30.0, ()),
+    ]  # fmt: skip
+    assert counts(tmp_path / "out") == {"no-events": 1, "no-table": len(corpus.RECORDINGS) - 3}
+
+
+def test_result_tables_in_another_tree_find_the_recording_of_their_folder(recordings, tmp_path):
+    tables = []
+    for folder in ("A", "B"):
+        tables.append(tmp_path / "results" / folder / "x.BirdNET.results.csv")
+        tables[-1].parent.mkdir(parents=True)
+        tables[-1].write_text(BIRDNET.format(f"bird of {folder}"))
+    assert index(*tables, "--audio", recordings, "--out", tmp_path / "out") == 0
+    assert [row[1::3] for row in rows_of(tmp_path / "out")] == [("A/x.wav", ("bird of A",)), ("B/x.wav", ("bird of B",))]
+    tables[0].rename(tmp_path / "x.BirdNET.results.csv")
+    assert index(tmp_path / "x.BirdNET.results.csv", "--audio", recordings, "--out", tmp_path / "out") == 2
+
+
+def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    comment = b"Recorded at 19:17:30 23/06/2021 (UTC+1) by AudioMoth 24F3190361DBF81E at medium gain. "
+    item = b"ICMT" + len(comment).to_bytes(4, "little") + comment
+    wav = encode(noise(0, 0.5, 8000), 8000, "WAV", "PCM_16") + b"LIST" + (4 + len(item)).to_bytes(4, "little") + b"INFO" + item
+    for name in ("20210623_181730.WAV", "20210623_191730.WAV", "20210623_201730.WAV"):  # in UTC, in local time, and wrong
+        (folder / name).write_bytes(wav)
+    assert index(folder, "--out", tmp_path / "out", "--on=duplicate-content=keep") == 0
+    assert counts(tmp_path / "out")["other-time"] == 1
+    assert "20210623_201730.WAV: its name states" in (tmp_path / "out" / "mistakes.csv").read_text()
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(recordings, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert index(recordings, "--labels=none", "--out", tmp_path / "file" / "out") == 2
+    told = capsys.readouterr().err
+    assert "Not a directory" in told and "annotations" not in told
+    assert index(recordings, "--labels=none", "--out", tmp_path / ("n" * 300)) == 2
+    assert "annotations" not in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_is_understood(recordings, tmp_path, capsys):
+    (tmp_path / "t.csv").write_text(
+        "Filename,Start (ms),End (ms),Species,notes\na.wav,2000,3000,robin,loud\nnone.wav,1,2,wren,\n"
+    )
+    assert index(tmp_path / "t.csv", "--audio", recordings, "--dry-run") == 1
+    told = capsys.readouterr().out
+    for text in ("start        Start (ms) [ms]", "label        Species", "ignored      notes", "a.wav [2, 3) s: robin"):
+        assert text in told, told
+    assert "missing-file: 1 (refused)" in told and sorted(path.name for path in tmp_path.iterdir()) == ["recordings", "t.csv"]
