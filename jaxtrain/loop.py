@@ -57,10 +57,12 @@ class Result(NamedTuple):
     evaluation: dict[str, float]  # the last one; empty without a test split, or if this start evaluated nothing
 
 
-def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({})) -> Result:
+def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}), *, until: int | None = None) -> Result:
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
 
-    ``command``: how the run was launched ("source" of the config, "overrides"), stored for the report.
+    Args:
+      command: how the run was launched ("source" of the config, "overrides"), stored for the report.
+      until: the last step of a replay. The schedules stay those of config.train.steps.
 
     Raises:
       USER_ERRORS: a mistake with its remedy.
@@ -102,9 +104,10 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}))
         with process.phase(goodput.OTHERS):
             process.meet("compiled")
         metrics_logger.start_clock(step)
+        end = min(due.steps, until or due.steps)
 
         last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
-        while step < due.steps and not checkpoints.stalled(step):
+        while step < end and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse the previous
             #    batch: that step is a no-op that only carries the stop flag.
             batch = data.next(unless=process.stopping)
@@ -112,7 +115,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}))
             with jax.transfer_guard("disallow"):
                 state, out = programs.at(batch)(state, batch.arrays, stop)
             # 2. Read the step before this one, while the device computes this one. All processes agree to stop inside a step.
-            if metrics_logger.push(out, batch):
+            if metrics_logger.push(out, batch, state):
                 break
             checkpoints.poll()
             now = due.at(step)
@@ -134,9 +137,10 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}))
             if waits:
                 metrics_logger.start_clock(step)
         else:
-            if step < due.steps:
+            if step < end:
                 best, patience = config.checkpoint.best, config.train.patience
                 log.info("ended at step %d: no progress of %s for %d evaluations", step, best, patience)
+            metrics_logger.flush()  # the last step of a replay: nothing waited for it
             return Result(state, step, last)
 
         # 7. The step that was refused has changed nothing: the state is that of the step before.

@@ -20,6 +20,8 @@ from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
 from jaxtrain.nn import lora
+from jaxtrain.step import digest
+from jaxtrain.telemetry.report.steps import digest_text
 from loaders.io.checks import first_line
 
 WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
@@ -73,7 +75,7 @@ def verify(source: Source) -> int:
     except checksums.NoManifest as error:
         print(f"checksums: {error} (another program wrote it, or the file was deleted)")
         print("           so it is verified by reading alone, which detects fewer kinds of damage")
-    numbers = 0
+    numbers, digested = 0, np.zeros(2, np.uint32)
     try:
         arrays = source.arrays()
     except stored.StoredError as error:
@@ -85,6 +87,7 @@ def verify(source: Source) -> int:
             for index in one.pieces():
                 piece = one.read(index)
                 numbers += piece.size
+                digested += digest.of_piece(path, piece, index)
                 if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
                     n = int(np.isnan(piece).sum())
                     nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
@@ -99,6 +102,7 @@ def verify(source: Source) -> int:
             problems.append(str(error))
     for problem in problems:
         print(problem)
+    print(f"digest {digest_text(digested)}, as in the records of a run with config.metrics.digest")
     print(f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
     return 1 if problems else 0
 
@@ -130,7 +134,7 @@ def diff(a: Source, b: Source) -> int:
     if rows:
         _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
     for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
-        for key, old, new in _changes(one, other):
+        for key, old, new in changes(one, other):
             print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")
             rows.append((item,))
     print(f"{len(rows)} differ, {same} arrays are equal")
@@ -141,12 +145,13 @@ class Difference:
     """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is not part of the sums."""
 
     def __init__(self, a: Stored, b: Stored):
-        self.nans_a = self.nans_b = 0
+        self.nans_a = self.nans_b = self.unequal = 0
         self.largest, self.equal = 0.0, True
         aa = bb = ab = dd = 0.0
         for index in a.pieces(16 << 20):
             raw_x, raw_y = a.read(index), b.read(index)
             self.equal &= raw_x.tobytes() == raw_y.tobytes()
+            self.unequal += int(np.count_nonzero(raw_x != raw_y))
             x, y = np.atleast_1d(raw_x.astype(np.float64)), np.atleast_1d(raw_y.astype(np.float64))
             self.nans_a += int(np.isnan(x).sum())
             self.nans_b += int(np.isnan(y).sum())
@@ -227,11 +232,11 @@ def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
     return np.asarray(np.memmap(path, one.dtype, "r")).reshape(one.shape)
 
 
-def _changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, old, new) for every value of two JSON trees that differs."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}):
-            yield from _changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
+            yield from changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
     elif a != b:
         yield path, a, b
 

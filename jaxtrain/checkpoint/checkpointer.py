@@ -105,7 +105,7 @@ class Checkpointer:
         self._settle()
         weights_only = step == self._config.train.steps and self._config.checkpoint.final == "weights"
         if step not in self._manager.all_steps():
-            content = _saved(state)
+            content = saved_parts(state)
             if weights_only:
                 content = {name: content[name] for name in ("step", "params", "carry", "ema")}
             self._saving = path = self._path / str(step)
@@ -170,7 +170,7 @@ class Checkpointer:
         for step in cluster.agree_on(steps):
             if not cluster.agree(bool(self._damage(self._path / str(step)))):
                 saved = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_saved(abstract.state)))
+                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(saved_parts(abstract.state)))
                 )["state"]
                 return _state(saved, abstract), step
         return None
@@ -279,7 +279,7 @@ class Checkpointer:
                 saved = manager.restore(
                     step,
                     args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(_saved(abstract.state)), data=ocp.args.JsonRestore()
+                        state=ocp.args.StandardRestore(saved_parts(abstract.state)), data=ocp.args.JsonRestore()
                     ),
                 )
             except CheckpointError:
@@ -412,7 +412,7 @@ def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
     )
 
 
-def _saved(state: "TrainState") -> dict[str, Any]:
+def saved_parts(state: "TrainState") -> dict[str, Any]:
     """Select the parts of a state that are saved. The keys are part of the format."""
     return {
         "step": state.step,

@@ -355,6 +355,7 @@ class Metrics(Section):
     on_resume = OnResume(FREE)
 
     every: int = 10  # [steps] between records
+    digest: bool = False  # [bool] each record has a digest of the whole state, for jaxtrain diff and jaxtrain replay
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
     profile: tuple[
         int, ...

@@ -21,6 +21,7 @@ class Entry(NamedTuple):
 
 STEP = (
     Entry("loss", "loss", "the minimised sum of its terms, per valid row or token"),
+    Entry("digest_high, digest_low", r"digest_(high|low)", "halves of the digest of the whole state after the step"),
     Entry("grad_norm", "grad_norm", "norm of the gradient before clipping"),
     Entry("grad_norm_X", r"grad_norm_(?P<X>.+)", "norm of the gradient before clipping, of the parameters below X alone"),
     Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of the step's update of the parameters"),

@@ -16,14 +16,18 @@ from jaxtrain import config as config_lib
 from jaxtrain import optim
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
+from jaxtrain.checkpoint.checkpointer import saved_parts
 from jaxtrain.data import feed
 from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.process_context import ProcessContext
+from jaxtrain.step import digest
 from jaxtrain.step.guard import Streak
+from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import console, metrics, traces, writers
 from jaxtrain.telemetry.report import classes
+from jaxtrain.telemetry.report.steps import DIGEST
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -43,7 +47,9 @@ class MetricsLogger:
         self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
-        self._pending: tuple[int, Mapping[str, Mean], Item] | None = None
+        self._pending: tuple[Mapping[str, Mean], Item, jax.Array | None] | None = None
+        digested = jax.jit(lambda state: digest.of(saved_parts(state)), out_shardings=self._everywhere)
+        self._digest = digested if config.metrics.digest else None
         process.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
@@ -88,11 +94,14 @@ class MetricsLogger:
             self._traces.turn(step)
         self._meter.begin(step, self._data.waited)
 
-    def push(self, out: Mapping[str, Mean], item: Item) -> bool:
-        """Read the step before this one, and keep this one. True when that step agreed to stop: it changed nothing."""
+    def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
+        """Read the step before this one, and keep this one. True when that step agreed to stop: it changed nothing.
+
+        ``state``: after this step, for its digest, which is computed before the next step takes the state's place.
+        """
         if self.flush():
             return True
-        self._pending = (item.step, out, item)
+        self._pending = (out, item, self._digest(state) if self._digest and self._is_recorded(item.step) else None)
         if self._traces.is_due(item.step):  # a trace has whole steps: here the host waits for this one
             stopped = self.flush()
             self._traces.turn(item.step)
@@ -103,16 +112,21 @@ class MetricsLogger:
         """Read the step that is kept, waiting for it. True when it agreed to stop."""
         if not self._pending:
             return False
-        step, out, item = self._pending
-        self._pending = None
+        (out, item, digested), self._pending = self._pending, None
+        step = item.step
         began = time.perf_counter()
         record = metrics.mean([out])
         self._process.clock.read(step, time.perf_counter() - began)
         self._process.beat(f"step {step + 1}")
         if record.pop("stopped"):
             return True
+        if digested is not None:
+            record |= dict(zip(DIGEST, map(int, jax.device_get(digested)), strict=True))
         self._read(step, record, item)
         return False
+
+    def _is_recorded(self, step: int) -> bool:
+        return step % self._config.metrics.every == 0 or step == self._config.train.steps
 
     def _read(self, step: int, record: dict[str, Any], item: Item) -> None:
         self._read_last = step
@@ -129,7 +143,7 @@ class MetricsLogger:
             loss, norm = record["loss"], record["grad_norm"]
             log.warning("step %d skipped: loss %g, gradient norm %g; examples %s", step, loss, norm, examples)
         steps = self._config.train.steps
-        if step % self._config.metrics.every == 0 or step == steps or skipped:
+        if self._is_recorded(step) or skipped:
             rates = self._meter.rates(step, self._data.waited)
             self._write(step, "train", record | rates | {"goodput": self._process.clock.goodput()})
             if self._shuffle_stats:

@@ -377,4 +377,6 @@ def is_written(workdir: str, step: int, split: str) -> bool:
 
 
 def _rounded(value: float) -> float | None:
+    if isinstance(value, int):  # of a digest, which has all its digits
+        return value
     return float(f"{value:.9g}") if math.isfinite(value) else None  # nan and inf are no JSON; 9 digits hold a float32

@@ -28,7 +28,7 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
     for i, of_run in enumerate(records):
         for split, columns in of_run.splits.items():
             for name, values in columns.items():
-                if name in HIDDEN or (split == "data" and name.endswith("_expected")):
+                if name in HIDDEN or name.startswith("digest_") or (split == "data" and name.endswith("_expected")):
                     continue
                 if np.isfinite(values).any() and (name != "skipped" or np.nansum(values)):
                     curves = found.setdefault((name, "" if split in ("train", "test") else split), [])

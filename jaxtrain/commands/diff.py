@@ -1,0 +1,74 @@
+"""Find the first step at which two runs differ, and which fields, versions and arrays differ.
+
+    jaxtrain diff RUN RUN
+
+    jaxtrain diff runs/xcm runs/xcm-again
+
+Steps are compared by their digests, if both runs have config.metrics.digest, and else by loss and gradient norm. The arrays are
+those of the first checkpoints of one step that differ. Ends with 0 if the runs are identical as far as both came, else with 1.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.commands import arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.Parser("jaxtrain diff", __doc__)
+    parser.add_argument("runs", metavar="RUN", nargs=2, help="a run's workdir")
+    args = parser.parse_args(argv)
+
+    from jaxtrain.arrays.stored import StoredError
+    from jaxtrain.telemetry.report.run import RunError
+    from loaders.io.files import FileError
+
+    return arguments.run(functools.partial(_diff, *args.runs), mistakes=(RunError, FileError, StoredError))
+
+
+def _diff(a: str, b: str) -> int:
+    from jaxtrain.telemetry.report import run as run_lib
+    from jaxtrain.telemetry.report import steps
+
+    first, second = run_lib.open_run(a), run_lib.open_run(b)
+    compared = steps.Compared(steps.read(first), steps.read(second))
+    for line in (*_settings(first, second), compared.summary()):
+        print(line)
+    if compared.differs is None:
+        return 0
+    for line in _arrays(first, second):
+        print(line)
+    return 1
+
+
+def _settings(a: Any, b: Any) -> list[str]:
+    """The fields of the configs, and the facts of the newest starts, that differ."""
+    from jaxtrain.arrays import saved_steps
+
+    facts = [run.starts[-1].facts if run.starts else {} for run in (a, b)]
+    changes = [("config", *one) for one in saved_steps.changes(a.config, b.config) if one[0] != "workdir"]
+    changes += [
+        ("start", *one) for one in saved_steps.changes(*facts) if one[0].partition(".")[0] not in ("source", "overrides")
+    ]
+    return [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
+
+
+def _arrays(a: Any, b: Any) -> list[str]:
+    """The arrays that differ in the first checkpoints of one step that are not equal."""
+    from jaxtrain.arrays import saved_steps, source
+
+    kept = [{int(p.name) for p in run.path.glob("checkpoints/*") if p.name.isdecimal()} for run in (a, b)]
+    for step in sorted(kept[0] & kept[1]):
+        one, other = (source.find(str(run.path), step).arrays() for run in (a, b))
+        shared = [path for path in one if path in other and one[path].shape == other[path].shape]
+        found = {path: saved_steps.Difference(one[path], other[path]) for path in shared}
+        unequal = [path for path in shared if not found[path].equal]
+        if unequal or one.keys() != other.keys():
+            named = (f"  {path}: {found[path].unequal / max(math.prod(one[path].shape), 1):.2%} of its values differ, "
+                     f"by {found[path].largest:.3g} at most" for path in unequal[:10])  # fmt: skip
+            more = [f"  and {len(unequal) - 10} more"] if len(unequal) > 10 else []
+            return [f"checkpoints of step {step}: {len(unequal)} of {len(shared)} arrays differ", *named, *more]
+    steps = ", ".join(map(str, sorted(kept[0] & kept[1]))) or "none"
+    return [f"no checkpoint of one step differs; steps that both runs have kept: {steps}"]

@@ -1,0 +1,81 @@
+"""A digest of a state: 64 bits of a hash of the bits of all its arrays.
+
+Each 32-bit word of an array is mixed with the array's path and with its place in the array. The
+mixed words are added modulo 2^32. So the digest does not depend on the mesh, on the sharding or on
+the number of processes, and one bit that flips changes it.
+
+The same functions work with JAX's arrays and with NumPy's, which read a checkpoint in pieces.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain import specs
+from jaxtrain.types import Array, PyTree
+
+WORD = np.uint32
+
+
+def of(tree: PyTree) -> Array:
+    """Return the digest of all arrays of a tree, uint32 [2]. To be jitted."""
+    total = jnp.zeros(2, WORD)
+    for path, x in jax.tree.leaves_with_path(tree):
+        words = _words(x, jax.lax.bitcast_convert_type)
+        places = [jax.lax.broadcasted_iota(WORD, words.shape, axis) for axis in range(words.ndim)]
+        total += jnp.stack(_sums(specs.path_name(path), words, places))
+    return total
+
+
+def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.ndarray:
+    """Return the part of a digest, uint32 [2], that a piece of the array at ``path`` adds to it.
+
+    Args:
+      index: the place of the piece in its array, a slice for each axis. Empty = it is the whole array.
+    """
+    words = _words(piece, lambda x, word: np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4)))
+    starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))
+    places = [
+        np.arange(start, start + n, dtype=WORD).reshape([-1 if other == axis else 1 for other in range(words.ndim)])
+        for axis, (start, n) in enumerate(zip(starts, words.shape, strict=True))
+    ]
+    return np.array(_sums(path, words, places), WORD)
+
+
+def _words(x: Any, bitcast: Any) -> Any:
+    """The bits of an array as uint32, with a last axis of 2 for 64-bit numbers. Narrow numbers get a word each."""
+    if not x.shape:
+        x = x.reshape(1)
+    size = x.dtype.itemsize
+    if x.dtype == bool:
+        return x.astype(WORD)
+    bits = bitcast(x, {1: np.uint8, 2: np.uint16}.get(size, WORD))
+    if bits.ndim > x.ndim and bits.shape[-1] == 1:
+        bits = bits[..., 0]
+    return bits.astype(WORD)
+
+
+def _sums(path: str, words: Any, places: Sequence[Any]) -> tuple[Any, Any]:
+    """Two sums over the words, each mixed with its array and its place."""
+    seed = hashlib.sha256(path.encode()).digest()
+    numbers = np.frombuffer(seed, "<u4")
+    at = numbers[:1].reshape([1] * words.ndim)
+    for axis, place in enumerate(places):
+        at = at + place * (numbers[1 + axis % 7] + WORD(2 * (axis // 7)) | WORD(1))
+    at = _mix(at)
+    mixed = _mix(words ^ at)
+    return mixed.sum(dtype=WORD), (mixed * (at | WORD(1))).sum(dtype=WORD)
+
+
+def _mix(x: Any) -> Any:
+    """Change about half of the bits of each word when one of its bits changes; no two words become equal.
+
+    Source: the finaliser of MurmurHash3 (Austin Appleby, public domain).
+    """
+    x = (x ^ (x >> 16)) * WORD(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * WORD(0xC2B2AE35)
+    return x ^ (x >> 16)

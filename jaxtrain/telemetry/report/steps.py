@@ -1,0 +1,81 @@
+"""The training steps of two runs, compared by what their records say of them."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.telemetry.report import records
+from jaxtrain.telemetry.report.run import Run, RunError
+
+FIELDS = ("loss", "grad_norm")  # that each record of a training step has
+DIGEST = ("digest_high", "digest_low")  # the halves of `jaxtrain.step.digest` in a record with one
+
+
+class Steps(NamedTuple):
+    """Recorded training steps: step -> value."""
+
+    name: str
+    values: dict[str, dict[int, float]]  # of `FIELDS`
+    digests: dict[int, str]
+
+
+def read(run: Run) -> Steps:
+    """Read the training steps of a run. Raises RunError if there is none, FileError."""
+    columns = records.read(run.file("metrics.jsonl")).splits.get("train", {})
+    if not columns:
+        raise RunError(f"{run.path}: no record of a training step in metrics.jsonl; name a run that has taken one")
+    steps = [int(step) for step in columns["step"]]
+    values = {name: dict(zip(steps, columns[name].tolist(), strict=True)) for name in FIELDS if name in columns}
+    digests = {}
+    if all(name in columns for name in DIGEST):
+        halves = zip(*(columns[name].tolist() for name in DIGEST), strict=True)
+        digests = {step: digest_text(pair) for step, pair in zip(steps, halves, strict=True) if np.isfinite(pair).all()}
+    return Steps(run.name, values, digests)
+
+
+def digest_text(halves: Iterable[float]) -> str:
+    """Format a digest as 16 hexadecimal digits."""
+    return "".join(f"{int(half):08x}" for half in halves)
+
+
+class Compared:
+    """Two runs, step by step.
+
+    Attributes:
+      by: the fields by which steps are compared: the digest alone, if both have it.
+      steps: that both have recorded.
+      differs: the first of them that is not the same, or None.
+    """
+
+    def __init__(self, a: Steps, b: Steps):
+        self._a, self._b = a, b
+        shared = sorted(a.digests.keys() & b.digests.keys())
+        self.by = "digest" if shared else " and ".join(FIELDS)
+        self.steps = shared or sorted(a.values["loss"].keys() & b.values["loss"].keys())
+        self.differs = next((step for step in self.steps if self._wrong(step)), None)
+
+    def _wrong(self, step: int) -> list[str]:
+        """The fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
+        a, b = self._a, self._b
+        halves = [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
+        numbers = [(name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b))) for name in FIELDS]
+        different = [f"{name} {x:.9g} and {y:.9g}" for name, x, y in numbers if x != y and not (x != x and y != y)]
+        return [f"{name} {x} and {y}" for name, x, y in halves if x != y] + different
+
+    def summary(self) -> str:
+        """One line: identical to a step, or the first step that differs."""
+        if not self.steps:
+            return f"{self._a.name} and {self._b.name} have recorded no step in common"
+        if self.differs is None:
+            return f"identical to step {self.steps[-1]}: {len(self.steps)} recorded steps have the same {self.by}"
+        same = [step for step in self.steps if step < self.differs]
+        before = f"the same {self.by} to step {same[-1]}" if same else "no step before it is recorded in both"
+        return f"step {self.differs} differs: {', '.join(self._wrong(self.differs))}; {before}"
+
+    def apart(self) -> str:
+        """One line: how far apart the losses of the steps are."""
+        pairs = [(self._a.values["loss"][step], self._b.values["loss"][step]) for step in self.steps]
+        most = max((abs(x - y) / max(abs(x), 1e-30) for x, y in pairs), default=math.nan)
+        return f"the losses of {len(pairs)} recorded steps are at most {most:.2g} apart, relative to their size"

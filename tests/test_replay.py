@@ -1,0 +1,127 @@
+"""Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real runs."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import cli, specs
+from jaxtrain.parallel.layout import make_mesh
+from jaxtrain.step import digest
+from tests.support.pages import examples
+
+TREE = {
+    "a": {"w": np.arange(480, dtype="f4").reshape(24, 20), "half": jnp.arange(8, dtype=jnp.bfloat16)},
+    "b": (np.int32(5), np.ones((2, 4), bool), np.zeros((0, 3), "f4"), np.arange(6, dtype=np.int8)),
+}
+
+
+def of(tree):
+    return np.asarray(jax.jit(digest.of)(tree))
+
+
+def test_a_digest_is_the_same_on_every_mesh_and_from_pieces_in_numpy():
+    expected = of(TREE)
+    for shape in ((8, 1, 1), (1, 4, 2)):
+        mesh = make_mesh(*shape)
+        split = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+        tree = {"a": {"w": jax.device_put(TREE["a"]["w"], split), "half": jax.device_put(TREE["a"]["half"], split)}}
+        np.testing.assert_array_equal(of({**tree, "b": TREE["b"]}), expected)
+    added = np.zeros(2, np.uint32)
+    for keys, x in jax.tree.leaves_with_path(TREE):
+        x, path = np.asarray(x), specs.path_name(keys)
+        for part in (slice(0, 3), slice(3, len(x))) if x.ndim and len(x) > 3 else (None,):
+            added += digest.of_piece(path, x if part is None else x[part], () if part is None else (part,))
+    np.testing.assert_array_equal(added, expected)
+
+
+def test_one_bit_anywhere_changes_both_halves_and_so_do_two_values_that_change_places():
+    rng, seen = np.random.default_rng(0), {tuple(of(TREE))}
+    for _ in range(60):
+        w = TREE["a"]["w"].copy()
+        w.view(np.uint32).reshape(-1)[rng.integers(w.size)] ^= np.uint32(1) << rng.integers(32, dtype=np.uint32)
+        high, low = of({**TREE, "a": {**TREE["a"], "w": w}})
+        assert all(high != h and low != l for h, l in seen)
+        seen.add((high, low))
+    w = TREE["a"]["w"].copy()
+    w[0, 0], w[1, 0] = w[1, 0], w[0, 0]
+    assert tuple(of({**TREE, "a": {**TREE["a"], "w": w}})) not in seen
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run with digests on eight devices, and one whose learning rate is another."""
+    folder = tmp_path_factory.mktemp("replay")
+    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
+        (folder / name).write_text(examples()[name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        for name, rate in (("run", 0.03), ("other", 0.002)):
+            command = ["train", "--config=my_config.py", f"--config.workdir={name}", "--config.train.steps=12"]
+            command += ["--config.checkpoint.every=4", "--config.metrics.every=2", "--config.metrics.digest=true"]
+            assert cli.main([*command, f"--config.optim.lr={rate}"]) == 0
+        yield folder
+
+
+def replay(*arguments):
+    return cli.main(["replay", *arguments, "--workload", "my_workload"])
+
+
+def test_a_replayed_step_is_the_runs_own_and_the_checkpoint_has_its_digest(runs, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")}
+    assert replay("run", "--step", "10", "--until", "12") == 0
+    assert "identical to step 12: 2 recorded steps have the same digest" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")} == before, "the run is only read"
+    lines = [json.loads(line) for line in (runs / "run-replay-10" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "train"] == [9, 10, 11, 12]
+    last = next(line for line in lines if line["step"] == 12 and line["split"] == "train")
+    assert cli.main(["checkpoint", "verify", "run", "--step", "12"]) == 0
+    assert f"digest {last['digest_high']:08x}{last['digest_low']:08x}" in capsys.readouterr().out
+
+
+def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(runs, capsys):
+    shutil.copytree(runs / "run", runs / "changed")
+    shutil.rmtree(runs / "changed" / "checkpoints")
+    path = runs / "changed" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    wrong = next(line for line in lines if line["split"] == "train" and line["step"] == 4)
+    wrong["digest_low"] ^= 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay("changed", "--step", "6") == 1
+    said = capsys.readouterr().out
+    assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps" in said
+    assert "step 4 differs: digest" in said and "the same digest to step 2" in said
+
+
+def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
+    assert cli.main(["diff", "run", "run"]) == 0
+    assert "identical to step 12: 6 recorded steps have the same digest" in capsys.readouterr().out
+    assert cli.main(["diff", "run", "other"]) == 1
+    said = capsys.readouterr().out
+    assert "config.optim.lr: " in said and "→ 0.002" in said
+    assert "step 2 differs: digest" in said and "checkpoints of step 4: " in said and "of its values differ, by" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["replay", "run", "--step", "13"], "has recorded its steps up to 12, and step 13 is asked for"),
+        (["replay", "run", "--step", "5", "--until", "4"], "--until: 4 is before --step=5"),
+        (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
+        (["replay", "run", "--step", "5", "--out", "other"], "other exists; remove it, or choose another --out"),
+        (["replay", "run", "--step", "5", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
+        (["replay", "nothing", "--step", "5"], "nothing"),
+        (["diff", "run", "nothing"], "nothing"),
+    ],
+)
+def test_mistakes_are_one_line(runs, arguments, said, capsys):
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2 and said in lines[-1] and not (runs / "run-replay-13").exists()
