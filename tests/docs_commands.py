@@ -172,6 +172,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2", leaves=("codec.npz",))),
     (r"^jaxtrain encode-audio ", Run(says=r"[1-9]\d* recordings encoded, 0 were there already, 0 could not be encoded")),
+    (r"^jaxtrain replay ", Run(instead=(("--step 550 --until 560", "--step 2"),), says="identical to step 2: 1 recorded")),
     # Looking ahead.
     (r"--explain|jaxtrain explain", Run(says=r"config\.train\.batch +\d+ +rows +global batch")),
     (rf"giblet(\.py)?:blank.*({PLAN})", Run(says=r"parameters on (.*\n)*this run has no problem")),
