@@ -172,6 +172,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     (r"^jaxtrain train-codec ", Run("--codebooks=4 --size=32 --components=8 --rounds=2", leaves=("codec.npz",))),
     (r"^jaxtrain encode-audio ", Run(says=r"[1-9]\d* recordings encoded, 0 were there already, 0 could not be encoded")),
+    (
+        r"^jaxtrain prove ",
+        Run(f"--config=xcm {BIRD} {SMALL_DATA} --minutes=0 --steps=6 --kills=1", says="each ended with the same bits"),
+    ),
     (r"^jaxtrain replay ", Run(instead=(("--step 550 --until 560", "--step 2"),), says="identical to step 2: 1 recorded")),
     # Looking ahead.
     (r"--explain|jaxtrain explain", Run(says=r"config\.train\.batch +\d+ +rows +global batch")),

@@ -1,7 +1,11 @@
 """Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real runs."""
 
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from jaxtrain.parallel.layout import make_mesh
 from jaxtrain.step import digest
 from tests.support.pages import examples
 
+ROOT = pathlib.Path(__file__).parent.parent
 TREE = {
     "a": {"w": np.arange(480, dtype="f4").reshape(24, 20), "half": jnp.arange(8, dtype=jnp.bfloat16)},
     "b": (np.int32(5), np.ones((2, 4), bool), np.zeros((0, 3), "f4"), np.arange(6, dtype=np.int8)),
@@ -125,3 +130,14 @@ def test_mistakes_are_one_line(runs, arguments, said, capsys):
         code = end.code
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and said in lines[-1] and not (runs / "run-replay-13").exists()
+
+
+def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs):
+    command = [sys.executable, "-m", "jaxtrain", "prove", "--config=my_config.py", "--minutes=0", "--steps=12", "--kills=1"]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": f"{runs}:{ROOT}"}
+    done = subprocess.run([*command, "--out=proof"], cwd=runs, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kills in 1 runs: each ended with the same bits" in done.stdout
+    assert "12 steps and the last checkpoint (" in done.stdout and (runs / "proof" / "killed-1").is_dir()
+    again = subprocess.run([*command, "--out=proof"], cwd=runs, env=env, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2 and "proof/undisturbed exists; choose another --out" in again.stderr

@@ -107,6 +107,12 @@ def verify(source: Source) -> int:
     return 1 if problems else 0
 
 
+def digest_of(arrays: Mapping[str, Stored]) -> str:
+    """The digest of the arrays of a step, as a run's records have it (`jaxtrain.step.digest`)."""
+    pieces = (digest.of_piece(path, one.read(index), index) for path, one in arrays.items() for index in one.pieces())
+    return digest_text(sum(pieces, np.zeros(2, np.uint32)))
+
+
 def diff(a: Source, b: Source) -> int:
     """Print, array by array, the changes from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
     before, after = a.arrays(), b.arrays()

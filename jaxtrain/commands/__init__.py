@@ -20,6 +20,7 @@ TRAINER = dict(
         _own("metrics", "monitor", "the records of runs as one Parquet table"),
         _own("diff", "monitor", "the first step at which two runs differ, and by which fields, versions and arrays"),
         _own("replay", "monitor", "make any step of a run again, and compare it with the records", takes_workload=True),
+        _own("prove", "monitor", "kill a run again and again, and show that it ends with the same bits"),
         _own("plan", "plan", "memory, time and problems of a run on any devices, before it starts", caches=True),
         _own("explain", "plan", "every field of a config: value, unit, meaning"),
         _own("export", "weights", "convert a checkpoint to safetensors for Hugging Face, and back", takes_workload=True),

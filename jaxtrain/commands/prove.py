@@ -1,0 +1,123 @@
+"""Kill a run at random instants, again and again, and show that it ends with the same bits.
+
+    jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out DIR]
+
+    jaxtrain prove --minutes 10                     the demo, --config=xcm
+    jaxtrain prove --config=folder:index            a run of yours
+
+One run is undisturbed. Then, until the time is over, a run with the same config is ended by SIGKILL at K random instants, and
+each time started again by the same command. The digest of the whole state must be the same after each step that both recorded,
+and in the last checkpoint. On GPUs this needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+
+Ends with 0 if every run was the same to the last bit, else with 1.
+"""
+
+import argparse
+import functools
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from jaxtrain.commands import arguments
+
+DEMO = "xcm"  # makes its own data
+FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
+    usage = "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out DIR]"
+    parser = arguments.Parser("jaxtrain prove", __doc__, usage=usage)
+    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="after which no run begins; default: 10")
+    parser.add_argument("--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60")
+    parser.add_argument("--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3")
+    parser.add_argument("--out", metavar="DIR", help="the runs, which are kept; default: a temporary folder")
+    args = parser.parse_args(rest)
+
+    from jaxtrain.telemetry.report.run import RunError
+
+    if args.out:
+        action = functools.partial(_prove, config_arguments, args, pathlib.Path(args.out))
+        return arguments.run(action, mistakes=(RunError,))
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-prove-") as folder:
+        return arguments.run(functools.partial(_prove, config_arguments, args, pathlib.Path(folder)), mistakes=(RunError,))
+
+
+def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
+    from jaxtrain.telemetry.report.run import RunError
+
+    given = given or [f"--config={DEMO}"]
+    fields = FIELDS | {"train.steps": str(args.steps), "checkpoint.every": str(max(args.steps // 12, 1))}
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain",
+        "train",
+        *given,
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+    ]
+    whole = folder / "undisturbed"
+    if whole.exists():
+        raise RunError(f"{whole} exists; choose another --out")
+    print(f"the undisturbed run: {args.steps} steps", flush=True)
+    began = time.monotonic()
+    _train(command, whole)
+    seconds = time.monotonic() - began
+    rng, well, number, kills = random.Random(0), True, 0, 0
+    print(f"{'run':>4} {'kills':>5} {'after steps':<20} {'starts':>6}  result", flush=True)
+    while number == 0 or time.monotonic() - began < 60 * args.minutes:
+        number += 1
+        again = folder / f"killed-{number}"
+        after = [_killed(command, again, rng.uniform(0, seconds)) for _ in range(args.kills)]
+        _train(command, again)
+        same, line = _compared(whole, again)
+        well, kills = well and same, kills + args.kills
+        print(f"{number:>4} {args.kills:>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6}  {line}", flush=True)
+    print(f"{kills} kills in {number} runs: {'each ended with the same bits' if well else 'not all ended with the same bits'}")
+    return 0 if well else 1
+
+
+def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
+    """Start a run or start it again, to its end. Raises RunError with the end of its output."""
+    from jaxtrain.telemetry.report.run import RunError
+
+    done = subprocess.run([*command, f"--config.workdir={workdir}"], capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
+
+
+def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int:
+    """Start a run and kill it after some seconds. Return the last step that it recorded."""
+    from jaxtrain.telemetry.report import run as run_lib
+
+    process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
+
+
+def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
+    """Whether two runs are the same in each recorded step and in the last checkpoint, and a line that says so."""
+    from jaxtrain.arrays import saved_steps, source
+    from jaxtrain.telemetry.report import run as run_lib
+    from jaxtrain.telemetry.report import steps
+
+    a, b = (steps.read(run_lib.open_run(str(path))) for path in (whole, again))
+    compared = steps.Compared(a, b)
+    if compared.differs is not None or compared.steps != sorted(a.values["loss"]):
+        return False, compared.summary()
+    one, other = (saved_steps.digest_of(source.find(str(path)).arrays()) for path in (whole, again))
+    return (
+        one == other,
+        f"{len(compared.steps)} steps and the last checkpoint ({one}) are {'equal' if one == other else 'not equal'}",
+    )
