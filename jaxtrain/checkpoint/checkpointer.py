@@ -426,7 +426,7 @@ def saved_parts(state: "TrainState") -> dict[str, Any]:
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
     """The first arrays of a step that are missing here, or of another shape, or that are missing there. "" if none."""
-    tree = _saved(abstract.state)
+    tree = saved_parts(abstract.state)
     now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
     before = {path: tuple(one.shape) for path, one in saved.items()}
     differ = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
