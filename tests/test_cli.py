@@ -152,7 +152,10 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
             ["checkpoint", "verify", "--stpe", "3", "x"],
             "'--stpe' is unknown; expected one of: --help, --step; did you mean '--step'?; see jaxtrain checkpoint verify",
         ),
-        (["checkpoint", "export", "x", "--out=y", "--ot"], "expected one of: --help, --step, --out; did you mean '--out'?"),
+        (
+            ["checkpoint", "export", "x", "--out=y", "--ot"],
+            "expected one of: --help, --step, --out, --base; did you mean '--out'?",
+        ),
         (["embed", "run", "--out", "x", "--veiws=2"], "did you mean '--views'?"),
         (["checkpoint", "export", "run", "--out=x", "--stepp=2"], "did you mean '--step'?"),
         (["export", "run"], "the following arguments are required: --out; see jaxtrain export --help"),
