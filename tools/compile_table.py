@@ -39,12 +39,10 @@ class Workload(NamedTuple):
     published: Mapping[str, str] = {}
     whole: Mapping[str, str] | None = None  # None: as published
 
-    def config(
-        self, size: str, mesh: str, count: int, folder: pathlib.Path, more: Mapping[str, str] | None = None
-    ) -> config_lib.Config:
+    def config(self, size: str, mesh: str, count: int, folder: pathlib.Path) -> config_lib.Config:
         """Raise ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
-        settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run"), **(more or {})}
+        settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run")}
         # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of devices.
         texts = {
             name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count)) for name, text in settings.items()
