@@ -3,7 +3,8 @@
 A folder holds the splits train/ and test/, or is itself the training split. A folder of one split holds
 
     tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256], "tokenizer":
-                    "tokenizer.json", "shards": [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "sha256": "…"}, …]}
+                    "tokenizer.json", "shards": [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "first_bytes": f,
+                    "sha256": "…"}, …]}
                     vocab: the largest id + 1; eos: added to every document, or null; ends: the ids that end a text
     00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the other
     00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in bytes of text, and the end
@@ -42,6 +43,7 @@ class Documents(NamedTuple):
     vocab: int
     digest: str
     ends: tuple[int, ...] = ()  # tokens that end a text
+    first_bytes: float = 0.0  # of the first tokens of all documents, which nothing predicts
 
     def read(self, document: int, offset: int, count: int) -> np.ndarray:
         """``count`` tokens of a document, from its token ``offset`` on, as a view of the map."""
@@ -108,6 +110,7 @@ def _open_once(
             start=train.start[kept],
             length=train.length[kept],
             n_bytes=int(sizes[kept].sum()),
+            first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
             digest=f"{train.digest} {test_share}",
         )
         for name, kept in (("train", ~is_test), ("test", is_test))
@@ -116,11 +119,12 @@ def _open_once(
 
 def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
     """Tokens ``begin`` … ``end`` of a text as its only document, or no document without tokens."""
-    n_bytes = end - begin if text == "bytes" else len(_decoded(path)[begin:end].encode())
+    content = "" if text == "bytes" else _decoded(path)[begin:end]
+    n_bytes, first = (len(content.encode()), len(content[:1].encode())) if content else (end - begin, min(end - begin, 1))
     only = np.arange(1 if end > begin else 0)
     return whole._replace(
         shard=only.astype(np.int32), start=only + begin, length=only + end - begin, n_bytes=n_bytes,
-        digest=f"{whole.digest} {begin} {end}",
+        digest=f"{whole.digest} {begin} {end}", first_bytes=first,
     )  # fmt: skip
 
 
@@ -164,10 +168,12 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
         start.append(index[:-1])
         length.append(np.diff(index))
     digest = hashlib.sha256("".join(entry["sha256"] for entry in about["shards"]).encode()).hexdigest()
-    n_bytes = sum(entry["bytes"] for entry in about["shards"])
+    n_bytes, n_tokens = (sum(entry[kind] for entry in about["shards"]) for kind in ("bytes", "tokens"))
+    # Folders without that number: as many as of any token.
+    firsts = [entry.get("first_bytes", entry["documents"] * n_bytes / max(n_tokens, 1)) for entry in about["shards"]]
     joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
     ends = about.get("ends", [] if about.get("eos") is None else [about["eos"]])
-    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest, tuple(ends))
+    return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest, tuple(ends), sum(firsts))
 
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
@@ -204,6 +210,7 @@ def _is_complete(about: dict[str, Any]) -> bool:
         return (
             isinstance(entry, dict)
             and all(whole(entry.get(k)) for k in sizes)
+            and whole(entry.get("first_bytes", 0))
             and all(type(entry.get(k)) is str for k in texts)
         )
 
@@ -241,9 +248,19 @@ def lengths(folder: pathlib.Path) -> np.ndarray:
 
 
 def write_shard(
-    folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any
+    folder: pathlib.Path,
+    name: str,
+    documents: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    dtype: Any,
+    firsts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Write one shard and return its entry for tokens.json. ``sizes``: bytes of text of each document."""
+    """Write one shard and return its entry for tokens.json.
+
+    Args:
+      sizes: bytes of text of each document.
+      firsts: those of its first token.
+    """
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])
     index[1:, 1] = np.cumsum(sizes)
@@ -258,6 +275,7 @@ def write_shard(
         "documents": len(documents),
         "tokens": len(tokens),
         "bytes": int(index[-1, 1]),
+        **({} if firsts is None else {"first_bytes": sum(firsts)}),
         "sha256": digest,
     }
 

@@ -118,6 +118,8 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     if encoder.ends and encoder.eos is None:
         named = ", ".join(encoder.specials.get(i, str(i)) for i in encoder.ends)
         print(f"no document ends with a token; the tokenizer's own files name {named} (--eos)", file=sys.stderr)
+    if encoder.added:
+        print(f"the tokenizer itself would add {' '.join(encoder.added)} to each text; no such token is added", file=sys.stderr)
     if held := sum(entry.get("specials", 0) for entry in entries):
         print(
             f"{held:,} special tokens come from their names inside texts; --specials-as-text splits such a name like any text",
@@ -263,12 +265,13 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
     out, number, part, options = job
     encoder = _tokenizer(options)
     end = [] if encoder.eos is None else [encoder.eos]
-    bad, documents, sizes = [], [], []
+    bad, documents, sizes, firsts = [], [], [], []
     held: list[int] = []  # special tokens inside each text
     waiting: list[str] = []
 
     def flush() -> None:
-        for ids, text in zip(encoder.encode(waiting), waiting, strict=True):
+        for (ids, first), text in zip(encoder.encode(waiting), waiting, strict=True):
+            firsts.append(first)
             documents.append(np.asarray([*ids, *end], np.int64))
             held.append(sum(i in encoder.specials for i in ids))
             sizes.append(len(text.encode()))
@@ -282,7 +285,7 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
         if len(waiting) == 1000:
             flush()
     flush()
-    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab))
+    shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts)
     atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": sum(held)}))
 
 
@@ -291,7 +294,8 @@ class _Encoder(NamedTuple):
     eos: int | None  # id that is added to every document
     ends: tuple[int, ...]  # ids that end a text: eos, else those that the tokenizer's own files name
     specials: dict[int, str]  # id -> the special token
-    encode: Callable[[Sequence[str]], list[list[int]]]
+    added: list[str]  # that the tokenizer would add around a text
+    encode: Callable[[Sequence[str]], list[tuple[list[int], int]]]  # ids of each text, and the bytes of its first token
 
 
 def _tokenizer(options: Options) -> _Encoder:
@@ -299,7 +303,7 @@ def _tokenizer(options: Options) -> _Encoder:
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
-        return _Encoder(256, None, (), {}, lambda texts: [list(text.encode()) for text in texts])
+        return _Encoder(256, None, (), {}, [], lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts])
     path = pathlib.Path(options.tokenizer).expanduser()
     if not path.is_file():
         raise TokensError(f"--tokenizer is {options.tokenizer!r}; expected a tokenizer.json of Hugging Face, or bytes")
@@ -308,7 +312,7 @@ def _tokenizer(options: Options) -> _Encoder:
     if options.eos and eos is None:
         raise TokensError(f"--eos is {options.eos!r}, a token that {path} does not have; choose one of its special tokens")
     ends = tokenizer.ends() if eos is None else (eos,)
-    return _Encoder(tokenizer.vocab, eos, ends, tokenizer.specials, tokenizer.encode)
+    return _Encoder(tokenizer.vocab, eos, ends, tokenizer.specials, tokenizer.added, tokenizer.measured)
 
 
 def _entry(out: pathlib.Path, number: int) -> pathlib.Path:

@@ -40,7 +40,18 @@ class Tokenizer(NamedTuple):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without any that the tokenizer would add around it."""
-        return [one.ids for one in self.inner.encode_batch(list(texts), add_special_tokens=False)]
+        return [ids for ids, _ in self.measured(texts)]
+
+    def measured(self, texts: Sequence[str]) -> list[tuple[list[int], int]]:
+        """The ids of each text, and the bytes of its first token, from the text's begin on."""
+        found = self.inner.encode_batch(list(texts), add_special_tokens=False)
+        ends = [one.offsets[0][1] if one.ids else 0 for one in found]
+        return [(one.ids, len(text[:end].encode())) for one, text, end in zip(found, texts, ends, strict=True)]
+
+    @property
+    def added(self) -> list[str]:
+        """The special tokens that Hugging Face's own libraries add around a text."""
+        return [self.specials.get(i, str(i)) for i in self.inner.encode("", add_special_tokens=True).ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, without special tokens."""

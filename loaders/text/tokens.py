@@ -208,7 +208,7 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """The facts of the documents.
 
-    vocab; context; bytes_per_token of the test split (of train, if there is none).
+    vocab; context; bytes_per_token, of those that are predicted, of the test split (of train, if there is none).
 
     n_train, n_test: documents by source; ends: tokens that end a text.
 
@@ -228,7 +228,8 @@ def facts(config: Config) -> Facts:
     return {
         "vocab": vocabs.pop(),
         "context": config.context,
-        "bytes_per_token": sum(d.n_bytes for d in measured) / max(sum(int(d.length.sum()) for d in measured), 1),
+        "bytes_per_token": sum(d.n_bytes - d.first_bytes for d in measured)
+        / max(sum(int((d.length - (d.length > 0)).sum()) for d in measured), 1),
         "n_train": tuple(len(s["train"].length) for s in splits),
         "n_test": tuple(len(s["test"].length) for s in splits),
         "ends": tuple(dict.fromkeys(end for s in splits for end in s["train"].ends)),

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxtrain.workloads.language.commands import tokens as tokens_command
-from loaders.text import tokenise
+from loaders.text import tokenise, tokens
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXTS = ["To be, or not to be.", "Fünf Wörter – über Öl.", "", "x" * 3000, "last one\nof two lines"]
@@ -72,7 +72,12 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
         assert tokens_command.main([str(tmp_path / how), str(tmp_path / "a.txt"), f"--documents={how}", *common]) == 0
         assert documents(tmp_path / how) == expected
     about = json.loads((tmp_path / "file" / "tokens.json").read_text())
-    assert (about["vocab"], about["eos"], about["tokenizer"]) == (6, 1, "tokenizer.json")
+    assert (about["vocab"], about["eos"], about["ends"], about["tokenizer"]) == (6, 1, [1], "tokenizer.json")
+    line = json.loads((tmp_path / "line" / "tokens.json").read_text())["shards"][0]
+    assert (line["bytes"], line["first_bytes"]) == (len("to beor notto be it"), len("toorto"))
+    rows = tokens.facts(tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0))
+    # Predicted are " be", the end, " not", the end, " be", " it", the end.
+    assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
     assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 

@@ -154,7 +154,7 @@ def test_a_text_is_characters_and_its_end_is_for_testing(tmp_path):
     facts = tokens.facts(config)
     n = int(len(TEXT) * 0.9)
     assert facts["symbols"] == "".join(sorted(set(TEXT))) and facts["vocab"] == len(set(TEXT))
-    assert facts["bytes_per_token"] == pytest.approx(len(TEXT[n:].encode()) / len(TEXT[n:]))
+    assert facts["bytes_per_token"] == pytest.approx(len(TEXT[n + 1 :].encode()) / len(TEXT[n + 1 :]))
     rows = read(config, n=20)
     for t, y in zip(rows["tokens"], rows["targets"], strict=True):
         text = "".join(facts["symbols"][i] for i in [*t, y[-1]])
