@@ -91,7 +91,13 @@ def write(
             raise DataError(f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}")
         _same_place(mask, image, paths[0])
         with sources.reading(mask):
-            inside = np.asanyarray(image.dataobj) > 0
+            found = np.asanyarray(image.dataobj)
+        if len(kinds := np.unique(found)) > 2 or not np.isfinite(kinds).all():
+            raise DataError(
+                f"{mask} has {len(kinds)} different values, {kinds[0]:g} to {kinds[-1]:g}; a mask has two: save one of its "
+                "labels, or the voxels above a threshold, as 0 and 1"
+            )
+        inside = found > 0
     else:
         votes = np.zeros(first.shape[:3])
         for path in paths:
