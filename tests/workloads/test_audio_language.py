@@ -90,6 +90,63 @@ def laid_out(g):
     return found
 
 
+def of_transformers(folder, changes=None, without=()):
+    """The golden weights under the names, and with the config, that transformers has."""
+    weights = safetensors.numpy.load_file(DATA / "weights.safetensors")
+    renamed = {
+        "audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_audio_tokens.weight",
+        "audio_decoder_proj.audio_lm_head.weight": "audio_lm_head.weight",
+        "audio_decoder_proj.text_lm_head.weight": "text_lm_head.weight",
+    }
+    weights = {renamed.get(name, f"model.{name}"): x for name, x in weights.items()}
+    folder.mkdir()
+    safetensors.numpy.save_file({n: x for n, x in weights.items() if n not in without}, folder / "model.safetensors")
+    about = {k: v for k, v in GOLDEN["text"].items() if k not in ("rope_theta", "rope_scaling")}
+    about |= {"rope_parameters": {**GOLDEN["llama3_rope_scaling"], "rope_theta": GOLDEN["text"]["rope_theta"]}}
+    about |= {"model_type": "higgs_audio_v2", "head_dim": 16, "num_codebooks": K, "codebook_size": SIZE + 2}
+    about |= {"audio_stream_bos_id": SIZE, "audio_stream_eos_id": SIZE + 1, **(changes or {})}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
+    """The release was published again under other names, with other fields."""
+    c, params = open_folder(of_transformers(tmp_path / "a"))
+    expected, theirs = open_folder(folders["llama3_rope"])
+    assert c == expected
+    jax.tree.map(np.testing.assert_array_equal, params, theirs)
+    with pytest.raises(higgs.HuggingFaceError, match="audio_stream_bos_id is 9; expected 32"):
+        higgs.from_hugging_face(of_transformers(tmp_path / "b", {"audio_stream_bos_id": 9}))
+    with pytest.raises(higgs.HuggingFaceError, match="has no text_lm_head.weight"):
+        higgs.from_hugging_face(of_transformers(tmp_path / "c", without=("text_lm_head.weight",)))
+    config = {"warm_start": {"source": str(tmp_path / "a")}}
+    (tmp_path / "a" / "config.json").write_bytes(higgs.export_files(config, "float32")["config.json"])
+    again = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (again["audio_num_codebooks"], again["audio_codebook_size"], again["text_config"]["vocab_size"]) == (K, SIZE, 300)
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_audio(folders, numbers, tmp_path):
+    """With transformers and torch (dependency group "peers"): audio logits of a conversation."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    ids = {"audio_token_id": IDS["<|AUDIO_OUT|>"], "audio_delay_token_id": IDS["<|AUDIO|>"]}
+    folder = of_transformers(tmp_path / "a", ids)
+    theirs = transformers.AutoModelForTextToWaveform.from_pretrained(folder, dtype="float32").eval()
+    c, params = open_folder(folder)
+    sample = laid_out(numbers)[0]
+    is_audio = sample.codes[:, 0] >= 0
+    with torch.no_grad():
+        h = theirs.model(
+            input_ids=torch.from_numpy(sample.tokens[None].astype("i8")),
+            audio_input_ids=torch.from_numpy(sample.codes[None, is_audio].astype("i8")),
+            audio_input_ids_mask=torch.ones(1, int(is_audio.sum()), dtype=torch.bool),
+        ).last_hidden_state[0]
+        expected = theirs.audio_lm_head(h[torch.from_numpy(is_audio)]).numpy()
+    x_bud = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of([sample]))
+    found = np.asarray(audio_language.audio_logits(params, x_bud))[0, : len(is_audio)][is_audio]
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-4)
+
+
 def total(task, params, batch):
     out = task.loss(Variables(params), batch, None)
     return out.loss.total / out.loss.weight, out.metrics

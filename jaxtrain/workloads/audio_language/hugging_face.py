@@ -13,7 +13,7 @@ from jaxtrain.nn import hugging_face
 from jaxtrain.nn.hugging_face import LAYER, HuggingFaceError, Names
 from jaxtrain.nn.layers import Rope
 from jaxtrain.types import Export, Hub
-from jaxtrain.workloads.audio_language.model import Config, make_specs
+from jaxtrain.workloads.audio_language.model import N_SPECIAL, Config, make_specs
 from loaders.io import files
 from loaders.text import tokenizer
 
@@ -33,6 +33,14 @@ ADAPTERS: dict[str, Any] = dict(
     dtype="bfloat16",
 )
 
+_LAYER = {
+    **LAYER,
+    "audio/scale_attention": "audio_input_layernorm.weight",
+    "audio/scale_mlp": "audio_post_attention_layernorm.weight",
+    **{f"audio/{name}": f"audio_{LAYER[name]}" for name in ("w_gate", "w_up", "w_down")},
+    **{f"audio_attention/w_{x}": f"audio_attn.{x[0]}_proj.weight" for x in ("q", "k", "v", "out")},
+    "audio_attention/scale_after": "audio_post_audio_attn_layer_norm.weight",
+}
 _NAMES = Names(
     top={
         "embed": "embed_tokens.weight",
@@ -41,14 +49,18 @@ _NAMES = Names(
         "w_head": "audio_decoder_proj.text_lm_head.weight",
         "w_head_audio": "audio_decoder_proj.audio_lm_head.weight",
     },
-    layer={
-        **LAYER,
-        "audio/scale_attention": "audio_input_layernorm.weight",
-        "audio/scale_mlp": "audio_post_attention_layernorm.weight",
-        **{f"audio/{name}": f"audio_{LAYER[name]}" for name in ("w_gate", "w_up", "w_down")},
-        **{f"audio_attention/w_{x}": f"audio_attn.{x[0]}_proj.weight" for x in ("q", "k", "v", "out")},
-        "audio_attention/scale_after": "audio_post_audio_attn_layer_norm.weight",
+    layer=_LAYER,
+)
+_OF_TRANSFORMERS = Names(  # of the same model in transformers, model_type higgs_audio_v2
+    top={
+        "embed": "model.embed_tokens.weight",
+        "embed_audio": "model.embed_audio_tokens.embed_audio_tokens.weight",
+        "scale": "model.norm.weight",
+        "w_head": "text_lm_head.weight",
+        "w_head_audio": "audio_lm_head.weight",
     },
+    layer=_LAYER,
+    prefix="model.layers",
 )
 _ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
 _CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
@@ -74,6 +86,9 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     if "config.json" in found:
         about = files.read_json(source / "config.json")
         about.pop("quantization_config", None)  # the arrays are numbers, not codes
+        if _is_of_transformers(about):  # under the release's names, it has the release's fields
+            sizes = {"audio_num_codebooks": about["num_codebooks"], "audio_codebook_size": about["codebook_size"] - N_SPECIAL}
+            about = {"model_type": "higgs_audio", "text_config": {**about, "model_type": "llama"}, **sizes}
         found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
         # Of a model of Hugging Face, not of our own export, which has a run's config, or of another program.
         if "model_type" not in about:
@@ -102,6 +117,8 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     path = pathlib.Path(folder).expanduser() / "config.json"
     with hugging_face.reading(path):
         h = files.read_json(path)
+        if _is_of_transformers(h):
+            return _read_transformers(h, path, stored.open_safetensors(folder))
         if missing := [name for name in _CONFIG if not any(key in h for key in name.split(" or "))]:
             remedy = "name a folder of Higgs Audio v2, or one of `jaxtrain export` with its jaxtrain.json"
             raise HuggingFaceError(f"{path} has no {', no '.join(missing)}; {remedy}")
@@ -121,3 +138,28 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     unused = tuple(f"^{prefix}/" for prefix in _ELSEWHERE if any(name.startswith(f"{prefix}/") for name in there))
     reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
     return model, dict(source=str(folder), renames=_NAMES.renames(table), reshape=reshape, unused=unused)
+
+
+def _is_of_transformers(h: Mapping[str, Any]) -> bool:
+    return h.get("model_type") == "higgs_audio_v2" and "num_codebooks" in h
+
+
+def _read_transformers(
+    h: Mapping[str, Any], path: pathlib.Path, there: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`from_hugging_face` of a folder that transformers wrote. Raises HuggingFaceError."""
+    size = h["codebook_size"]
+    ends = {"audio_stream_bos_id": size - 2, "audio_stream_eos_id": size - 1}
+    if wrong := [f"{name} is {h.get(name)}; expected {value}" for name, value in ends.items() if h.get(name) != value]:
+        raise HuggingFaceError(f"{path}: {'; '.join(wrong)}, of {size} rows of a codebook")
+    if "text_lm_head/weight" not in there:
+        raise HuggingFaceError(
+            f"{path.parent} has no text_lm_head.weight, without which no text is learned; take a folder with it"
+        )
+    model = dict(
+        hugging_face.decoder_fields({"head_dim": 128, "rms_norm_eps": 1e-5, **h}, path), vocab=h["vocab_size"],
+        codebooks=h["num_codebooks"], codebook_size=size - N_SPECIAL, tied=False, audio_attention=False, average_codes=False,
+    )  # fmt: skip
+    table = make_specs(Config(**{**model, "rope": Rope()}))
+    reshape = {"w_(q|k|v|out)$|^(embed|w_head)_audio$": "fold"}
+    return model, dict(source=str(path.parent), renames=_OF_TRANSFORMERS.renames(table), reshape=reshape)
