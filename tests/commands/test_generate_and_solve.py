@@ -118,6 +118,14 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
         assert found is None or json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": found}
         assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert greedy(tmp_path / "run-out") == cut
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # those of a base model that ended otherwise
+        (tmp_path / "data" / name).write_text('{"eos_token": "<eos>", "model_max_length": 9}')
+    tokenizer.add_special_tokens([f"w{written[n]}"])
+    tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "named")]) == 0
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        about = json.loads((tmp_path / "named" / name).read_text())
+        assert about == {"eos_token": f"w{written[n]}", "model_max_length": 9}
 
 
 def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):

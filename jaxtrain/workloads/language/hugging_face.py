@@ -145,11 +145,15 @@ def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, 
             named = of.specials.get(ends[0], "") if ends else ""
     generation = json.loads(found.get(_GENERATION, b"{}"))
     theirs = generation.get("eos_token_id", fields.get("eos_token_id"))
+    more: dict[str, bytes] = {}
     if ends and not set(ends) <= set(theirs if isinstance(theirs, list) else [theirs]):
         theirs = ends[0] if len(ends) == 1 else list(ends)
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):  # some programs look there
+            if named and name in found:
+                more[name] = _json({**json.loads(found[name]), "eos_token": named})
     # Without them transformers takes the ids of Llama's first tokenizer.
     fields |= {"eos_token_id": theirs, "bos_token_id": fields.get("bos_token_id")}
-    more = {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
+    more |= {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
         # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
         about = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": named} if named else {})}
