@@ -332,3 +332,138 @@ def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
     ):
         assert kind in refused and text in refused
         assert any(kind == found and text in said for found, said in mistakes.lines)
+
+
+# ---- public reports ---------------------------------------------------------------------------------------------------
+# Files made as each report describes them; docs/results/field-sound.md lists the reports.
+
+FMT = struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)
+DATA = SAMPLES.tobytes()
+
+
+def riff(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
+    body = b"".join(name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) & 1) for name, data in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(body) if size is None else size) + b"WAVE" + body
+
+
+def float_wav() -> bytes:
+    fmt = struct.pack("<HHIIHH", 3, 1, 96_000, 4 * 96_000, 4, 32)
+    return riff((b"bext", bytes(602)), (b"iXML", b"<x/>"), (b"fmt ", fmt), (b"data", (SAMPLES / 32768).astype("<f4").tobytes()))
+
+
+def mp3(wave: np.ndarray = SAMPLES / 32768) -> bytes:
+    return corpus.encode(np.tile(wave, 5).astype(np.float32), RATE, "MP3")
+
+
+def id3(size: int) -> bytes:
+    return b"ID3\x04\0\0" + bytes(size >> shift & 127 for shift in (21, 14, 7, 0)) + bytes(size)
+
+
+def flac() -> bytes:
+    return corpus.encode(SAMPLES / np.float32(32768), RATE, "FLAC")
+
+
+WHOLE = {
+    "librosa/librosa#876": lambda: wav(138, DATA),
+    "librosa/librosa#749": lambda: wav(None, DATA, b"PAD " + struct.pack("<I", 30_000) + bytes(30_000)),
+    "lhotse-speech/lhotse#913": lambda: wav(0x7FFFFFFF, DATA),
+    "kyutai-labs/sphn#20": lambda: wav(0xFFFFFFFF, DATA),
+    "JamesHeinrich/getID3#468": lambda: b"RIFF\0\0\0\0" + wav(0, DATA)[8:],
+    "pdeljanov/Symphonia#380": lambda: riff((b"fmt ", FMT), (b"data", DATA), size=4 + 24 + len(DATA)),
+    "pdeljanov/Symphonia#327": lambda: b"RIFF\xff\xff\xff\xff" + wav(0xFFFFFFFF, DATA)[8:],
+    "pdeljanov/Symphonia#247": lambda: riff(
+        (b"fmt ", struct.pack("<HHIIHH", 3, 1, RATE, 4 * RATE, 4, 32) + bytes(24)),
+        (b"data", (SAMPLES / 32768).astype("<f4").tobytes()),
+    ),
+    "meta-pytorch/torchcodec#1378": lambda: corpus.encode(SAMPLES / 32768, RATE, "WAV", "PCM_24") + CHUNK,
+    "ruuda/hound#14": lambda: riff((b"fmt ", FMT + bytes(24)), (b"data", DATA)),
+    "libsndfile/libsndfile#86": lambda: riff((b"fmt ", FMT), (b"smpl", bytes(32)), (b"data", DATA)),
+    "libsndfile/libsndfile#370": lambda: riff((b"fmt ", FMT), (b"LIST", bytes(393_164)), (b"data", DATA)),
+    "FFmpeg/FFmpeg#13": lambda: riff((b"bext", bytes(603)), (b"fmt ", FMT), (b"data", DATA)),
+    "mpruett/audiofile#3": lambda: riff((b"fmt ", FMT), (b"data", DATA), (b"ID3 ", bytes(9000))),
+    "quodlibet/mutagen#630": lambda: id3(1000) + wav(None, DATA),
+    "Mattk70/Chirpity-Electron#85": float_wav,
+    "xiph/flac, ID3 before fLaC": lambda: id3(1000) + flac(),
+}
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_a_reported_file_is_read_whole(make):
+    wave, _, frames = _rust.decode(make())
+    assert frames == 5000 and np.array_equal(wave * 32768, SAMPLES)
+
+
+@pytest.mark.parametrize("head", [id3(300_000), id3(10) + id3(2000)], ids=["birdnet-team/BirdNET-Analyzer#65", "two tags"])
+def test_an_mp3_behind_large_tags_is_read_whole(head):
+    data = mp3()
+    assert np.array_equal(_rust.decode(head + data)[0], _rust.decode(data)[0])
+
+
+NAMED = {
+    "QutEcoacoustics/emu#67": (lambda: wav(0, b""), "WAV: the recording holds no audio"),
+    "birdnet-team/BirdNET-Analyzer#745": (lambda: bytes(100_000), "a file of zeros"),
+    "librosa/librosa#686": (lambda: b"RIFF\0\0\0\0AVI LIST" + bytes(100), f"AVI: .*{REMEDY}"),
+    "supercollider/supercollider#3137": (lambda: wav(None, DATA, tag=0x55), f"MP3 .*{REMEDY}"),
+    "mackron/dr_libs#210": (lambda: b"RIFX" + riff((b"fmt ", FMT))[4:], f"RIFX .*{REMEDY}"),
+    "mbunkus/mkvtoolnix#953": (lambda: flac() * 2, "FLAC: several files, joined byte by byte"),
+    "copy /b of WAV": (lambda: wav(None, DATA) * 2, "WAV: several files, joined byte by byte"),
+}
+
+
+@pytest.mark.parametrize("make, name", NAMED.values(), ids=NAMED)
+def test_a_reported_file_is_refused_by_name(tmp_path, make, name):
+    (tmp_path / "a").write_bytes(make())
+    with pytest.raises(ValueError, match=name):
+        _rust.recording_info(tmp_path / "a")
+
+
+@pytest.mark.parametrize("others", [[1.0], [0.4], [1.7], [1.0, 1.0], [1.0] * 4, [0.5, 0.8]])
+def test_joined_flac_of_any_length_is_found(tmp_path, others):
+    parts = [corpus.encode(corpus.noise(i, seconds, RATE), RATE, "FLAC") for i, seconds in enumerate([1.0, *others])]
+    (tmp_path / "a").write_bytes(b"".join(parts))
+    with pytest.raises(ValueError, match="joined byte by byte"):
+        _rust.recording_info(tmp_path / "a")
+    (tmp_path / "a").write_bytes(parts[0][: len(parts[0]) * 2 // 3])
+    assert _rust.recording_doubts(tmp_path / "a")[0] == RATE, "one that was cut short is read as far as it goes"
+
+
+def test_recordings_that_were_cut_short_are_reported(tmp_path, capsys):
+    """As by a full card (QutEcoacoustics/emu#329, lhotse-speech/lhotse#1228)."""
+    folder = tmp_path / "rec"
+    folder.mkdir()
+    noise = corpus.noise(0, 4.0, RATE)
+    for kind in ("WAV", "FLAC", "MP3", "AIFF", "AU", "CAF", "W64"):
+        data = corpus.encode(noise, RATE, kind)
+        (folder / f"a.{kind.lower()}").write_bytes(data[: len(data) * 2 // 3])
+    assert cli.main(["index", str(folder), "--out", str(tmp_path / "index")]) == 2
+    assert "truncated-file: 7 (refused)" in capsys.readouterr().err
+
+
+@needs_ffmpeg
+@pytest.mark.parametrize(
+    "name, sources, refused",
+    [
+        ("high.m4a", ["sine=d=1:r=96000"], ""),  # a rate that the description of MP4 cannot hold
+        ("late.mp4", ["sine=d=1"], ""),  # sound that begins later
+        ("two.m4a", ["sine=d=2", "sine=d=1"], "tracks of several lengths"),
+    ],
+)
+def test_m4a_of_several_tracks_and_rates(tmp_path, name, sources, refused):
+    path = tmp_path / name
+    offset = ["-itsoffset", "1"] if name == "late.mp4" else []
+    inputs = [each for source in sources for each in (*offset, "-f", "lavfi", "-i", source)]
+    maps = [each for i in range(len(sources)) for each in ("-map", str(i))]
+    subprocess.run(["ffmpeg", "-v", "error", *inputs, *maps, "-c:a", "aac", str(path)], check=True, timeout=60)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            _rust.recording_info(path)
+        return
+    rate, frames, *_ = _rust.recording_info(path)
+    assert abs(len(ffmpeg(path, 1)) - frames) <= 1024 and frames >= rate
+
+
+def test_channels_that_cancel_are_found_in_any_number(tmp_path):
+    tone = tones()[:, 0]
+    for channels, cancels in (([tone, -tone] * 2, True), ([tone, -0.5 * tone], False), ([tone, tone], False), ([tone], False)):
+        (tmp_path / "a.flac").write_bytes(corpus.encode(np.stack(channels, 1), RATE, "FLAC"))
+        assert _rust.recording_doubts(tmp_path / "a.flac") == (N, cancels)

@@ -4,7 +4,7 @@
 use super::bits::Msb;
 
 /// Packets that are looked at for data of SBR, and the share of them that must have some.
-pub(super) const LOOKED_AT: usize = 16;
+pub(super) const LOOKED_AT: usize = 12;
 
 const LOW_COMPLEXITY: u32 = 2;
 const SBR: u32 = 5;

@@ -185,6 +185,22 @@ impl Stream<'_> {
         }
     }
 
+    /// Whether another FLAC file follows in the same bytes, whose last frame ends with `end`. They are searched only if the
+    /// length, the rest or the order of a few frames speaks for it.
+    fn is_joined(&self, bytes: &[u8], end: u64) -> bool {
+        let largest = self.max_block as usize * usize::from(self.channels) * 5;
+        let at = self.previous(self.frames.len()).map_or(0, |(at, _)| at);
+        let mut before = 0;
+        let mut fine = (end == self.total || self.total == 0) && self.frames.len() - at <= largest;
+        // Places that are no multiples of each other, since files of one size may follow each other.
+        for share in [23, 41, 59, 83] {
+            let place = self.frames.len() / 100 * share;
+            let position = self.next(place, (place + largest).min(at)).map_or(before, |(_, header)| header.position);
+            fine &= std::mem::replace(&mut before, position) <= position;
+        }
+        !fine && bytes[4..].windows(8).any(|at| at[..4] == *b"fLaC" && at[4] & 0x7f == 0 && at[5..] == [0, 0, 34])
+    }
+
     /// Where the frame that holds sample `target` seems to begin.
     fn seek(&self, target: u64) -> usize {
         // The frame at `low` begins at or before `target`; every frame in [high, ..) begins after it.
@@ -225,6 +241,14 @@ impl Flac {
         match self.run(&stream, at, start, channel, out) {
             Err(_) if at > 0 => self.run(&stream, 0, start, channel, out),
             result => result,
+        }
+    }
+
+    /// Whether the bytes are one FLAC file.
+    pub fn check(bytes: &[u8], info: &Info) -> Result<(), Error> {
+        match parse(bytes)?.is_joined(bytes, info.frames) {
+            true => Err(Error::Joined { format: "FLAC" }),
+            false => Ok(()),
         }
     }
 

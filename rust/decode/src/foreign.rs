@@ -5,10 +5,11 @@ use super::Error;
 const WMA: [u8; 8] = *b"\x30\x26\xb2\x75\x8e\x66\xcf\x11";
 
 /// Where the bytes lie, the bytes, and the format's name.
-const FORMATS: [(usize, &[u8], &str); 24] = [
+const FORMATS: [(usize, &[u8], &str); 25] = [
     (0, &WMA, "Windows Media (WMA)"),
     (0, b"\x1a\x45\xdf\xa3", "Matroska or WebM"),
     (8, b"AVI ", "AVI"),
+    (0, b"RIFX", "RIFX (WAV, big-endian)"),
     (0, b"wvpk", "WavPack"),
     (0, b"TTA1", "True Audio"),
     (0, b"MAC ", "Monkey's Audio"),
@@ -51,7 +52,7 @@ pub(super) fn refusal(bytes: &[u8]) -> Error {
     if let Some((_, what)) = NO_SOUND.iter().find(|(magic, _)| bytes.starts_with(magic)) {
         return Error::NoSound(what);
     }
-    if bytes.iter().take(1 << 16).all(|&byte| byte == 0) {
+    if bytes.iter().all(|&byte| byte == 0) {
         return Error::NoSound("a file of zeros, as copies that failed leave them; fetch it again");
     }
     let mut begin = [0; 4];

@@ -63,6 +63,8 @@ pub enum Error {
     NoSound(&'static str),
     #[error("{format}: {what} cannot be read here; convert it: ffmpeg -i OLD NEW.flac")]
     Unsupported { format: &'static str, what: String },
+    #[error("{format}: several files, joined byte by byte; take them one by one, or join them with sox")]
+    Joined { format: &'static str },
     #[error("{format}: {what}; the file is damaged, fetch or convert it again")]
     Corrupt { format: &'static str, what: &'static str },
     #[error("has a sample rate of {0} Hz; expected one in {RATES:?}")]
@@ -196,28 +198,44 @@ impl Decoder {
         Ok(info)
     }
 
+    /// Whether the recording will be decoded whole and right, as far as [`Decoder::info`], which every crop calls, does not say.
+    ///
+    /// # Errors
+    /// FLAC files that were joined, and variants of the formats of `other` that symphonia does not read.
+    pub fn check(&mut self, bytes: &[u8], info: &Info) -> Result<(), Error> {
+        match format(bytes)? {
+            (Format::Flac, bytes) => flac::Flac::check(bytes, info),
+            (Format::Other, bytes) => other::check(bytes),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether the recording that [`Decoder::info`] was last called for is left to symphonia: read, but slowly.
     pub fn is_slow(&self) -> bool {
         self.is_other
     }
 
-    /// Whether the two channels of a recording cancel each other, so that their mean is almost silence: one is the other's
-    /// inverse, as a wrong cable makes it. Looks at a few places; damage is none of its concern.
+    /// Whether the channels of a recording cancel each other, so that their mean is almost silence: one is the other's
+    /// inverse, as a wrong cable makes it. Looks at a few places. A place that cannot be decoded does not count.
     pub fn cancels(&mut self, bytes: &[u8], info: &Info) -> bool {
         const PLACE: u64 = 4096;
         let n = info.frames.min(PLACE);
-        let (mut left, mut right) = (vec![0.0; n as usize], vec![0.0; n as usize]);
+        let (mut plane, mut sum) = (vec![0.0; n as usize], vec![0.0; n as usize]);
+        let energy = |plane: &[f32]| plane.iter().map(|x| x * x).sum::<f32>();
         let mut found = false;
-        for quarter in if info.channels == 2 { &[2, 1, 3][..] } else { &[] } {
+        for quarter in if (2..=16).contains(&info.channels) { &[2, 1, 3][..] } else { &[] } {
             let start = (info.frames - n) / 4 * quarter;
-            let planes = [(0, &mut left), (1, &mut right)];
-            if planes.into_iter().any(|(i, plane)| self.read(bytes, info, start, Some(i), plane).is_err()) {
-                return false;
+            sum.fill(0.0);
+            let mut each = 0.0;
+            for channel in 0..info.channels {
+                if self.read(bytes, info, start, Some(channel), &mut plane).is_err() {
+                    return false;
+                }
+                each += energy(&plane) / f32::from(info.channels);
+                sum.iter_mut().zip(&plane).for_each(|(sum, x)| *sum += x / f32::from(info.channels));
             }
-            let energy = |of: &dyn Fn(f32, f32) -> f32| left.iter().zip(&right).map(|(l, r)| of(*l, *r)).sum::<f32>();
-            let (mean, each) = (energy(&|l, r| (l + r).powi(2) / 4.0), energy(&|l, r| (l * l + r * r) / 2.0));
             if each > 1e-8 * n as f32 {
-                found = mean < 0.01 * each;
+                found = energy(&sum) < 0.01 * each;
                 if !found {
                     return false;
                 }

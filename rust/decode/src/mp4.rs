@@ -55,8 +55,17 @@ pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
         return unsupported("a fragmented file (as streams and some phones write)");
     }
     let Some(track) = sound(movie) else { return Some(Error::NoAudio { format: FORMAT }) };
-    let path: [&[u8]; 4] = [b"mdia", b"minf", b"stbl", b"stsd"];
-    let entry = path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
+    let path: [&[u8]; 3] = [b"mdia", b"minf", b"stbl"];
+    let table = path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
+    let entry = inside(table, b"stsd").unwrap_or(&[]);
+    let last = |list: &[u8], size: usize| {
+        Some(list.get(list.len().checked_sub(size)?..)?.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)))
+    };
+    let place =
+        inside(table, b"stco").and_then(|list| last(list, 4)).or(inside(table, b"co64").and_then(|list| last(list, 8)));
+    if place.is_some_and(|place| place >= bytes.len() as u64) {
+        return Some(Error::Corrupt { format: FORMAT, what: "it ends before its stated length" });
+    }
     let little = entry.windows(6).any(|bytes| bytes == b"enda\0\x01");
     match entry.get(12..16).unwrap_or(&[]) {
         b"mp4a" | b"alac" | b"sowt" | b"twos" | b"lpcm" => {}

@@ -103,7 +103,10 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let Some(CodecParameters::Audio(parameters)) = track.codec_params.clone() else {
         return Err(Error::NoAudio { format });
     };
-    let (rate, channels) = (parameters.sample_rate.unwrap_or(0), parameters.channels.as_ref().map_or(0, |c| c.count()));
+    // Above 65,535 Hz the description of MP4 has no place for it, and the time base has.
+    let of_base = || track.time_base.map_or(0, |base| base.denom.get());
+    let rate = parameters.sample_rate.filter(|&rate| rate > 0).unwrap_or_else(of_base);
+    let channels = parameters.channels.as_ref().map_or(0, |c| c.count());
     let (id, base) = (track.id, track.time_base);
     let ticks = |ticks: u64| scaled(ticks, base, rate);
     let frames = track.num_frames.or_else(|| track.duration.map(|duration| ticks(duration.get()))).unwrap_or(0);
@@ -156,8 +159,17 @@ fn guarded<T>(bytes: &[u8], run: impl FnOnce() -> Result<T, Error>) -> Result<T,
 
 pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
     guarded(bytes, || {
+        let format = name(bytes);
         let mut opened = open(bytes)?;
-        check(name(bytes), &mut opened)?;
+        if opened.parameters.codec == CODEC_ID_AAC {
+            if let Some(what) = refused_aac(&mut opened) {
+                return Err(Error::Unsupported { format, what: what.into() });
+            }
+        }
+        if format == "CAF" {
+            // ALAC's last packet says how long it is.
+            opened.info.frames = opened.info.frames.min(end(format, &mut opened)?);
+        }
         let mut info = opened.info;
         if let Some(blocks) = blocks(bytes) {
             // symphonia believes the header.
@@ -170,56 +182,61 @@ pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
     })
 }
 
-/// Whether symphonia decodes the recording, and all of its sound, by its first packets and its last one.
-fn check(format: &'static str, opened: &mut Opened<'_>) -> Result<(), Error> {
+/// Whether symphonia decodes the recording: its first packet, and a file that was not cut short.
+pub(super) fn check(bytes: &[u8]) -> Result<(), Error> {
+    guarded(bytes, || {
+        let format = name(bytes);
+        let mut opened = open(bytes)?;
+        let unsupported = || Error::Unsupported { format, what: "this variant of its codec".into() };
+        let mut decoder = decoder(&opened.parameters).ok_or_else(unsupported)?;
+        let mut packets = std::iter::from_fn(|| opened.reader.next_packet().ok().flatten());
+        let Some(first) = packets.find(|packet| packet.track_id == opened.track) else {
+            return corrupt(format, "it ends before its stated length");
+        };
+        decoder.decode(&first).map_err(|_| unsupported())?;
+        match format {
+            "M4A" => end(format, &mut opened).map(|_| ()),
+            _ => Ok(()),
+        }
+    })
+}
+
+/// Why AAC is not decoded; None if it is.
+fn refused_aac(opened: &mut Opened<'_>) -> Option<&'static str> {
+    if let Some(what) = opened.parameters.extra_data.as_deref().and_then(aac::refusal) {
+        return Some(what);
+    }
+    let (mut packets, mut with_sbr) = (0, 0);
+    while packets < aac::LOOKED_AT {
+        let Ok(Some(packet)) = opened.reader.next_packet() else { break };
+        if packet.track_id == opened.track {
+            packets += 1;
+            with_sbr += usize::from(aac::has_sbr(&packet.data));
+        }
+    }
+    (2 * with_sbr > packets).then_some("HE-AAC")
+}
+
+/// Where the last packet ends, in samples of the recording; of AAC somewhere behind it.
+fn end(format: &'static str, opened: &mut Opened<'_>) -> Result<u64, Error> {
     let Opened { reader, track, base, parameters, info, skip } = opened;
-    let unsupported = |what: &str| Err(Error::Unsupported { format, what: what.into() });
-    let is_aac = parameters.codec == CODEC_ID_AAC;
-    if let Some(what) = parameters.extra_data.as_deref().filter(|_| is_aac).and_then(aac::refusal) {
-        return unsupported(what);
-    }
-    let Some(mut decoder) = decoder(parameters) else { return unsupported("its codec") };
-    let (mut packets, mut with_sbr, mut is_whole) = (0, 0, false);
-    while packets < if is_aac { aac::LOOKED_AT } else { 1 } {
-        match reader.next_packet() {
-            Ok(Some(packet)) if packet.track_id == *track => {
-                if packets == 0 && decoder.decode(&packet).is_err() {
-                    return unsupported("this variant of its codec");
-                }
-                with_sbr += usize::from(is_aac && aac::has_sbr(&packet.data));
-                packets += 1;
-            }
-            Ok(Some(_)) => {}
-            outcome => {
-                is_whole = outcome.is_ok();
-                break;
-            }
-        }
-    }
-    if 2 * with_sbr > packets {
-        return unsupported("HE-AAC");
-    }
-    // An index states what a file that was cut short does not hold. ALAC's last packet says how long it is.
     let last = (info.frames + *skip).saturating_sub(MISSING as u64);
-    if format == "WAV" || last == 0 || is_whole {
-        return Ok(());
+    if last > 0 && !seek(reader.as_mut(), *track, *base, info.rate, last) {
+        return Err(Error::Unsupported { format, what: "its tracks of several lengths".into() });
     }
+    let mut decoder = decoder(parameters).filter(|_| parameters.codec != CODEC_ID_AAC);
     let mut end = None;
-    if seek(reader.as_mut(), *track, *base, info.rate, last) {
-        while let Ok(Some(packet)) = reader.next_packet() {
-            if packet.track_id == *track {
-                let n = if is_aac {
-                    u64::MAX
-                } else {
-                    decoder.decode(&packet).map_or(0, |decoded| decoded.frames() as u64)
-                };
-                end = Some(scaled(packet.pts.get().max(0) as u64, *base, info.rate).saturating_add(n));
-            }
+    while let Ok(Some(packet)) = reader.next_packet() {
+        if packet.track_id == *track {
+            let frames = decoder.as_mut().map(|decoder| decoder.decode(&packet).map_or(0, |decoded| decoded.frames()));
+            let begin = scaled(packet.pts.get().max(0) as u64, *base, info.rate);
+            end = Some(begin.saturating_add(frames.map_or(u64::MAX, |frames| frames as u64)));
         }
     }
-    let Some(end) = end else { return corrupt(format, "it ends before its stated length") };
-    info.frames = info.frames.min(end.saturating_sub(*skip));
-    Ok(())
+    match end {
+        None if last > 0 => corrupt(format, "it ends before its stated length"),
+        end => Ok(end.unwrap_or(u64::MAX).saturating_sub(*skip)),
+    }
 }
 
 /// Moves to the packet with this sample.

@@ -65,6 +65,10 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
             (b"fmt ", Some(body)) => format = Some(body),
             (b"fmt ", None) => return corrupt("WAV", "the format chunk is cut off"),
             (b"data", _) => {
+                let next = body.get((size as usize).saturating_add((size & 1) as usize)..).unwrap_or(&[]);
+                if next.starts_with(b"RIFF") && next.get(8..12) == Some(b"WAVE") {
+                    return Err(Error::Joined { format: "WAV" });
+                }
                 let (data, stated) = match long_size {
                     // RF64: the size is in the ds64 chunk, and this field is all ones.
                     Some(long) if size == u32::MAX || long_format && size == 0 => {

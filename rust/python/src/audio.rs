@@ -86,8 +86,8 @@ fn with_info<T: Send>(
         let map = jaxtrain_loader::source::map_file(&path)?;
         let mut decoder = Decoder::new();
         let bytes = map.as_deref().unwrap_or(&[]);
-        let info = decoder.info(bytes).map_err(|e| e.to_string());
-        std::io::Result::Ok(info.map(|info| of(&mut decoder, bytes, info)))
+        let info = decoder.info(bytes).and_then(|info| decoder.check(bytes, &info).map(|()| info));
+        std::io::Result::Ok(info.map(|info| of(&mut decoder, bytes, info)).map_err(|e| e.to_string()))
     };
     py.detach(read)?.map_err(PyValueError::new_err)
 }

@@ -62,6 +62,10 @@ pub(super) struct Index {
     table: Option<Arc<Table>>,
     /// The frames before one of another sample rate, and that rate in Hz: files of two kinds were joined.
     pub changed: Option<(usize, u32)>,
+    /// Whether there may be tags between the frames, since the first one's is not to be trusted: files were joined.
+    skips_tags: bool,
+    /// The samples that the tag of a file states that was cut short, else 0.
+    pub stated: u64,
     /// The recording without delay and padding, in decoded samples.
     pub begin: u64,
     pub end: u64,
@@ -161,6 +165,7 @@ impl Index {
         self.walked.clear();
         (self.base, self.table, self.changed) = (0, None, None);
         self.next = Some(at);
+        self.skips_tags = tag.is_some() && stated.is_none();
         let constant =
             Constant::detect(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
         // Of joined files the tag of the first one states its own part alone, and the others have tags between the frames.
@@ -181,6 +186,8 @@ impl Index {
             }
         };
         let samples = first.samples() as u64;
+        let frames = tag.as_ref().and_then(|tag| tag.frames).map_or(0, |frames| frames as usize);
+        self.stated = if frames > self.n * 101 / 100 + 1 { frames as u64 * samples } else { 0 };
         (self.begin, self.end) = (0, self.n as u64 * samples);
         if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref() {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
@@ -235,7 +242,7 @@ impl Index {
             if !header.same_stream(first) || at + header.size > bytes.len() {
                 return;
             }
-            if Tag::parse(&bytes[at..], header).is_none() {
+            if !self.skips_tags || Tag::parse(&bytes[at..], header).is_none() {
                 self.walked.push(at as u32);
             }
             let at = at + header.size;

@@ -64,7 +64,7 @@ impl Mp3 {
             return Err(Error::Unsupported { format: "MP3", what });
         }
         let frames = self.index.end - self.index.begin;
-        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames, stated: 0 })
+        Ok(Info { rate: first.rate, channels: u16::from(first.channels), frames, stated: self.index.stated })
     }
 
     pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
