@@ -85,9 +85,17 @@ COLUMNS = (
     _times("timestamps", "filename,timestamp_s,end_s,label"),
     _times("german", "Datei,Beginn,Ende,Art"),
     _times("spanish", "archivo,inicio,fin,especie"),
-    Case(
-        "perch-offsets", "filename,window_start_s,window_end_s,label\na.wav,2,3,robin\n", ("!window_start_s", "!--start-column")
-    ),
+    _times("perch-windows", "filename,window_start_s,window_end_s,label"),
+    _times("units-in-words", "file,start in s,end in s,label"),
+    Case("unknown-pairs", "file,links,rechts,label\na.wav,2,3,robin\nb.wav,7,8,wren\n", ("!'links', 'rechts'",)),
+    Case("taxonomy", "file,class,order,family,species\na.wav,Aves,Passeriformes,Turdidae,robin\n", ("a.wav 0 30 robin",)),
+    Case("call-category", "file,start,end,category,species\na.wav,2,3,song,robin\n", ("a.wav 2 3 robin", "=unused-column 1")),
+    Case("arbimon", "recording,site,year,month,day,hour,min,species,songtype,x1,x2,y1,y2,frequency,validated,url,score,score\n"
+         "a.wav,S1,2024,5,23,5,30,robin,Common Song,2,3,100,200,200,1,https://x.org/a,0.5,0.4\n"
+         "b.wav,S1,2024,5,23,5,30,wren,Common Song,4,5,100,200,200,0,https://x.org/b,0.5,0.4\n",
+         ("a.wav 2 3 robin", "b.wav 4 5")),
+    Case("birdnet-r", "filepath,start,end,scientific_name,common_name,confidence,lat,lon,week,overlap,sensitivity,min_conf,"
+         "species_list,model\n/x/a.wav,2,3,Erithacus,robin,0.9,-1,-1,-1,0,1,0.1,,BirdNET\n", ("a.wav 2 3 robin",)),
     Case(
         "named-times", "file,w_from,w_until,label\na.wav,2,3,robin\n", ("a.wav 2 3 robin",),
         ("--start-column=w_from", "--end-column=w_until"),
@@ -209,6 +217,7 @@ KEYS = (
     Case("without-ending", "file,label\nz,robin\n", ("B/deep/z.flac 0 30 robin",)),
     Case("other-ending", "file,label\nz.wav,robin\n", ("B/deep/z.flac 0 30 robin",)),
     Case("two-that-mean-one", "file,label\n/one/a.mp3,robin\n/two/a.mp3,wren\n", ("!ambiguous-name",)),
+    Case("escaped", "file,label\nfile:///home/me/two%20words.wav,robin\n", ("two words.wav 0 30 robin",)),
     Case("two-words", 'file,label\n"two words.wav",robin\n', ("two words.wav 0 30 robin",)),
 )  # fmt: skip
 
@@ -255,7 +264,7 @@ TEXT = (
          ("!cannot be read as a line",)),
     Case("quoted-lines", 'file,notes,start,end,label\na.wav,"loud\nclose",2,3,robin\nb.wav,"one\n\ntwo",4,5,wren\n', TWO),
     Case("headless", "a.wav,2,3,robin\nb.wav,4,5,wren\n", ("!is no table that names recordings",)),
-    Case("number-words", "file,start,end,label\na.wav,two,3,robin\n", ("!has 'two' as its start",)),
+    Case("number-words", "file,start,end,label\na.wav,two,3,robin\n", ("!has 'two' as its 'start'",)),
     Case("seconds-words", "file,start,end,label\na.wav,2s,3s,robin\n", ("!no number of seconds",)),
     Case("minutes-seconds", "file,start,end,label\na.wav,0:02,0:03,robin\n", ("!no number of seconds",)),
     Case("infinite", "file,start,end,label\na.wav,2,inf,robin\n", ("!no number of seconds",)),

@@ -33,10 +33,12 @@ def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
     (recordings / "a.wav.data").write_text("[]")
     (recordings / "events.csv").write_text("file,start,end,label\na.wav,2,3,robin\n")
     (recordings / "README.txt").write_text("Recorded in spring.\n")
+    (recordings / "._a.wav").write_bytes(bytes(99))
+    (recordings / "more.zip").write_bytes(b"PK\x03\x04")
     assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
-    assert counts(tmp_path / "out") == {"unread-sound": 3, "unread-table": 2}
+    assert counts(tmp_path / "out") == {"unread-sound": 4, "unread-table": 2, "hidden-file": 1}
     n, told = len(corpus.RECORDINGS), capsys.readouterr()
-    listed = f"2 unread-table, 3 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
+    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
     assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
 
 

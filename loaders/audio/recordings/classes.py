@@ -1,6 +1,7 @@
 """The names of classes, their order, and other names for them."""
 
 import pathlib
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ def read(path: str) -> Classes:
     file = pathlib.Path(path).expanduser()
     names: list[str] = []
     known: dict[str, str] = {}
-    for number, line in enumerate(tables.text_of(file).splitlines(), 1):
+    for number, line in enumerate(unicodedata.normalize("NFC", tables.text_of(file)).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         fields = [" ".join(field.split()).strip('"') for field in line.split(tables.separator(line))]

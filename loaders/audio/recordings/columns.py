@@ -29,21 +29,22 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
     "start": (
         "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
-        "segment start", "clip start", "clip start time", "start offset", "time start", "t start", "t min", "min t",
-        "time min", "t0", "x1", "from", "starts", "beginn", "anfang", "inicio", "debut",
+        "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
+        "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
+        "anfang", "inicio", "debut",
     ),
     "end": (
-        "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "clip end", "clip end time",
-        "end offset", "time end", "t end", "t stop", "t max", "max t", "time max", "t1", "x2", "to", "ends", "finish",
-        "ende", "fin",
+        "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
+        "window end time", "clip end", "clip end time", "end offset", "time end", "t end", "t stop", "t max", "max t",
+        "time max", "t1", "x2", "to", "ends", "finish", "ende", "fin",
     ),
     "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "length"),
     "offset": ("offset",),  # an end next to an onset, a start next to a duration
     "file offset": ("file offset", "begin file offset"),  # Raven's start in the file; its Begin Time counts over all files
     "label": (
-        "manual id", "label", "labels", "annotation", "annotations", "class name", "class label", "class", "category",
-        "species", "species name", "ebird code", "species ebird code", "primary label", "species code", "common name",
-        "scientific name", "event label", "positive labels", "tags", "tag", "taxon", "taxon name", "vernacular name",
+        "manual id", "label", "labels", "annotation", "annotations", "class name", "class label", "species", "species name",
+        "ebird code", "species ebird code", "primary label", "species code", "alpha code", "common name", "scientific name",
+        "event label", "positive labels", "category", "class", "tags", "tag", "taxon", "taxon name", "vernacular name",
         "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "especie", "espece",
     ),
     "genus": ("gen", "genus"),  # with "epithet" a scientific name, if no column of labels is there
@@ -138,6 +139,8 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
     if whole in KNOWN:
         return (*KNOWN[whole], 1e3 if whole in KILOHERTZ else 1.0)
     unit = parts[-1] if parts else ""
+    if parts[-2:-1] == ["in"]:  # "start in s"
+        parts = [*parts[:-2], unit]
     if parts[-3:] == ["hh", "mm", "ss"]:
         parts, unit = [*parts[:-3], "hhmmss"], "hhmmss"
     stem = "".join(parts[:-1])
@@ -193,7 +196,10 @@ class Layout:
 
     def text(self, row: Mapping[str, str], meaning: str) -> str:
         """The value of a row, "" if it has none."""
-        return next((row[name] for name in self.used.get(meaning, ()) if values.given(row[name])), "")
+        for name in self.used.get(meaning, ()):
+            if row[name] not in values.MISSING:
+                return row[name]
+        return ""
 
     def describe(self) -> list[str]:
         """The columns that were found, a meaning a line."""
@@ -371,13 +377,20 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
     column = layout.column("file")
     if not times and not ends and column:
         names = table.values(column)
-        numbers = [n for n in layout.ignored if not is_other(n) and values.are_numbers(table.values(n))]
-        times = numbers if len(set(names)) < len(names) else []
+        numbers = [n for n in layout.ignored if not is_other(n) and not what(n) and values.are_numbers(table.values(n))]
+        ordered = [(a, b) for a in numbers for b in numbers if a != b and _is_before(table, a, b)]
+        times = numbers if len(set(names)) < len(names) else list(ordered[0]) if ordered else []
     if times or ends:
         raise DataError(
             f"{table.path}: {', '.join(map(repr, (times + ends)[:4]))} looks like times, and no start is known, so its events "
             "would become whole recordings; name it: --start-column and --end-column, or --start-column none"
         )
+
+
+def _is_before(table: Table, first: str, second: str) -> bool:
+    """Whether one column of numbers is less than another in every line, and not the same in all of them."""
+    pairs = [(values.number(a), values.number(b)) for a, b in zip(table.values(first), table.values(second), strict=True)]
+    return all(a is not None and b is not None and a < b for a, b in pairs) and len(set(pairs)) > 1
 
 
 def _refuse_lost_labels(layout: Layout, options: Options) -> None:

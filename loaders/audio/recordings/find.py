@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import unicodedata
+import urllib.parse
 from collections.abc import Iterable, Iterator
 
 from loaders.audio.recordings.annotations import Mistakes
@@ -45,6 +46,8 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
                 yield from enter(entry.path, (*above, here))
             elif is_file and not entry.name.startswith("."):
                 yield entry.path
+            elif is_file and is_audio(entry.name):
+                mistakes.add("hidden-file", entry.path)
 
     yield from enter(os.path.abspath(folder), ())
 
@@ -109,7 +112,7 @@ class Finder:
         """The absolute path of a recording. None for none or several, which is counted once for each name."""
         key = (name, str(table.parent))
         if key not in self._found:
-            self._found[key] = self._find(name.replace("\\", "/"), table, where)
+            self._found[key] = self._find(name.removeprefix("file://").replace("\\", "/"), table, where)
         return self._found[key]
 
     def _find(self, name: str, table: pathlib.Path, where: str) -> str | None:
@@ -125,6 +128,8 @@ class Finder:
         # Tables hold the paths of the machine that they were made on, and names without their ending.
         folder = (folders or [table.parent])[0]
         found, others = self._of(folder).match(name)
+        if not found and not others and "%" in name:
+            found, others = self._of(folder).match(urllib.parse.unquote(name))
         paths = [os.path.join(os.path.abspath(folder), each) for each in found]
         if len(paths) > 1:
             self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")

@@ -1,6 +1,7 @@
 """The lines of a table, understood: a recording, or a part of one, and its labels."""
 
 import dataclasses
+import functools
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -47,9 +48,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         flag = "--start-column and --end-column" if what == "a time" else "--label-column"
         mistakes.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
     about = _About(layout, options)
-    comma = not any(
-        "." in row[name] for m in ("start", "end", "duration") for name in used.get(m, ()) for _, row in table.rows()
-    )
+    times = _Times(layout)
     has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in table.rows())
     numbered = used["label"] and all(values.are_numbers(table.values(name)) for name in used["label"])
     channels = [layout.text(row, "channel") for _, row in table.rows()]
@@ -64,7 +63,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
                 continue
             seen.add(key)
         try:
-            start, end = _times(layout, row, comma)
+            start, end = times.of(row)
             its_about = about.of(row)
         except _WrongTime as error:
             mistakes.add("bad-row", f"{where} {error}")
@@ -95,6 +94,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         )  # fmt: skip
 
 
+@functools.lru_cache(1 << 14)
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
     """The labels of a field: one, several in brackets, or several between separators, in one line each."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", unicodedata.normalize("NFC", text or "")).split())
@@ -112,26 +112,33 @@ class _WrongTime(ValueError):
     """Times of a line that are none."""
 
 
-def _times(layout: Layout, row: Row, comma: bool) -> tuple[float | None, float | None]:
-    """Start and end of a line, each None if the table has no times. Raises _WrongTime."""
+class _Times:
+    """The start and the end of lines."""
 
-    def read(meaning: str) -> float | None:
-        name = layout.column(meaning)
-        try:
-            return values.seconds(row[name], layout.scales.get(name, 1.0), comma) if name else None
-        except ValueError:
-            raise _WrongTime(f"has {row[name or '']!r} as its {meaning}, which is no number of seconds") from None
+    def __init__(self, layout: Layout):
+        self._names = [layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")]
+        self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
+        cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
+        self._comma = not any("." in cell for cell in cells)
 
-    start, end, duration, offset = (read(meaning) for meaning in ("start", "end", "duration", "file offset"))
-    if end is None and start is not None and duration is not None:
-        end = round(start + duration, 9)
-    if end is None and start is None and duration is not None and offset is not None:
-        start, end = offset, round(offset + duration, 9)
-    if (start is None) != (end is None):
-        raise _WrongTime("has a start or an end, and not both")
-    if start is not None and end is not None and offset is not None:
-        start, end = offset, round(offset + end - start, 9)
-    return start, end
+    def of(self, row: Row) -> tuple[float | None, float | None]:
+        """Start and end, each None if the line has no times. Raises _WrongTime."""
+        found: list[float | None] = []
+        for name, scale in zip(self._names, self._scales, strict=True):
+            try:
+                found.append(values.seconds(row[name], scale, self._comma) if name else None)
+            except ValueError:
+                raise _WrongTime(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds") from None
+        start, end, duration, offset = found
+        if end is None and start is not None and duration is not None:
+            end = round(start + duration, 9)
+        if end is None and start is None and duration is not None and offset is not None:
+            start, end = offset, round(offset + duration, 9)
+        if (start is None) != (end is None):
+            raise _WrongTime("has a start or an end, and not both")
+        if start is not None and end is not None and offset is not None:
+            start, end = offset, round(offset + end - start, 9)
+        return start, end
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
@@ -166,6 +173,7 @@ class _About:
 
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
+        self._given = [key for key in columns.ABOUT if layout.used.get(key)]
         texts = [row[c] for m in ("date", "datetime") for c in layout.used.get(m, ()) for _, row in layout.table.rows()]
         try:
             self._dates = values.Dates(list(filter(values.given, texts)), options.dates)
@@ -174,7 +182,7 @@ class _About:
 
     def of(self, row: Row) -> dict[str, str]:
         """Raises ValueError: a date or a time that is none."""
-        about = {key: self._layout.text(row, key) for key in columns.ABOUT}
+        about = {key: self._layout.text(row, key) for key in self._given}
         for meaning in ("datetime", "date"):
             if text := self._layout.text(row, meaning):
                 about["date"], time = self._dates.read(text)

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from loaders.audio import shards
@@ -16,11 +17,12 @@ from loaders.io import files
 
 Note = Callable[[str], None]
 SOUND = re.compile(
-    rb"RIF[FX]|RF64|BW64|riff\x2e\x91\xcf\x11|fLaC|OggS|ID3|\xff[\xf2-\xfb]|....ftyp(M4A|isom|mp4)|caff|FORM....AIF|wvpk|\.snd|#!AMR"
+    rb"RIF[FX]|RF64|BW64|riff\x2e\x91\xcf\x11|fLaC|OggS|ID3|\xff[\xf1-\xfb]|....ftyp|caff|\x1aE\xdf\xa3|FORM....AIF|wvpk|\.snd|#!AMR"
     rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0",
     re.DOTALL,
 )  # the first bytes of recordings
 AUDACITY = re.compile(r"-?[\d.,]+(\t|  *)-?[\d.,]+(\t| |$)")  # its first line, between tabs, or blanks as of old
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")  # that may hold recordings
 TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".ods", ".data", ".textgrid", ".eaf", ".svl")  # that people annotate in
 
 
@@ -65,7 +67,7 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
                 first = file.read(4096)
         except (files.FileError, OSError):
             continue
-        if SOUND.match(first):
+        if SOUND.match(first) or path.lower().endswith(ARCHIVES):
             mistakes.add("unread-sound", path)
         elif _is_table(path, first):
             mistakes.add("unread-table", path)
@@ -137,7 +139,7 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         stated: dict[str, str] = {}
         inside = os.path.relpath(path, top).replace(os.sep, "/")
         if label == "folder" and "/" in inside:
-            labels = (inside.split("/")[-2],)
+            labels = (unicodedata.normalize("NFC", inside.split("/")[-2]),)
         elif pattern:
             found = pattern.search(inside)
             if not found:

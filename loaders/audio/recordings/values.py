@@ -18,9 +18,9 @@ def given(text: str) -> bool:
 
 def number(text: str | None, comma: bool = True) -> float | None:
     """A number with a point, or with a comma if the table allows it, or None for an empty field. Raises ValueError."""
-    if text is None or not given(text.strip()):
+    if text is None or (text := text.strip()) in MISSING:
         return None
-    value = float(text.strip().replace(",", ".") if comma and "." not in text else text)
+    value = float(text.replace(",", ".") if comma and "," in text and "." not in text else text)
     if value != value or value in (float("inf"), float("-inf")) or "_" in text:
         raise ValueError(f"{text!r} is not a number")
     return value
@@ -28,7 +28,7 @@ def number(text: str | None, comma: bool = True) -> float | None:
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
     """A time in s of a number, or of h:mm:ss; None for an empty field. Raises ValueError."""
-    if text and (found := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text.strip())):
+    if text and ":" in text and (found := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text.strip())):
         return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3].replace(",", "."))
     value = number(text, comma)
     return None if value is None else round(value * scale, 9)
@@ -63,7 +63,7 @@ def are_answers(texts: Iterable[str]) -> bool:
 
 def whole(text: str) -> str:
     """A whole number as it is counted: "5" for 5.0, which pandas makes of 5 next to an empty field."""
-    return text.partition(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
+    return text.partition(".")[0] if "." in text and re.fullmatch(r"-?\d+\.0+", text) else text
 
 
 class Dates:

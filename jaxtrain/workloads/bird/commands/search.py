@@ -54,6 +54,8 @@ def _search(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads, search
     from loaders.io import atomic_write
 
+    if args.out:
+        atomic_write.refuse_unwritable(args.out)
     cluster.use_compilation_cache()
     folders = [embeddings.read(folder) for folder in args.embeddings]
     places = [folder.places() for folder in folders]

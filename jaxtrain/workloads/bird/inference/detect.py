@@ -37,6 +37,7 @@ from loaders.io import atomic_write, columnar, files
 
 PART = 2048  # [windows] of a part, about: whole batches
 ABOUT = "detect.json"
+MAX_PATH = 4096 - 80  # [bytes] of a table's path, without the names that are added to it
 INDEX = ".windows-"  # the folder of each process's index, while it works
 META = ("file", "start_time", "end_time", "clock_time")
 
@@ -155,6 +156,9 @@ def prepare(
     }  # fmt: skip
     if out.exists() and not out.is_dir():
         raise InferenceError(f"--out {out} is not a folder")
+    longest = max((each.name for each in windows.recordings), key=lambda name: len(os.fsencode(name)))
+    if len(os.fsencode(os.path.abspath(out))) + len(os.fsencode(longest)) > MAX_PATH:
+        raise InferenceError(f"--out {out} is too long a name for a folder with tables of {longest}; choose a shorter one")
     if not (out / ABOUT).exists():
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
             raise InferenceError(f"--out {out} holds other things than detections; name a new folder")
