@@ -1,4 +1,4 @@
-"""The cost of a search: python -m tools.bench_search [--rows=1000000] [--width=384] [--queries=10]
+"""The cost of a search: python -m tools.bench_search [--rows=1000000]
 
 Writes embeddings of windows around as many calls as a hundredth of the rows. Then it asks `jaxtrain search` for the 20
 nearest of some rows: by comparing every row, and, if usearch is installed, by its index, which is made first. Prints wall
@@ -20,16 +20,17 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, search
 
 CHUNK = 100_000  # rows that are made together
+WIDTH, QUERIES = 384, 10
 
 
-def write(folder: pathlib.Path, rows: int, width: int) -> embeddings.Embeddings:
+def write(folder: pathlib.Path, rows: int) -> embeddings.Embeddings:
     """A folder as `jaxtrain embed` makes it, without places."""
     rng = np.random.default_rng(0)
-    calls = rng.standard_normal((max(1, rows // 100), width), np.float32)
-    x = np.lib.format.open_memmap(folder / "mean.npy", mode="w+", dtype=np.float32, shape=(rows, width))
+    calls = rng.standard_normal((max(1, rows // 100), WIDTH), np.float32)
+    x = np.lib.format.open_memmap(folder / "mean.npy", mode="w+", dtype=np.float32, shape=(rows, WIDTH))
     for first in range(0, rows, CHUNK):
         n = min(CHUNK, rows - first)
-        x[first : first + n] = calls[rng.integers(0, len(calls), n)] + 0.6 * rng.standard_normal((n, width), np.float32)
+        x[first : first + n] = calls[rng.integers(0, len(calls), n)] + 0.6 * rng.standard_normal((n, WIDTH), np.float32)
     x.flush()
     np.save(folder / "weight.npy", np.ones(rows, np.float32))
     about = {"done": rows, "rows": rows, "class_names": [], "multilabel": False, "encoder": "none"}
@@ -48,14 +49,12 @@ def timed(label: str, action: Callable[[], Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--queries", type=int, default=10)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["JAXTRAIN_CACHE"] = temporary
-        folder = timed(f"{args.rows} × {args.width} are written", lambda: write(pathlib.Path(temporary), args.rows, args.width))
+        folder = timed(f"{args.rows} × {WIDTH} are written", lambda: write(pathlib.Path(temporary), args.rows))
         x = folder.array("mean", 2)
-        queries = [np.array(x[row : row + 1]) for row in np.random.default_rng(1).integers(0, args.rows, args.queries)]
+        queries = [np.array(x[row : row + 1]) for row in np.random.default_rng(1).integers(0, args.rows, QUERIES)]
         exact = [
             timed("every row", functools.partial(search.nearest, [folder], query, kind="mean", top=20)) for query in queries
         ]

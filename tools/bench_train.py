@@ -3,7 +3,7 @@
     python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=12] [--rounds=50]
     python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32] [--batch=32] [--rounds=20]
     python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
-    python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--dtype=float32] [--cells=81] [--low=6]
+    python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--cells=81] [--low=6]
     python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/results/cpu-steps.md, by row
     python -m tools.bench_train --model=bird --kernels                  # the time of a step by part, on both sides
 
@@ -141,7 +141,7 @@ def compiled_or_why(make: Callable[[], Callable[[], float]]) -> Callable[[], flo
 
 def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     model = importlib.import_module(f"tools.torch_steps.{args.model}")  # and PyTorch, which --table does not need
-    bench = model.sides(size, **({"dtype": args.dtype} if args.model == "trm" else {}))
+    bench = model.sides(size)
     compiled = bench.others.get("torch.compile")
     sides = {"jaxtrain": bench.ours, **{name: make() for name, make in bench.others.items() if make is not compiled}}
     same = True
@@ -221,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = ("embed", "depth", "heads", "context", "patch", "cells", "low", "high", "inner", "batch", "rounds")
     for name in sizes:
         parser.add_argument(f"--{name}", type=int, help="size; default: the model's own")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of trm")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--kernels", action="store_true", help="instead, the ten that take longest, by each side's profiler")
     parser.add_argument("--row", metavar="LABEL", help="print a row of the table, called so, last")

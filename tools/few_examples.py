@@ -17,6 +17,7 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures
 
 METHODS = ("linear", "prototypes", "patches")
+EXAMPLES = (1, 5, 20)  # of each class
 SAMPLES = 200  # bootstrap samples of the test rows, of each draw
 
 
@@ -43,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("train", metavar="TRAIN_EMB")
     parser.add_argument("test", metavar="TEST_EMB")
-    parser.add_argument("--examples", type=int, nargs="+", default=[1, 5, 20])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--pool", default="mean", choices=heads.POOLS)
     args = parser.parse_args(argv)
     train, test = embeddings.read(args.train), embeddings.read(args.test)
     given, held = examples.own([train]), examples.own([test])
@@ -55,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     weight = measures.bootstrap(len(held.y), SAMPLES)
     print(f"{len(given.names)} classes, {len(given.y)} rows to draw from, {len(held.y)} to score, {args.draws} draws\n")
     print("| examples a class | method | accuracy, % | mean average precision, % |\n|---|---|---|---|")
-    for n in args.examples:
-        for method in args.methods:
+    for n in EXAMPLES:
+        for method in METHODS:
             began, found = time.perf_counter(), []
             for draw in range(args.draws):
                 some = drawn(given, n, np.random.default_rng([n, draw]))
-                head = fit.fit([train], some, method=method, pool=args.pool, seed=draw).head
+                head = fit.fit([train], some, method=method, pool="mean", seed=draw).head
                 z = scored(head, test, held.rows[0])
                 average = [measures.average_precision(z[:, c], held.y[:, c], weight) for c in range(z.shape[1])]
                 found.append((measures.accuracy(z, held.y, weight), np.nanmean(average, axis=0)))

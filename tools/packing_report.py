@@ -1,6 +1,6 @@
 """Padding and cut documents of packing by best fit, and of concatenation.
 
-    python -m tools.packing_report FOLDER [--context 1024 2048 …] [--window 16384]
+    python -m tools.packing_report FOLDER [--context 1024 2048 …]
 
 FOLDER holds token files (`jaxtrain tokens`), or is one text, whose paragraphs (between blank lines) are then its documents.
 For each length of context, over one epoch:
@@ -63,14 +63,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path")
     parser.add_argument("--context", type=int, nargs="+", default=(512, 1024, 2048, 4096))
-    parser.add_argument("--window", type=int, default=tokens.Config.window)
     args = parser.parse_args(argv)
     lengths = lengths_of(args.path)
     print(f"{len(lengths):,} documents, {lengths.sum():,} tokens; half of them no longer than {int(np.median(lengths)):,}\n")
     print("context  packing     padding      cut  context  us/doc")
     for context in args.context:
         began = time.perf_counter()
-        rows = {"best_fit": best_fit(lengths, context, args.window)}
+        rows = {"best_fit": best_fit(lengths, context, tokens.Config.window)}
         per_document = (time.perf_counter() - began) / len(lengths) * 1e6
         rows["concat"] = concat(lengths, context)
         for name, (padding, cut, seen) in rows.items():
