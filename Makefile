@@ -14,7 +14,7 @@ TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One environment has one Python; another needs a folder of its own: make test VENV=.venv-3.13 PYTHON=python3.13.
-.PHONY: checked train docs trm-demo giblet-demo higgs-demo test test-all lint lint-targets fuzz soak wheel clean
+.PHONY: checked train docs trm-demo giblet-demo higgs-demo test test-all lint lint-targets lock fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -59,6 +59,13 @@ soak: $(TEST)
 # The site, in site/: built without a network. A dead link and a public name without a docstring end the build.
 docs: $(TEST)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(VENV)/bin/mkdocs build --quiet && echo "site/index.html is the site; for its search: python3 -m http.server --directory site"
+
+# The packages of LOCKED=1. Versions in requirements.lock stay where they fit; make lock ARGS=--upgrade takes the newest.
+lock: $(TEST)
+	{ $(VENV)/bin/python tools/needs.py dev; \
+	    $(VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])'; } | \
+	    $(CACHE)/uv/bin/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command="make lock" \
+	    --python=$(VENV)/bin/python --output-file=requirements.lock $(ARGS) -
 
 lint: $(TEST) lint-targets
 	$(VENV)/bin/ruff check .

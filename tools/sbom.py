@@ -36,7 +36,7 @@ def packages(processor: str) -> list[dict[str, Any]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")
-        pins.write_text("\n".join(pin.split()[0] for pin in (ROOT / "requirements.lock").read_text().splitlines()[1:]))
+        pins.write_text("\n".join(re.findall(r"^[^\s=]+==\S+", (ROOT / "requirements.lock").read_text(), re.M)))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--only-binary=:all:"]
         # Of each glibc up to that of the wheel: pip does not include the older ones.
         command += [f"--platform=manylinux_2_{minor}_{processor}" for minor in range(28, 4, -1)]
