@@ -1,11 +1,11 @@
 """Any index of `jaxtrain index`, on two CPU cores: a small supervised model with an online probe.
 
     jaxtrain index recordings --out index --split recording=0.2
-    jaxtrain train --config=configs/folder.py:index
+    jaxtrain train --config=folder:index
 
-The argument is the index's folder. Whether a row has one class or several, and how long a clip is (at most 5 s), are taken
-from it. It must have the splits "train" and "test": of windows of one recording, some would otherwise be trained and others
-tested on.
+The argument is the index's folder. How long a clip is (at most 5 s) is taken from it. So is the loss: a softmax if each row has
+one class, otherwise the asymmetric loss, which scores each class alone (rows of several classes, windows of none). The index
+must have the splits "train" and "test": of windows of one recording, some would otherwise be trained and others tested on.
 """
 
 import json
@@ -20,16 +20,19 @@ def get_config(path: str = "") -> ConfigDict:
         return recipe("", several=False, seconds=5.0)
     folder = pathlib.Path(path).expanduser()
     try:
-        splits = json.loads((folder / "index.json").read_text())["splits"]
+        found = json.loads((folder / "index.json").read_text())
+        splits = found["splits"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is not an index of jaxtrain index ({error}); make one: jaxtrain index … --out {path}"
         ) from error
     if not {"train", "test"} <= set(splits):
         raise ValueError(
-            f"{path} has the splits {', '.join(splits)}; make it with train and test, for example --split recording=0.2"
+            f"{path} has the splits {', '.join(splits)}; make it with train and test, for example --split recording=0.2. "
+            "Of few recordings a hash may choose none for a split: then try another --seed"
         )
-    several = any(split["rows_of_several_classes"] for split in splits.values())
+    counts = [split.get(name, 0) for split in splits.values() for name in ("rows_of_several_classes", "rows_of_no_class")]
+    several = any(counts) and len(found["classes"]) > 0
     return recipe(path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"])))
 
 
@@ -48,7 +51,7 @@ def recipe(path: str, *, several: bool, seconds: float) -> ConfigDict:
                 patch=(32, 32),
                 pool="patches",
                 dtype="float32",
-                supervised=dict(label_smoothing=0.0 if several else 0.1),
+                supervised=dict(loss="asymmetric") if several else dict(label_smoothing=0.1),
                 augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
             ),
             data=dict(train=path, multilabel=several, clip_seconds=seconds, n_frames=32 * math.ceil(frames / 32)),

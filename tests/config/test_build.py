@@ -316,3 +316,17 @@ def test_a_value_of_the_wrong_type_is_told_where_it_was_given_alone(given, of_fi
     (tmp_path / "frames.py").write_text(text)
     _, [(path, problem)] = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False)
     assert path == f"{given}.n_mels" and "is 'x'" in problem
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "multilabel"), [({}, "softmax", False), ({"rows_of_no_class": 3}, "asymmetric", True)]
+)
+def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel, tmp_path):
+    split = {"rows": 9, "rows_of_several_classes": 0, "median_seconds": 3.0, **rows}
+    (tmp_path / "index.json").write_text(json.dumps({"classes": ["a"], "splits": {"train": split, "test": split}}))
+    found = runpy.run_path(str(ROOT / "configs" / "folder.py"))["get_config"](str(tmp_path))
+    assert (found.model.supervised.get("loss", "softmax"), found.data.multilabel, found.data.clip_seconds) == (
+        loss,
+        multilabel,
+        3.0,
+    )

@@ -195,7 +195,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     files: list[pathlib.Path] = []
     writer: pq.ParquetWriter | None = None
     lengths: list[np.ndarray] = []
-    n_rows, several = 0, 0
+    n_rows, several, empty = 0, 0, 0
     for group in _groups(plan.rows(split)):
         if writer is None or n_rows >= SHARD_ROWS * len(files):
             if writer:
@@ -206,6 +206,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
         writer.write_table(_table(group, kind))
         n_rows += len(group)
         several += sum(len(row.labels) > 1 for row in group)
+        empty += sum(not row.labels for row in group)
         lengths.append(np.array([row.end - row.start for row in group]))
     if writer:
         writer.close()
@@ -216,6 +217,7 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
         "rows": n_rows,
         "recordings": len(recordings),
         "rows_of_several_classes": several,
+        "rows_of_no_class": empty,
         "median_seconds": round(float(np.median(np.concatenate(lengths))), 6) if lengths else 0.0,
         "hours": round(float(sum(part.sum() for part in lengths)) / 3600, 6),
         "hours_of_recordings": round(sum(plan.headers[path].seconds for path in recordings if path in plan.headers) / 3600, 6),

@@ -192,6 +192,14 @@ def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
     assert y[600:, 1][p >= at_chance].mean() >= 0.8
 
 
+def test_a_threshold_between_classes_that_are_apart_lies_in_the_gap():
+    """Not among the scores of the others, some of which a precision of 0.9 would allow."""
+    scores, y = np.concatenate([np.linspace(1e-9, 1e-5, 60), np.linspace(0.8, 1, 40)]), np.repeat([0, 1], [60, 40])
+    assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8
+    scores[0] = 0.9  # one of the others is not told apart
+    assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8 < fit.threshold(scores, y, 1.0)
+
+
 def test_folds_keep_recordings_together(tmp_path):
     x, label = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) // 4 % 2
     groups = np.arange(40) // 4

@@ -96,10 +96,14 @@ def _fit(args: argparse.Namespace) -> int:
     for c, name in enumerate(given.names):
         n, others = (given.y[:, c] * given.known[:, c]).sum(), ((1 - given.y[:, c]) * given.known[:, c]).sum()
         average = f"{fitted.precision[c]:.3f}" if np.isfinite(fitted.precision[c]) else "-"
-        print(f"{name:{width}}  {n:8.0f}  {others:6.0f}  {average:>17}  {bounds[c]:9.3f}")
+        print(f"{name:{width}}  {n:8.0f}  {others:6.0f}  {average:>17}  {bounds[c]:9.3g}")
     how = f"{fitted.folds} folds" if fitted.folds else "no cross-validation: some class has one example"
     mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
     print(f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}")
+    if (given.y.any(1) | (given.known == 0).any(1)).all():
+        print(
+            "no row is without a class, so the thresholds hold among calls alone; add silence: --background N, or empty windows"
+        )
     if args.labels:
         for line in mistakes.report():
             print(line, file=sys.stderr)

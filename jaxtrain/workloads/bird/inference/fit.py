@@ -191,13 +191,16 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """The lowest score from which on the share of ``y`` reaches ``precision``, or a score above all."""
-    reached, _, bounds = precision_recall_curve(y, scores)
+    """The score from which on the share of ``y`` reaches ``precision`` and most of ``y`` is found, or a score above all.
+
+    Of the scores that find as much, it is the highest: between the last of ``y`` and what is below it.
+    """
+    reached, found, bounds = precision_recall_curve(y, scores)
     good = np.flatnonzero(reached[:-1] >= precision)
     if not len(good):
         return float(min(1.0, np.nextafter(np.float32(bounds[-1]), np.float32(2))))
-    below = bounds[good[0] - 1] if good[0] else 0.0
-    return float((bounds[good[0]] + below) / 2)
+    best = good[np.flatnonzero(found[good] == found[good].max())[-1]]
+    return float((bounds[best] + (bounds[best - 1] if best else 0.0)) / 2)
 
 
 def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: float) -> dict[str, np.ndarray]:

@@ -43,7 +43,8 @@ def data_problems(c: Settings, s: Supervised, facts: Mapping[str, Any]) -> Itera
     if facts.get("n_unlabelled", 0):
         yield (
             "n_classes",
-            f"needs a label on every recording, and {facts['n_unlabelled']} have null; add them to data.exclude, or train "
+            f"needs a label on every recording, and {facts['n_unlabelled']} have null; for windows without "
+            "a class set data.multilabel=true and model.supervised.loss=asymmetric, or add them to data.exclude, or train "
             "without labels: model.supervised.weight=0",
         )
     if c.multilabel and s.loss == "softmax":
