@@ -16,11 +16,13 @@ widths and vocabulary. Rows too long for one device are split over the mesh axis
 "--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
 """
 
+import pathlib
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxtrain.workloads.language import hugging_face as language_files
+from loaders.io import checks
 
 
 def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
@@ -28,6 +30,8 @@ def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
     if argument in language_files.PRESETS:
         warm_start: dict[str, Any] = {}
         model, lr = language_files.PRESETS[argument], 6e-4
+    elif not pathlib.Path(argument).expanduser().exists():
+        raise ValueError(f"{argument} is no folder and no size; {checks.expected(argument, language_files.PRESETS)}")
     else:
         (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
         context = model.get("context", context)  # of an export whose positions are learned

@@ -116,9 +116,10 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     [
         (["replay", "run", "--step", "13"], "has recorded its steps up to 12, and step 13 is asked for"),
         (["replay", "run", "--step", "5", "--until", "4"], "--until: 4 is before --step=5"),
+        (["replay", "run", "--step", "5"], "has a record every 2 steps, and none from step 5 to 5; add --until"),
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
         (["replay", "run", "--step", "5", "--out", "other"], "other exists; remove it, or choose another --out"),
-        (["replay", "run", "--step", "5", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
+        (["replay", "run", "--step", "6", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
         (["replay", "nothing", "--step", "5"], "nothing"),
         (["diff", "run", "nothing"], "nothing"),
     ],
@@ -129,7 +130,7 @@ def test_mistakes_are_one_line(runs, arguments, said, capsys):
     except SystemExit as end:
         code = end.code
     lines = capsys.readouterr().err.splitlines()
-    assert code == 2 and said in lines[-1] and not (runs / "run-replay-13").exists()
+    assert code == 2 and said in lines[-1] and not list(runs.glob("run-replay-1[3-9]")) + list(runs.glob("x"))
 
 
 def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs):

@@ -64,10 +64,16 @@ def _replay(args: argparse.Namespace) -> int:
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
     if out.exists():
         raise run_lib.RunError(f"{out} exists; remove it, or choose another --out")
+    every = run.setting("metrics.every", 1)
+    if not any(args.step <= step <= until for step in recorded.values["loss"]):
+        raise run_lib.RunError(
+            f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
+        )
+    config = _config(run, out, args.workload)
     begin = _link_newest(run.path, run.setting("checkpoint.folder", ""), args.step, out)
     if not begin:
         print(f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes {until} steps")
-    loop.run(_config(run, out, args.workload), {"source": f"a replay of {args.run}"}, until=until)
+    loop.run(config, {"source": f"a replay of {args.run}"}, until=until)
     compared = steps.Compared(recorded, steps.read(run_lib.open_run(str(out))))
     print(compared.summary())
     if compared.differs is None:

@@ -6,6 +6,7 @@ collected and raised together, before a device is touched.
 
 import ast
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -114,7 +115,9 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
         try:
             cls = class_of(module_name)
         except (ImportError, SyntaxError) as error:
-            problems.append((owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}"))
+            problems.append(
+                (owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}{_nearest(module_name)}")
+            )
         except TypeError as error:
             problems.append((owner, str(error)))
         else:
@@ -298,6 +301,14 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     return file, module, argument
 
 
+def _nearest(module_name: str) -> str:
+    """The shipped workload, or the module next to the config, that a name may stand for."""
+    near = {name.rpartition(".")[2]: name for name in workload.shipped()}
+    near |= {path.stem: path.stem for folder in {*sys.path[:3], "."} for path in pathlib.Path(folder or ".").glob("*.py")}
+    found = difflib.get_close_matches(module_name.rpartition(".")[2], near, n=1, cutoff=0.75)
+    return f"; did you mean {near[found[0]]!r}?" if found and near[found[0]] != module_name else ""
+
+
 def _where_and_why(error: Exception) -> str:
     """The file, line and reason of an error that ended an import."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -405,7 +416,7 @@ def _literal(value: Any) -> Any:
     if not isinstance(value, _Text):
         return value
     try:
-        return ast.literal_eval(value)
+        return {"true": True, "false": False}[value.lower()] if value.lower() in ("true", "false") else ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return str(value)
 

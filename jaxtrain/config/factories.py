@@ -71,7 +71,9 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     allowed = [p for p, kind in parameters.items() if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)]
     wrong = False
     for key, value in arguments.items():
-        if text := _argument_problem(name, key, value, allowed, given, any_key=inspect.Parameter.VAR_KEYWORD in kinds):
+        default = parameters[key].default if key in allowed else None
+        any_key = inspect.Parameter.VAR_KEYWORD in kinds
+        if text := _argument_problem(name, key, value, allowed, given, any_key=any_key) or _type_problem(name, value, default):
             wrong = True
             yield f"{where}.{key}", text
     needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty]
@@ -143,6 +145,15 @@ def _argument_problem(name: str, key: str, value: Any, allowed: list[str], given
         return f"is no parameter of {name}; {checks.expected(key, [p for p in allowed if p not in given])}"
     if not _is_plain(value):
         return f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or dictionaries of them"
+    return ""
+
+
+def _type_problem(name: str, value: Any, default: Any) -> str:
+    """Describe a value that is not of the kind of the parameter's default, if that is a bool or a number."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return f"is {value!r} ({type(value).__name__}); {name} expects True or False"
+    if type(default) in (int, float) and value is not None and type(value) not in (int, float):
+        return f"is {value!r} ({type(value).__name__}); {name} expects a number"
     return ""
 
 

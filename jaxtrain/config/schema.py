@@ -187,7 +187,11 @@ class Optim(Section):
         for i, group in enumerate(self.groups):
             yield from checks.under(f"groups[{i}]", group.problems())
         for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
-            if not factories.is_factory(getattr(self, name)):
+            value = getattr(self, name)
+            if "." in value and not factories.is_factory(value):
+                named = ", ".join((*built_in, "module:factory"))
+                yield name, f"is {value!r}; expected one of: {named}; did you mean {':'.join(value.rsplit('.', 1))!r}?"
+            elif not factories.is_factory(value):
                 yield from checks.choice(self, (*built_in, "module:factory"), name)
         yield from checks.choice(self, DECAY_SHAPES, "decay_shape")
         yield from checks.choice(self, CORRECTIONS, "atan2_correction")

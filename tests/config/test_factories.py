@@ -45,6 +45,9 @@ def test_arguments_are_read_from_the_command_line():
     ).optim  # fmt: skip
     assert optim.arguments == {"b2": 0.95, "mu_dtype": "bfloat16"}
     assert optim.schedule_arguments == {"init_value": 0.1, "decay_steps": 9}
+    assert load("--config.optim.name=optax:adamw", "--config.optim.arguments.nesterov=false").optim.arguments == {
+        "nesterov": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_arguments_are_read_from_the_command_line():
         (["name=optax:adamv"], "name", "is 'optax:adamv', and optax has no function 'adamv'; did you mean"),
         (["name=optacks:adamw"], "name", "importing 'optacks' failed: ModuleNotFoundError: No module named 'optacks'"),
         (["name=own_optim:transformation"], "name", "has no function 'transformation'"),
-        (["name=optax.adamw"], "name", "sign_sgd, module:factory"),
+        (["name=optax.adamw"], "name", "sign_sgd, module:factory; did you mean 'optax:adamw'?"),
         (["name=own_optim:number"], "name", "returned a float; expected an optax.GradientTransformation"),
         (["name=own_optim:optimizer"], "arguments", "lacks 'strength', which own_optim:optimizer needs"),
         (["name=own_optim:broken"], "arguments", "own_optim:broken failed: KeyError: 'no such size'"),
@@ -63,6 +66,12 @@ def test_arguments_are_read_from_the_command_line():
             "is 'x', and own_optim:sized failed",
         ),
         (["name=optax:adamw", "arguments.b1='0.9'", "arguments.b2=0.95"], "arguments.b1", "is '0.9', and optax:adamw failed"),
+        (
+            ["name=optax:adamw", "arguments.nesterov=no"],
+            "arguments.nesterov",
+            "is 'no' (str); optax:adamw expects True or False",
+        ),
+        (["name=optax:adamw", "arguments.b2=[0.9]"], "arguments.b2", "(list); optax:adamw expects a number"),
         (["name=optax:adamw", "arguments.beta2=0.9"], "arguments.beta2", "is no parameter of optax:adamw; expected one of: b1"),
         (["name=optax:adamw", "arguments.learning_rate=1"], "arguments.learning_rate", "leave it out"),
         (["name=optax:adamw", "weight_decay=0.1"], "weight_decay", "does not read; leave it at 0.05"),

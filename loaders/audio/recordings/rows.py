@@ -179,7 +179,7 @@ def plan(
     for path, found in events.items():
         inside = os.path.relpath(path, root).replace(os.sep, "/")
         about = {**headers[path].about, **found[0].about} if found else headers[path].about
-        decided = {splitter.of(inside, each.split, about) for each in found or [nothing[path]]}
+        decided = {splitter.of(inside, each.split, about) for each in found or filter(None, [nothing.get(path)])}
         if None in decided:
             unknown.append(path)
         decided.discard(None)
