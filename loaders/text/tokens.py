@@ -121,7 +121,7 @@ class Tokens(Loader):
             sizes = None if config.exhausted == "repeat" else [stream.n_rows() for stream in self._streams]
             shares = [source.share for source in config.sources]
             self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
-            n = sum(len(documents.length) for documents in self._documents)
+            n = sum(-(-int(documents.length.sum()) // config.context) for documents in self._documents)  # as full rows
         else:
             self._starts = np.cumsum([0, *(stream.n_rows() for stream in self._streams)])
             n = int(self._starts[-1])

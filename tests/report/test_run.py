@@ -30,6 +30,8 @@ def test_states_scores_and_restarts_are_in_the_table(tmp_path, capsys):
     make(top / "failed", reached=40, end="disk full")
     make(top / "older", reached=40, end=None)
     make(top / "ended" / "checkpoints" / "no-run")
+    make(top / "export")
+    (top / "export" / "jaxtrain.json").write_text("{}")
     (top / "empty").mkdir()
     (top / "loop").symlink_to(top)
     again = goodput.Clock()  # a second start

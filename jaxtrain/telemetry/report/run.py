@@ -18,6 +18,7 @@ from loaders.io import files
 # Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
+EXPORTED = "jaxtrain.json"  # of an export, which has a config.json, too
 LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
 MOST_DEPTH = 6  # of folders below the one that is searched
 TAIL = 1 << 16  # [bytes] in which the newest record is looked for
@@ -224,7 +225,8 @@ def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str
         entries = list(os.scandir(folder))
     except OSError:
         return  # of somebody else, or gone meanwhile
-    if marks := [entry.name for entry in entries if entry.name in MARKS and entry.is_file(follow_symlinks=False)]:
+    marks = [entry.name for entry in entries if entry.name in MARKS and entry.is_file(follow_symlinks=False)]
+    if marks and not any(entry.name == EXPORTED for entry in entries):
         yield folder, marks[0]
     for entry in entries:
         if depth < MOST_DEPTH and entry.is_dir(follow_symlinks=False):
