@@ -46,6 +46,13 @@ def recording_doubts(path: str | os.PathLike[str]) -> tuple[int, bool]:
     Raises what recording_info raises.
     """
 
+def recording_fault(path: str | os.PathLike[str], start: float, end: float) -> str | None:
+    """Say why a part of a recording cannot be decoded.
+
+    The part is [start, end) s. None: it can be decoded.
+    Raises what recording_info raises.
+    """
+
 def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> NDArray[np.float32]:
     """Resample a waveform from source_rate to target_rate (Hz), without delay.
 

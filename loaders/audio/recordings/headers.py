@@ -100,6 +100,15 @@ def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
     return Header(stat.st_size, stat.st_mtime_ns, rate, frames, channels, slow, stated, cancels, digest, about)
 
 
+def fault(path: str, start: float, end: float) -> str:
+    """Why a part of a recording cannot be decoded [s], to end a message with, or "" if it can."""
+    try:
+        why = _rust.recording_fault(path, start, end)
+    except (OSError, ValueError) as error:
+        why = str(error)
+    return f": {why}" if why else ""
+
+
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
     """Group of recordings with the same bytes, each by name. Only candidates of one size and a few equal bytes are read."""
     candidates: dict[tuple[int, str], list[str]] = defaultdict(list)

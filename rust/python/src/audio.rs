@@ -77,6 +77,17 @@ pub fn recording_doubts(py: Python<'_>, path: PathBuf) -> PyResult<(u64, bool)> 
     with_info(py, path, |decoder, bytes, info| (info.stated, decoder.cancels(bytes, &info)))
 }
 
+/// Say why a part of a recording cannot be decoded.
+#[pyfunction]
+pub fn recording_fault(py: Python<'_>, path: PathBuf, start: f64, end: f64) -> PyResult<Option<String>> {
+    with_info(py, path, |decoder, bytes, info| {
+        let sample = |time: f64| ((time * f64::from(info.rate)).round() as u64).min(info.frames);
+        let (from, to) = (sample(start), sample(end));
+        let mut out = zeros(to.saturating_sub(from)).ok()?;
+        decoder.read(bytes, &info, from, None, &mut out).err().map(|error| error.to_string())
+    })
+}
+
 fn with_info<T: Send>(
     py: Python<'_>,
     path: PathBuf,

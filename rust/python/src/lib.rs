@@ -24,6 +24,7 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(audio::front_end, module)?)?;
     module.add_function(wrap_pyfunction!(audio::recording_info, module)?)?;
     module.add_function(wrap_pyfunction!(audio::recording_doubts, module)?)?;
+    module.add_function(wrap_pyfunction!(audio::recording_fault, module)?)?;
     module.add_function(wrap_pyfunction!(order::permutation, module)?)?;
     module.add_function(wrap_pyfunction!(order::block_order, module)?)?;
     module.add_function(wrap_pyfunction!(sudoku::sudoku_solve, module)?)?;

@@ -216,6 +216,7 @@ def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, caps
     run_detect(run, folder, "--out", tmp_path / "out", "--threshold", 0, code=1)
     listed = table(tmp_path / "out" / "mistakes.csv")
     assert {row["kind"] for row in listed} == {"empty-file", "unreadable-file", "link-outside"}
+    assert any("windows cannot be decoded: FLAC: " in row["text"] for row in listed), "with the reason that index would give"
     assert all(any(name in row["text"] for row in listed) for name in ("empty.wav", "noise.mp3", "torn.flac", "link.wav"))
     rows = {row["file"]: row for row in table(tmp_path / "out" / "recordings.csv")}
     assert rows["good.wav"]["unreadable_windows"] == "0" and int(rows["torn.flac"]["unreadable_windows"]) > 0

@@ -20,7 +20,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -29,7 +29,7 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.detect import Parts, remove_partial
 from jaxtrain.workloads.bird.inference.heads import read_names
-from loaders.audio.recordings import tables, values
+from loaders.audio.recordings import headers, tables, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.windows import Recording
 from loaders.io import atomic_write
@@ -147,16 +147,17 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
         folders = {
             name: stack.enter_context(_replacing(out / name)) for name in ("raven", "audacity") if name in options.formats
         }
-        unreadable: Counter[int] = Counter()
+        unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
             found = of_recording((window for _, window in rows), options)
-            missing = unreadable[k]
+            missing = len(unreadable[k])
             n = int(parts.windows.first[k + 1] - parts.windows.first[k])
             values = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
             writers["recordings"].writerow((recording.name, *values))
             if missing:
-                mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded")
+                why = headers.fault(os.path.join(parts.windows.root, recording.name), *unreadable[k][0])
+                mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
             counts["unreadable"] += missing
             counts["detections"] += len(found)
             if found:
@@ -171,15 +172,16 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     return {**counts, "mistakes": mistakes.serious}
 
 
-def _rows(parts: Parts, missing: Counter[int]) -> Iterator[tuple[int, Window]]:
-    """Each window with the number of its recording, of which ``missing`` counts the undecodable ones.
+def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Window]]:
+    """Each window with the number of its recording, of which ``missing`` takes the undecodable ones.
 
     One part is in memory at a time.
     """
     for number in range(parts.n):
         scores = parts.read(number)
         for (k, start, end), row in zip(parts.windows.between(*parts.between(number)), scores, strict=True):
-            missing[k] += bool(np.isnan(row[:1]).any())
+            if np.isnan(row[:1]).any():
+                missing[k].append((start, end))
             yield k, (start, end, row)
 
 
