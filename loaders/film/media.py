@@ -61,7 +61,7 @@ def write_video(
             # Until this one came, the one before was there.
             while file.n < limit and file.n / fps < time - start - 1e-6:
                 file.append(last)
-            last, last_time = frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), time
+            last, last_time = _upright(frame, width, height), time
             if file.n >= limit:
                 break
         else:
@@ -70,6 +70,13 @@ def write_video(
             while file.n < limit and file.n / fps <= last_time - start + 1e-6:
                 file.append(last)
     return file.n
+
+
+def _upright(frame: Any, width: int, height: int) -> np.ndarray:
+    """uint8 [height, width, 3]: the picture as players turn it, by the file's own rotation."""
+    turns = round(frame.rotation / 90) % 4
+    width, height = (height, width) if turns % 2 else (width, height)
+    return np.rot90(frame.reformat(width=width, height=height, format="rgb24").to_ndarray(), turns)
 
 
 def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float = 0.0) -> np.ndarray:

@@ -122,6 +122,29 @@ def test_frames_are_those_on_the_screen(prepared):
     np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)  # lossy, and from limited range and back
 
 
+@pytest.mark.parametrize("turned", [0, 90, 180, 270])
+def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
+    """As phones write it: the matrix of the track says how players turn the picture (clockwise)."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        picture = np.zeros((48, 64, 3), np.uint8)
+        picture[:24, :32] = 200  # the corner at the top left
+        for packet in (*stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")), *stream.encode()):
+            container.mux(packet)
+    content = bytearray((tmp_path / "a.mp4").read_bytes())
+    place = content.index(b"tkhd") + 4 + 40
+    c, s = round(np.cos(np.radians(turned))), round(np.sin(np.radians(turned)))
+    matrix = [c << 16, s << 16, 0, -s << 16, c << 16, 0, 0, 0, 1 << 30]
+    content[place : place + 36] = b"".join(x.to_bytes(4, "big", signed=True) for x in matrix)
+    (tmp_path / "a.mp4").write_bytes(content)
+    media.write_video(tmp_path / "a.mp4", tmp_path / "a.npy", FPS, (16, 8), limit=1)
+    frame = np.load(tmp_path / "a.npy")[0]
+    assert frame.shape == (8, 16, 3)
+    corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]  # clockwise from the top left
+    assert [corner.mean() > 100 for corner in corners].index(True) == turned // 90
+
+
 def test_another_frame_rate_repeats_and_drops(sources, tmp_path):
     for fps, expected in ((25, lambda k: int(k / 25 * FPS + 1e-6)), (4, lambda k: int(k / 4 * FPS + 1e-6))):
         n = media.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
