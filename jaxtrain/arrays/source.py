@@ -4,7 +4,7 @@
 """
 
 import hashlib
-import logging
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.checkpoint import checksums
 from loaders.io import files
 
-log = logging.getLogger("jaxtrain")
 SUMS = "SHA256SUMS"  # of an export: the digest of each of its files
 
 
@@ -66,7 +65,8 @@ class Source(NamedTuple):
             raise StoredError(f"--ema is given, and {self.path} is an export, which holds one set of parameters; omit --ema")
         train = self.meta().get("config", {}).get("train") if not (ema or self.is_export) else None
         if isinstance(train, dict) and train.get("ema"):
-            log.warning("%s: the run's evaluations are of the average of the parameters, which --ema reads", self.path)
+            line = f"{self.path}: the run's evaluations are of the average of the parameters, which --ema reads"
+            print(f"warning: {line}", file=sys.stderr)
         group = "ema/" if ema else "params/"
         found = {path.removeprefix(group): one for path, one in self.arrays().items() if path.startswith(group)}
         if not found:
