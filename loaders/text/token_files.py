@@ -27,6 +27,7 @@ from loaders import order
 from loaders.base import DataError, narrowed
 from loaders.io import atomic_write as whole
 from loaders.io import files
+from loaders.text.tokenizer import open_tokenizer
 
 FORMAT = 1
 ABOUTS = ("tokens.json", "train/tokens.json", "test/tokens.json")
@@ -155,6 +156,11 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
 
 def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
     about = _read_about(folder, links)
+    if "ends" not in about and about["vocab"] < (needed := _vocabulary(folder)):
+        raise DataError(
+            f"{folder}: tokens.json has a vocabulary of {about['vocab']}, and its tokenizer.json one of {needed}: ids may be "
+            "stored as others; make the tokens again with `jaxtrain tokens`"
+        )
     shards, shard, start, length = [], [], [], []
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     for i, entry in enumerate(about["shards"]):
@@ -174,6 +180,14 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
     joined = [np.concatenate(x) if x else np.empty(0, np.int64) for x in (shard, start, length)]
     ends = about.get("ends", [] if about.get("eos") is None else [about["eos"]])
     return Documents(tuple(shards), joined[0], joined[1], joined[2], n_bytes, about["vocab"], digest, tuple(ends), sum(firsts))
+
+
+def _vocabulary(folder: pathlib.Path) -> int:
+    """The vocabulary of a folder's tokenizer.json; 0 if it cannot be read here."""
+    try:
+        return open_tokenizer(folder / "tokenizer.json").vocab
+    except DataError:
+        return 0
 
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:

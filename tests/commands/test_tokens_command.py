@@ -12,8 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 
 from jaxtrain.workloads.language.commands import tokens as tokens_command
+from loaders.base import DataError
 from loaders.text import tokenise, tokens
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -56,7 +58,6 @@ def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
 
 
 def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["[unk]", "<eos>", "to", "be", "or", "not"]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -79,6 +80,27 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
     # Predicted are " be", the end, " not", the end, " be", " it", the end.
     assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
     assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
+    """It took the number of tokens for the vocabulary, and stored larger ids as others."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "to": 1, "be": 70000}, unk_token="[unk]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("to be to be")
+    out = tmp_path / "out"
+    assert tokens_command.main([str(out), str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
+    assert documents(out) == [[1, 70000, 1, 70000]]
+    config = tokens.Config((tokens.Source(str(out)),), context=8, test_share=0.0)
+    assert tokens.facts(config)["vocab"] == 70001
+    about = json.loads((out / "tokens.json").read_text())
+    del about["ends"]
+    (out / "tokens.json").write_text(json.dumps(about))
+    assert tokens.facts(config)["vocab"] == 70001
+    np.array([1, 4464, 1, 4464], np.uint16).tofile(out / "00000.tokens")
+    (out / "tokens.json").write_text(json.dumps({**about, "vocab": 3, "dtype": "uint16"}))
+    with pytest.raises(DataError, match="a vocabulary of 3, and its tokenizer.json one of 70001.*make the tokens again"):
+        tokens.facts(config)
 
 
 def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
