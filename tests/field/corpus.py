@@ -151,6 +151,8 @@ WIDE = (
     Case("wide-observer", "file,start,end,robin,wren,wer\na.wav,2,3,1,0,Ada\nb.wav,4,5,0,1,Bo\n", TWO),
     Case("wide-both", "file,start,end,robin,wren\na.wav,2,3,1,1\n", ("a.wav 2 3 robin|wren",)),
     Case("wide-neither", "file,start,end,robin,wren\na.wav,2,3,1,0\nb.wav,4,5,0,0\n", ("a.wav 2 3 robin", "b.wav 4 5")),
+    Case("wide-unknown", "file,robin,wren\na.wav,1,-1\nb.wav,0,1\n", ("!'wren' holds -1",)),
+    Case("wide-twice", "file,robin,wren\na.wav,1,0\na.wav,0,1\n", ("!conflicting-labels",)),
     Case("wide-counts", "file,robin,wren,crow\na.wav,1,0,3\nb.wav,0,1,0\n", ("!'crow' holds 3",)),
     Case("wide-scores", "file,robin,wren,crow\na.wav,1,0,0.93\nb.wav,0,1,0\n", ("!'crow' holds 0.93",)),
     Case("wide-named", "file,robin,wren,crow\na.wav,1,0,3\nb.wav,0,1,0\n", ("a.wav 0 30 robin", "b.wav 0 30 wren"),

@@ -257,7 +257,7 @@ def find(table: Table, options: Options) -> Layout:
         )
     taken = {name for several in used.values() for name in several}
     rest = [name for name in table.columns if name not in taken and name not in classes]
-    if not used["label"] and not classes and options.label_column != "none":
+    if (used["file"] or used["start"]) and not used["label"] and not classes and options.label_column != "none":
         classes = _classes(table, [name for name in rest if not is_other(name) and name not in scales])
         rest = [name for name in rest if name not in classes]
     unused = {name: what for name in rest if (what := _looks_like(table, name, used))}
@@ -336,7 +336,7 @@ def _classes(table: Table, names: Sequence[str]) -> list[str]:
     rows = {name: table.values(name) for name in names}
     classes = [name for name, its in rows.items() if values.are_answers(its)]
     numbers = [name for name, its in rows.items() if name not in classes and values.are_numbers(its)]
-    if len(classes) > 1 and numbers:
+    if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         raise DataError(
             f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {numbers[0]!r} holds {odd}; "
@@ -352,9 +352,9 @@ def _looks_like(table: Table, name: str, used: Mapping[str, list[str]]) -> str:
         return ""
     if values.are_times(its) and TIME & set(words(name)):
         return "a time"
-    if used["label"] and values.are_answers(its):
-        return "a class"
     meaning = meaning_of(name)
+    if used["label"] and not meaning and values.are_answers(its):
+        return "a class"
     hint = meaning[0] in ("label", "genus") if meaning else bool(LABEL & set(words(name)))
     return "a label" if hint and (meaning or not values.are_times(its)) else ""
 

@@ -259,6 +259,7 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
         ("file,start,end,label\n9.wav,0,1,owl\n", "none of it is in"),
         ("file,start,end,label\n0.wav,x,1,owl\n", "t.csv:2 has 'x' as its 'start', which is no number"),
         ("file,start,end,label,answer\n0.wav,0,1,owl,maybe\n", "has 'maybe' as its answer; expected yes, no or skip"),
+        ("file,start,end,label\n0.wav,0,1,owl;wren\n", "split it with --separator ';'"),
         ("a,b\n1,2\n", "expected file, start, end, label"),
         ("file,start,end,label\n0.wav,0,1,owl\n", "has no counter-example"),
         (None, "holds no embeddings"),

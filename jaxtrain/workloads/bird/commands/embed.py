@@ -86,22 +86,24 @@ def _embed(args: argparse.Namespace) -> int:
     changes |= {"time_expansion": args.time_expansion} if args.time_expansion is not None else {}
     columns = [name for name in args.columns.split(",") if name]
     options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
-    code = 0
+    code, counts = 0, ""
     if args.recordings:
-        done, code = _embed_windows(args, model, changes, options)
+        done, counts, code = _embed_windows(args, model, changes, options)
     else:
         done = embed.embed(model, encoder.data_config(model, **changes), args.out, **options)
     print(
         f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
         f"second, {done['waiting']:.0%} of the time waiting for the loader"
     )
+    if counts:
+        print(counts)
     return code
 
 
 def _embed_windows(
     args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
-) -> tuple[dict[str, Any], int]:
-    """Embed windows of recordings. Return the content of embeddings.json, and 1 if a recording cannot be read."""
+) -> tuple[dict[str, Any], str, int]:
+    """Embed windows of recordings. Return the content of embeddings.json, counts, and 1 if a recording cannot be read."""
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
@@ -128,8 +130,7 @@ def _embed_windows(
         print(line, file=sys.stderr)
     listed = pathlib.Path(args.out).expanduser() / "mistakes.csv"
     mistakes.save(listed)
-    print(f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}")
-    return done, int(bool(mistakes.serious))
+    return done, f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}", int(bool(mistakes.serious))
 
 
 def _kinds(text: str) -> list[str]:

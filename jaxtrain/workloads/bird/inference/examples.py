@@ -144,10 +144,10 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
                 f"{line.where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
             )
         found += [(line.where, line.file, begin, stop, label, ANSWERS[line.answer]) for label in labels]
+    classes.refuse_joined([(part[0], (part[4],)) for part in found], mistakes)
     if refused := mistakes.refused():
         text = next(text for kind, text in mistakes.lines if kind in refused)
         raise InferenceError(f"{text} ({refused[0]}); correct the line")
-    classes.refuse_joined([(part[0], (part[4],)) for part in found], mistakes)
     return found
 
 
