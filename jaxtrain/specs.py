@@ -67,12 +67,10 @@ def fold_in_path(key: Key, path: str) -> Key:
 
 
 def zeros(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-    del key
     return jnp.zeros(shape, dtype)
 
 
 def ones(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-    del key
     return jnp.ones(shape, dtype)
 
 

@@ -102,55 +102,11 @@ class LossOut(NamedTuple):
     sparse_rows: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 
-def _keep_carry(params: PyTree, carry: PyTree, step: Array) -> PyTree:
-    del params, step
-    return carry
-
-
-def _no_pictures(batch: Batch) -> dict[str, Array]:
-    del batch
-    return {}
-
-
-def _one_stage(step: int) -> Hashable:
-    del step
-    return None
-
-
-def _as_it_is(record: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(record)
-
-
-def _no_progress(variables: Variables, batch: Batch) -> dict[str, Array]:
-    del variables, batch
-    return {}
-
-
 class Trial(NamedTuple):
     """A measurement that an evaluation makes besides summing over the test split."""
 
     run: Callable[[Variables], PyTree]  # on the devices of all processes; arrays
     judge: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
-
-
-def _dots(model: Mapping[str, Any], path: str) -> str | list[str]:
-    del model
-    return path.replace("/", ".")
-
-
-def _same_shape(model: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    del model, path
-    return shape
-
-
-def _no_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    del config, dtype
-    return {}
-
-
-def _nothing_tied(model: Mapping[str, Any]) -> dict[str, str]:
-    del model
-    return {}
 
 
 class Hub(NamedTuple):
@@ -160,11 +116,6 @@ class Hub(NamedTuple):
     task: str = ""  # the Hub's pipeline_tag; empty = none of its tasks
     metrics: tuple[str, ...] = ()  # of an evaluation, that say how good the model is, the first one most
     example: str = ""  # how it is used, in the folder of the export; a shell command if it begins with "$ ", else Python
-
-
-def _on_the_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    del config, files
-    return Hub()
 
 
 EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name is which parameter
@@ -178,17 +129,17 @@ class Export(NamedTuple):
     """
 
     # (model, path) -> its name; or a list of names for the entries of its first axis: a stack becomes one array for each layer
-    names: Callable[[Mapping[str, Any], str], str | list[str]] = _dots
+    names: Callable[[Mapping[str, Any], str], str | list[str]] = lambda model, path: path.replace("/", ".")
     # (model, path, shape) -> the shape of one such array: the same numbers in the same order
-    shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = _same_shape
+    shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = lambda model, path, shape: shape
     # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
-    files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = _no_files
+    files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = lambda config, dtype: {}
     # (config, names of the further files) -> the model's part of the card
-    hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = _on_the_hub
+    hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = lambda config, files: Hub()
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
     # (model) -> name of an array that is not exported, since it is another one: the name of that one
-    tied: Callable[[Mapping[str, Any]], dict[str, str]] = _nothing_tied
+    tied: Callable[[Mapping[str, Any]], dict[str, str]] = lambda model: {}
 
 
 class Format(NamedTuple):
@@ -236,11 +187,12 @@ class Task(NamedTuple):
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
-    advance: Callable[[PyTree, PyTree, Array], PyTree] = _keep_carry  # (new params, carry, step) -> carry
-    pictures: Callable[[Batch], dict[str, Array]] = _no_pictures  # name -> [n, height, width] in 0..1, as the model sees it
-    stage: Callable[[int], Hashable] = _one_stage  # step -> static variant of the loss
-    progress: Callable[[Variables, Batch], dict[str, Array]] = _no_progress  # like pictures, of a test batch at an evaluation
-    finish: Callable[[Mapping[str, Any]], dict[str, float]] = _as_it_is  # means over a test split, also arrays -> its record
+    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, carry, step: carry  # (new params, carry, step) -> carry
+    pictures: Callable[[Batch], dict[str, Array]] = lambda batch: {}  # name -> [n, height, width] in 0..1, as the model sees it
+    stage: Callable[[int], Hashable] = lambda step: None  # step -> static variant of the loss
+    # like pictures, of a test batch at an evaluation
+    progress: Callable[[Variables, Batch], dict[str, Array]] = lambda variables, batch: {}
+    finish: Callable[[Mapping[str, Any]], dict[str, float]] = dict  # means over a test split, also arrays -> its record
     trials: tuple[Trial, ...] = ()
     terms: tuple[str, ...] = ()  # metrics of a training step that add up to its loss, for the console; () = it has one term
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none

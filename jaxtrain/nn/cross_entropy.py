@@ -93,7 +93,6 @@ def _forward(shard: Shard, how: How, *args: Array) -> tuple[Sums, Grads]:
 
 
 def _backward(shard: Shard, how: How, grads: Grads, cotangent: Sums) -> tuple[Array | None, ...]:
-    del shard, how
     dx_btd, dw_vd = grads
     return (dx_btd * cotangent.loss).astype(dx_btd.dtype), dw_vd * cotangent.loss, None, None
 

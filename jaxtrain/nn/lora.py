@@ -161,7 +161,6 @@ def adapt(task: Task, config: Lora) -> Task:
         return task.progress(whole(variables), batch)
 
     def advance(params: PyTree, carry: PyTree, step: Array) -> PyTree:
-        del params
         try:
             return task.advance((), carry, step)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -132,7 +132,6 @@ def _clip(most: float) -> optax.GradientTransformation:
     """Scale all gradients down to a global norm of ``most``, which is summed in float32."""
 
     def update(grads: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
-        del params
         norm = global_norm(grads)
         factor = jnp.where(norm < most, 1.0, most / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
@@ -166,7 +165,6 @@ def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, sparse_rows: PyTree = None, **_: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        del params
 
         def keep(path: tuple[Any, ...], u: Array, is_sparse: bool) -> Array:
             count = (sparse_rows or {}).get(path_name(path)) if is_sparse else None

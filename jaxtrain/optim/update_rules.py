@@ -78,7 +78,6 @@ def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
     def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
-        del params
         mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, grads)
 
         def orthogonal(path: tuple[Any, ...], g: Array, b: Array) -> Array:
@@ -131,7 +130,6 @@ def scale_by_adam_atan2(
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(grads: PyTree, state: optax.ScaleByAdamState, params: PyTree = None) -> tuple[PyTree, optax.ScaleByAdamState]:
-        del params
         mu = optax.tree.update_moment(grads, state.mu, b1, 1)
         nu = optax.tree.update_moment(grads, state.nu, b2, 2)
         count = state.count + 1

@@ -39,7 +39,6 @@ class StopSignals:
             signal.signal(number, before if before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: Any) -> None:
-        del frame
         if self.asked or self._interrupted:
             os._exit(128 + number)
         if number == signal.SIGINT:

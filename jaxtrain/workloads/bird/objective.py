@@ -64,10 +64,6 @@ class Inputs(NamedTuple):
         return x_r.reshape(-1, self.c.n_views, *x_r.shape[1:])
 
 
-def no_problems(*_: Any) -> Iterator[tuple[str, str]]:
-    return iter(())
-
-
 class Objective(NamedTuple):
     """One term of the loss: its parameters, its computation, its cost, and the checks of its config.
 
@@ -80,8 +76,9 @@ class Objective(NamedTuple):
     loss: Callable[[Any, Inputs], tuple[Array, dict[str, Mean]]]  # the weighted sum over rows, and metrics
     flops: Callable[[Settings, Any], int]  # of one view in a training step, backward pass included, beyond the encoder's pass
     evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
-    problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = no_problems  # (field of the section, text)
-    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = no_problems  # (field, text)
+    problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = lambda c, section: iter(())  # (field of the section, text)
+    # (field, text)
+    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = lambda c, section, facts: iter(())
     carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
