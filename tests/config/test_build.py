@@ -220,7 +220,8 @@ def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here)
 
 def test_a_workload_that_cannot_be_imported_is_reported(here):
     assert mistakes("--config.workload=toy_wrkload")["workload"] == (
-        "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named 'toy_wrkload'"
+        "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named 'toy_wrkload'; "
+        "did you mean 'toy_workload'?"
     )
     (here / "configs" / "cut_short.py").write_text("class Config(:\n")
     text = FILE.replace("toy_workload", "cut_short")

@@ -61,11 +61,12 @@ def test_arguments_are_read_from_the_command_line():
         (["name=own_optim:optimizer"], "arguments", "lacks 'strength', which own_optim:optimizer needs"),
         (["name=own_optim:broken"], "arguments", "own_optim:broken failed: KeyError: 'no such size'"),
         (
-            ["name=own_optim:sized", "arguments.size='x'", "arguments.other=3"],
-            "arguments.size",
-            "is 'x', and own_optim:sized failed",
+            ["name=own_optim:sized", "arguments.size=3", "arguments.other=0"],
+            "arguments.other",
+            "is 0, and own_optim:sized failed: ZeroDivisionError",
         ),
-        (["name=optax:adamw", "arguments.b1='0.9'", "arguments.b2=0.95"], "arguments.b1", "is '0.9', and optax:adamw failed"),
+        (["name=optax:adamw", "arguments.b1='0.9'"], "arguments.b1", "is '0.9' (str); optax:adamw expects a number"),
+        (["name=optax:adamw", "arguments.mu_dtype=int99", "arguments.b2=0.9"], "arguments.mu_dtype", "is 'int99', and optax"),
         (
             ["name=optax:adamw", "arguments.nesterov=no"],
             "arguments.nesterov",
