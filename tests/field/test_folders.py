@@ -100,3 +100,15 @@ def test_a_dry_run_prints_what_is_understood(recordings, tmp_path, capsys):
     for text in ("start        Start (ms) [ms]", "label        Species", "ignored      notes", "a.wav [2, 3) s: robin"):
         assert text in told, told
     assert "missing-file: 1 (refused)" in told and sorted(path.name for path in tmp_path.iterdir()) == ["recordings", "t.csv"]
+
+
+def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordings, tmp_path, capsys):
+    table = tmp_path / "species.csv"
+    table.write_text("file,label\na.wav,robin\na.wav,wren\nb.wav,robin\n")
+    assert index(table, "--audio", tmp_path / "recording", "--out", tmp_path / "out") == 2
+    assert f"is no folder; did you mean '{recordings}'?" in capsys.readouterr().err
+    assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
+    assert "nothing was written; correct them, or add --on conflicting-labels=" in capsys.readouterr().err
+    table.write_text("file,label\na.wav,robin\n")
+    assert index(table, "--audio", recordings, "--split", "recording=0.01", "--out", tmp_path / "out") == 0
+    assert "--split recording=0.01 put no recording into test; of few" in capsys.readouterr().err

@@ -35,6 +35,8 @@ def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda 
     Raises DataError: it does not exist, or is none of these.
     """
     path = pathlib.Path(source).expanduser()
+    if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
+        raise DataError(f"--audio={options.audio} is no folder{shards.nearest(named)}; name the folder of the recordings")
     audio = options.audio or root_of(path)
     finder = Finder(pathlib.Path(audio).expanduser() if audio else None, mistakes)
     if path.is_dir():

@@ -108,6 +108,9 @@ def _make(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr)
     for split, counts in about["splits"].items():
         print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
+    if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
+        why = "of few recordings or sites a hash may choose none: try another --seed"
+        print(f"--split {args.split} put no recording into {' or '.join(sorted(left))}; {why}", file=sys.stderr)
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
     counts = mistakes.summary(f"{args.out}/mistakes.csv")
     print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")
