@@ -108,7 +108,7 @@ def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordin
     assert index(table, "--audio", tmp_path / "recording", "--out", tmp_path / "out") == 2
     assert f"is no folder; did you mean '{recordings}'?" in capsys.readouterr().err
     assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
-    assert "nothing was written; correct them, or add --on conflicting-labels=" in capsys.readouterr().err
+    assert "nothing was written; correct it, or add --on conflicting-labels=" in capsys.readouterr().err
     table.write_text("file,label\na.wav,robin\n")
     assert index(table, "--audio", recordings, "--split", "recording=0.01", "--out", tmp_path / "out") == 0
     assert "--split recording=0.01 put no recording into test; of few" in capsys.readouterr().err
