@@ -57,6 +57,17 @@ def test_tables_next_to_recordings(recordings, tmp_path):
     assert counts(tmp_path / "out") == {"no-events": 1, "no-table": len(corpus.RECORDINGS) - 3}
 
 
+def test_subfolders_or_tables_are_the_labels(recordings, tmp_path, capsys):
+    """BirdNET writes its tables next to recordings, which a person may have sorted by class."""
+    line = "1\tSpectrogram 1\t1\t2\t3\t1\t9\trobin\n"
+    (recordings / "A" / "x.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line}")
+    assert index(recordings, "--out", tmp_path / "out") == 2
+    assert "--labels folder" in capsys.readouterr().err
+    assert index(recordings, "--labels=folder", "--out", tmp_path / "out") == 0
+    assert counts(tmp_path / "out")["unread-table"] == 1
+    assert ("train", "A/x.wav", 0.0, 30.0, ("A",)) in rows_of(tmp_path / "out")
+
+
 def test_result_tables_in_another_tree_find_the_recording_of_their_folder(recordings, tmp_path):
     tables = []
     for folder in ("A", "B"):

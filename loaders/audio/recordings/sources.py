@@ -101,10 +101,18 @@ def _is_raven(path: str) -> bool:
 def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
     names = list(walk(folder, mistakes))
     metadata = [path for path in names if re.search(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$", path)]
-    selections = [path for path in names if path.endswith(".selections.txt") or _is_raven(path)]
+    selections = [] if options.labels else [path for path in names if path.endswith(".selections.txt") or _is_raven(path)]
     catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, mistakes)]
     audio = [path for path in names if is_audio(path)]
-    passed_over(names, mistakes, {*metadata, *selections, *catalogues})
+    archives = [path for path in names if path.endswith(ARCHIVES)] if metadata else []  # that were unpacked
+    passed_over(names, mistakes, {*metadata, *selections, *catalogues, *archives})
+    top = os.path.abspath(folder)
+    nested = any(os.path.dirname(path) != top for path in audio)
+    if nested and selections and not any(path.endswith(".selections.txt") for path in selections):
+        raise DataError(
+            f"{folder} has subfolders, which may be labels, and {len(selections)} tables, for example {selections[0]}; "
+            "say --labels folder (or none), or name the tables as sources"
+        )
     for each in (*metadata, *selections, *catalogues):
         remedy = "; name that file itself, or the folder that it lies in"
         files.inside(folder, os.path.relpath(each, os.path.abspath(folder)), remedy=remedy)
@@ -122,11 +130,9 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
                 mistakes.add("no-table", each)
         return
     if not audio:
-        archives = ", ".join(os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path))
-        hint = f"; unpack {archives[:80]} first: --unpack" if archives else f"; it holds {len(names)} other files"
+        packed = ", ".join(os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path))
+        hint = f"; unpack {packed[:80]} first: --unpack" if packed else f"; it holds {len(names)} other files"
         raise DataError(f"{folder} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a){hint}")
-    top = os.path.abspath(folder)
-    nested = any(os.path.dirname(path) != top for path in audio)
     label = options.labels or ("folder" if nested else "none")
     pattern = None
     if label not in ("folder", "none"):
