@@ -66,12 +66,7 @@ def fold_in_path(key: Key, path: str) -> Key:
     return jax.random.fold_in(key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")))
 
 
-def zeros(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jnp.zeros(shape, dtype)
-
-
-def ones(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jnp.ones(shape, dtype)
+zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 def truncated_normal(stddev: float) -> Initializer:
