@@ -113,8 +113,12 @@ def _opened(path: pathlib.Path, content: bytes, specials: bool) -> Tokenizer:
     return Tokenizer(path, max(vocabulary.values()) + 1, named, inner)
 
 
-def continuation(decode: Any, prompt: Iterable[int], new: Iterable[int]) -> str:
-    """The text that ``new`` ids add to a prompt. Decoded by themselves, they would lose the blank before their first word."""
+def continuation(decode: Any, prompt: Iterable[int], new: Iterable[int], text: str = "") -> str:
+    """The text that ``new`` ids add to a prompt, whose own text is ``text`` if it is whole.
+
+    Decoded by themselves, they would lose the blank before their first word.
+    """
     before = [*prompt]
-    head, whole = decode(before), decode([*before, *new])
+    whole = decode([*before, *new])
+    head = text if text and whole.startswith(text) else decode(before)
     return str(whole[len(os.path.commonprefix((head, whole))) :])

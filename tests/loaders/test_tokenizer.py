@@ -92,6 +92,8 @@ def test_a_continuation_keeps_the_blank_before_it(tmp_path, kind):
     prompt = opened.encode(["to"])[0]
     assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1]) == " be to"
     assert tokenizer_lib.continuation(opened.decode, prompt, []) == ""
+    assert tokenizer_lib.continuation(opened.decode, prompt, [2, 1], "to ") == "be to", "the prompt has the blank already"
+    assert tokenizer_lib.continuation(opened.decode, prompt, [2], "To") == " be", "as the tokenizer does not say it"
 
 
 def test_files_that_are_none_are_named(tmp_path):

@@ -137,4 +137,4 @@ def generate(
         seed_b = np.array([seed for _, _, seed in padded], np.int32)
         written = np.asarray(run(writer.params, *map(jnp.asarray, (prompt_bp, length_b, seed_b))))
         for (prompt, i, seed), new in zip(some, written.tolist(), strict=False):
-            yield Continuation(prompt, seed, *codec.continuation(i, new))
+            yield Continuation(prompt, seed, *codec.continuation(i, new, prompt))

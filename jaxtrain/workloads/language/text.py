@@ -16,10 +16,10 @@ class Codec(NamedTuple):
     decode: Callable[[Sequence[int]], str]
     ends: tuple[int, ...] = ()  # tokens that end a text
 
-    def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> tuple[str, int, bool]:
+    def continuation(self, prompt: Sequence[int], new: Sequence[int], text: str = "") -> tuple[str, int, bool]:
         """The text that ``new`` tokens add to a prompt, its number of tokens, and whether one of `ends` ended it."""
         n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
-        return tokenizer_lib.continuation(self.decode, prompt, new[:n]), n, n < len(new)
+        return tokenizer_lib.continuation(self.decode, prompt, new[:n], text), n, n < len(new)
 
 
 def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, ends: Sequence[int] | None = None) -> Codec:
