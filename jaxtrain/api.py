@@ -22,6 +22,7 @@ from jaxtrain.config import Config
 from jaxtrain.parallel import cluster
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree, Task, Variables
+from loaders.io import files
 
 
 class Trained(NamedTuple):
@@ -50,7 +51,7 @@ def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]
     source = config if isinstance(config, str) else "a Python program"
     result = loop.run(resolved, {"source": source, "overrides": {k: str(v) for k, v in (overrides or {}).items()}})
     metrics = pathlib.Path(resolved.workdir) / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    lines = files.lines(metrics.read_text()) if metrics.exists() else []
     return Trained(*result, [json.loads(line) for line in lines], resolved.workdir)
 
 

@@ -38,7 +38,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     if step is None or not (run / "metrics.jsonl").exists():
         return records
     try:
-        lines = files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS).splitlines()
+        lines = files_lib.lines(files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS))
     except (files_lib.FileError, StoredError) as error:
         print(f"{error}: the card has no metrics")
         return records

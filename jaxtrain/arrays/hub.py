@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.source import SUMS
 from jaxtrain.arrays.stored import StoredError
+from loaders.io import files
 from loaders.io.checks import first_line
 
 
@@ -34,7 +35,7 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
     # The exported files alone, whatever else lies there. The client sends large files first, and none that the Hub has.
-    names = [line.partition("  ")[2] for line in (place / SUMS).read_text().splitlines()]
+    names = [line.partition("  ")[2] for line in files.lines(files.read_text(place / SUMS, most=files.MOST_JSON))]
     try:
         made = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
         whole = getattr(made, "repo_id", None) or name

@@ -1,17 +1,24 @@
-"""Silence late errors of a save that has failed: the disk's answers to threads that nobody waits for.
+"""Two defects of what reads and writes checkpoints, mended in place: late errors of a save, and folders with brackets.
 
-Orbax closes its event loop at the first write that fails. TensorStore's threads report the others to that loop, and Python
-prints a traceback of each ("Event loop is closed"), past all logging. The failure itself is raised and reported
-when the run waits for the save.
+`etils.epath`, by which Orbax lists its own files, takes the whole path of a folder as a pattern, so that it finds nothing in
+``runs/betas=[0.9, 0.95]``. Importing this module makes it take the folder's name as it is.
+
+Late errors are the disk's answers to threads that nobody waits for. Orbax closes its event loop at the first write that fails.
+TensorStore's threads report the others to that loop, and Python prints a traceback of each ("Event loop is closed"), past all
+logging. The failure itself is raised and reported when the run waits for the save.
 """
 
 import asyncio.base_events
 import functools
+import glob
 import logging
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from etils import epath
 
 log = logging.getLogger("jaxtrain")
 
@@ -20,6 +27,20 @@ def keep_quiet() -> None:
     """Log such reports as details, from here on, instead of printing them. All else that is unraisable is shown as before."""
     if not isinstance(sys.unraisablehook, functools.partial) or sys.unraisablehook.func is not _show:
         sys.unraisablehook = functools.partial(_show, sys.unraisablehook)
+
+
+PATH = type(epath.Path("."))
+
+
+def _find(folder: Any, pattern: str, *, find: Callable[[Any, str], Iterator[Any]] = PATH.glob) -> Iterator[Any]:
+    """Find ``pattern`` in a folder, whose own name is none."""
+    text = os.fspath(folder)
+    if "://" in text or glob.escape(text) == text:
+        return find(folder, pattern)
+    return map(PATH, glob.glob(f"{glob.escape(text)}/{pattern}"))
+
+
+PATH.glob = _find
 
 
 def _show(before: Callable[[Any], Any], unraisable: Any) -> None:

@@ -19,6 +19,7 @@ from jaxtrain.arrays import run_workload, stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
+from jaxtrain.config import checks
 from jaxtrain.nn import lora
 from jaxtrain.step import digest
 from jaxtrain.telemetry.report.steps import digest_text
@@ -199,6 +200,8 @@ def save_weights(
 
     Raises StoredError when that step is there already.
     """
+    if why := checks.unusable(out):
+        raise stored.StoredError(f"{out} {why}; choose another --out")
     folder = pathlib.Path(out).expanduser().absolute() / "checkpoints"
     if (folder / str(step)).exists():
         raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")

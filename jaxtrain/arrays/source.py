@@ -130,7 +130,7 @@ class Source(NamedTuple):
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
         bad = []
         try:
-            lines = files.read_text(stored.inside(self.path, SUMS), most=files.MOST_JSON).splitlines()
+            lines = files.lines(files.read_text(stored.inside(self.path, SUMS), most=files.MOST_JSON))
         except (files.FileError, StoredError) as error:
             return [str(error)]
         for line in lines:

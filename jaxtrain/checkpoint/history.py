@@ -1,9 +1,13 @@
 """The history of a run, saved with its state: changes of its data, rewinds, and the best step so far.
 
 workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
+
+A value that is not finite is never the best one, and no progress. While there is no other, step and values are null, and
+"progress" has the first evaluation's step, from which config.train.patience counts.
 """
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +17,8 @@ from etils import epath
 
 from jaxtrain.config import Checkpoint
 from loaders.io import files
+
+log = logging.getLogger("jaxtrain")
 
 
 class CheckpointError(RuntimeError):
@@ -38,6 +44,9 @@ class Scores:
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
+        if self._best.get("metric", self._name) != self._name:
+            log.warning("%s is of %r; the best step by %r is looked for from now on", path, self._best["metric"], self._name)
+            self._best = {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Compare the evaluation of ``step`` with the best one so far. Process 0 writes best.json.
@@ -48,14 +57,18 @@ class Scores:
             return
         if self._name not in record:
             raise CheckpointError(f"config.checkpoint.best names {self._name!r}; an evaluation has {', '.join(sorted(record))}")
-        new = {"step": step, "value": record[self._name]}
+        value = float(record[self._name])
+        new = {"step": step, "value": value}
+        if not math.isfinite(value):
+            log.warning("%s of step %d is %s: it is not the best, and no progress", self._name, step, value)
 
-        def beats(old: Mapping[str, Any] | None, by: float = 0.0) -> bool:
-            return not old or self._sign * (new["value"] - old["value"]) > by
+        def beats(old: Mapping[str, Any], by: float = 0.0) -> bool:
+            return math.isfinite(value) and (old["value"] is None or self._sign * (value - old["value"]) > by)
 
-        progress = new if beats(self._best.get("progress"), self._min_delta) else self._best["progress"]
-        best = new if beats(self._best) else {name: self._best[name] for name in new}
-        changed = {**best, "metric": self._name, "progress": progress}
+        best = {name: self._best.get(name) for name in new}
+        progress = self._best.get("progress", {"step": step, "value": None})
+        progress = new if beats(progress, self._min_delta) else progress
+        changed = {**(new if beats(best) else best), "metric": self._name, "progress": progress}
         if changed != self._best:
             self._best = changed
             if jax.process_index() == 0:
@@ -78,13 +91,20 @@ def _read(path: epath.Path) -> dict[str, Any]:
     """Read best.json. Raises CheckpointError."""
     try:
         found = files.read_json(path)
-        for entry in (found, found.get("progress", found)):
-            if not (isinstance(entry, dict) and type(entry.get("step")) is int and _is_number(entry.get("value"))):
+        if not isinstance(found.get("metric", ""), str):
+            raise files.FileError(f"{path} has no metric's name")
+        entries = [found, *([found["progress"]] if "progress" in found else [])]
+        for i, entry in enumerate(entries):
+            if not isinstance(entry, dict) or not _is_entry(entry, may_have_no_step=i == 0):
                 raise files.FileError(f"{path} has no step with its value")
+            if isinstance(entry["value"], float) and not math.isfinite(entry["value"]):  # as older versions wrote it
+                entry["value"] = None
     except files.FileError as error:
         raise CheckpointError(f"{error}; remove it, and the next evaluation counts as the best one so far") from error
     return found
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and not math.isnan(value)
+def _is_entry(entry: Mapping[str, Any], *, may_have_no_step: bool) -> bool:
+    step, value = entry.get("step"), entry.get("value", "")
+    is_step = type(step) is int or step is None and value is None and may_have_no_step
+    return is_step and (value is None or type(value) is float or type(value) is int and abs(value) < 1e300)

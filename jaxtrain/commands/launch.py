@@ -294,7 +294,7 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
     if not path.exists():
         raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
     try:
-        lines = files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MOST_TEXT).splitlines()
+        lines = files.lines(files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MOST_TEXT))
         jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
     except files.FileError as error:
         raise LaunchError(str(error)) from error
@@ -329,7 +329,7 @@ def _status(workdir: str) -> int:
     for job in jobs:
         state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
         step, steps = 0, "?"
-        for line in reversed(_text(folder, "metrics.jsonl").splitlines()):
+        for line in reversed(files.lines(_text(folder, "metrics.jsonl"))):
             with contextlib.suppress(
                 files.FileError, KeyError, TypeError, ValueError, OverflowError
             ):  # being written, or no record

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import inspect
 import operator
+import os
 import pathlib
 import re
 import sys
@@ -163,6 +164,8 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
 def on_this_machine(config: Config) -> Problems:
     """Yield missing files, packages and permissions of this machine. Nothing is left behind."""
     yield from _workdir_problems(config.workdir)
+    if (folder := config.checkpoint.folder) and "://" not in folder and (why := unusable(folder)):
+        yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
     yield from _url_problems("checkpoint.folder", config.checkpoint.folder)
     yield from _url_problems("resume.path", config.resume.path)
     path = config.resume.path
@@ -197,6 +200,9 @@ def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tup
 
 
 def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
+    if why := "is an address; only checkpoint.folder may be one" if "://" in workdir else unusable(workdir):
+        yield "workdir", f"is {workdir!r}, which {why}; choose another folder"
+        return
     path = pathlib.Path(workdir).absolute()
     existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir():
@@ -212,6 +218,20 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
 def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
     if why := unreachable(path):
         yield name, f"is {path!r}, which {why}"
+
+
+def unusable(folder: str) -> str:
+    """Why Orbax cannot keep checkpoints below a folder, or read them again. Empty if it can."""
+    path = os.path.abspath(os.path.expanduser(folder))
+    if "\\" in path:
+        return "has a backslash in its path, behind which Orbax finds no file again"
+    if found := re.match(r"/(gs|s3|az|hf)(/|$)", path) or re.search(r"/(gs|s3|az|hf):(/|$)", path):
+        return f"Orbax takes for an address, for its {found[0]!r}"
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "has bytes in its path that are no UTF-8"
+    return ""
 
 
 def unreachable(path: str) -> str:

@@ -104,7 +104,8 @@ def parse(content: bytes) -> Process:
 class Folder:
     """A folder on a disk or in an object store, and its lease."""
 
-    def __init__(self, name: str, me: Process):
+    def __init__(self, name: str, me: Process, choose: str):
+        self._choose = choose
         self.name, self.path, self.is_disk = name, f"{name.rstrip('/')}/{NAME}", "://" not in name
         self._me, self._ours = me, b""
 
@@ -149,8 +150,8 @@ class Folder:
             end = f"scancel {holder.job}" if holder.job else f"kill {holder.pid}{there}"
             heard = f", last heard of {age:.0f} s ago" * self.is_disk
             raise WorkdirError(
-                f"{self.name} is in use by another run: {holder}{heard}. Two runs would write over "
-                "each other's records and checkpoints: choose another config.workdir, or end that "
+                f"{self.name} is in use by another run: {holder}{heard}. Two of them would write over "
+                f"each other's files: choose another {self._choose}, or end that "
                 f"run{f' by `{end}`' * bool(holder.pid)} (it saves first)"
             )
         if holder:
@@ -213,13 +214,13 @@ class Lease:
     """A context: this process holds ``folders`` (paths, and URLs of object stores) for its run.
 
     Entering raises WorkdirError if another run holds one. The message names that run and the remedy.
-    ``leave`` is called while another lease expires, and may raise.
+    ``leave`` is called while another lease expires, and may raise. ``choose`` names a folder for the message.
     """
 
-    def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None):
+    def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):
         me, self._leave, self._closed = this_process(), leave, threading.Event()
         paths = [f if "://" in f else os.path.realpath(os.path.expanduser(f)) for f in folders]
-        self._folders = [Folder(path, me) for path in dict.fromkeys(paths)]
+        self._folders = [Folder(path, me, choose) for path in dict.fromkeys(paths)]
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":

@@ -80,7 +80,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
         raise DataError(f"is {path!r}, a folder without Arrow or Parquet shards; it holds {listed}")
     if glob.has_magic(path):
         fixed = next(p for p in folder.parents if not glob.has_magic(str(p)))
-        if matches := sorted(p for p in map(pathlib.Path, glob.glob(str(folder), recursive=True)) if not p.is_dir()):
+        if matches := [p for p in files.matches(folder) if not p.is_dir()]:
             return _checked(fixed, matches, links)
         reason = f"{fixed} exists" if fixed.is_dir() else f"{fixed} does not exist{nearest(fixed)}"
         raise DataError(f"is {path!r}, which matches no file; {reason}")

@@ -63,7 +63,7 @@ from loaders.audio.shards import (
     splits_of,
 )
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
-from loaders.io import checks, machine
+from loaders.io import checks, files, machine
 
 log = logging.getLogger("jaxtrain")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -502,8 +502,8 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
     for name in names:
         if name.startswith("@"):
             try:
-                lines = pathlib.Path(name[1:]).expanduser().read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
+                lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MOST_JSON))
+            except (OSError, files.FileError) as error:
                 raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
             excluded.update(line.strip() for line in lines if line.strip())
         else:

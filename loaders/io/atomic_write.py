@@ -5,6 +5,7 @@ An error of the disk has the name of the target. NumPy and others raise some wit
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -70,12 +71,17 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder that takes the name ``path``, which is missing or an empty folder, when the block ends well."""
+    """A folder that takes the name ``path``, which is missing or an empty folder, when the block ends well.
+
+    Raises OSError if another process makes it now.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with naming(path):
-        shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
+    with naming(path), contextlib.ExitStack() as closing:
+        partial.mkdir(parents=True, exist_ok=True)
+        _own(partial, path, closing)
         try:
-            partial.mkdir(parents=True)
+            for left in partial.iterdir():  # of a command that was killed
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             yield partial
             if path.exists():
                 path.rmdir()
@@ -83,6 +89,21 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> None:
+    """Lock a folder until ``closing`` ends, or this process does. Raises OSError if another process has it."""
+    opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    closing.callback(os.close, opened)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine = partial.is_dir() and os.path.samestat(os.stat(partial), os.fstat(opened))
+    except BlockingIOError:
+        mine = False
+    except OSError:
+        mine = True  # a file system without locks
+    if not mine:
+        raise OSError(errno.EBUSY, "another process writes it now", str(path))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ In the cache of Hugging Face's Hub, the files of a snapshot are links to ../../b
 
 import contextlib
 import errno
+import glob
 import io
 import json
 import math
@@ -161,11 +162,24 @@ def read(path: os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: os.PathLike[str], *, most: int) -> str:
-    """The text of a regular file of at most ``most`` bytes. Raises FileError."""
+    """The text of a regular file of at most ``most`` bytes, without a byte order mark. Raises FileError."""
     try:
-        return read(path, most=most).decode()
+        return read(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a text without their ends, which are "\\n" or "\\r\\n": a form feed or U+2028 is a character of a line."""
+    found = [line.removesuffix("\r") for line in text.split("\n")]
+    return found if found[-1] else found[:-1]
+
+
+def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
+    """The paths that a pattern matches. The folders that exist are none of its signs, whatever their names."""
+    pattern = pattern.absolute()
+    folder = next(path for path in pattern.parents if path.is_dir())
+    return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
 def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:

@@ -60,7 +60,7 @@ def symbols(path: pathlib.Path) -> str:
 def _decoded(path: pathlib.Path) -> str:
     try:
         with files.regular(path) as file:
-            return file.read().decode()
+            return file.read().decode("utf-8-sig")
     except (files.FileError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read as UTF-8: {error}; a source is a text file or a folder of token files"

@@ -13,7 +13,6 @@ Called again with the same ones, it reports the finished folder.
 """
 
 import functools
-import glob
 import hashlib
 import json
 import multiprocessing
@@ -159,7 +158,7 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
                 remedy = "; name that file itself, or the folder that it lies in"
                 files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
         else:
-            inside = [path] if path.is_file() else sorted(map(pathlib.Path, glob.glob(str(path), recursive=True)))
+            inside = [path] if path.is_file() else files_lib.matches(path)
         if not inside:
             raise TokensError(f"{name} is not a file, nor a folder or glob with files that end in one of: {', '.join(known)}")
         for file in inside:
@@ -203,12 +202,12 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
     path = pathlib.Path(part.path)
     if path.suffix in TEXT:
         try:
-            text = files_lib.read(path, most=machine.most_memory()).decode()
+            text = files_lib.read(path, most=machine.most_memory()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
             return
         split: dict[str, Callable[[str], list[str]]] = {
-            "file": lambda text: [text], "line": str.splitlines, "paragraph": functools.partial(re.split, r"\n\s*\n"),
+            "file": lambda text: [text], "line": files_lib.lines, "paragraph": functools.partial(re.split, r"\n\s*\n"),
         }  # fmt: skip
         for i, piece in enumerate(split[options.documents](text)):
             if piece.strip():

@@ -14,8 +14,8 @@ A row is one sequence of ``context`` positions, made of documents by `loaders.te
 
 Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's number of rows is
 only known when it is packed. So a seek packs the windows before it once, at one or two microseconds a document (us/doc of
-tools/packing_report.py). Nothing is stored. "test" goes once through all sources in order: packed if packing is best_fit, else
-window after window with a padded last one.
+tools/packing_report.py). Nothing is stored. "test" goes once through all sources, each in order, and takes turns by their
+shares: packed if packing is best_fit, else window after window with a padded last one.
 
 The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens
 that a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
@@ -123,8 +123,13 @@ class Tokens(Loader):
             self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
             n = sum(-(-int(documents.length.sum()) // config.context) for documents in self._documents)  # as full rows
         else:
-            self._starts = np.cumsum([0, *(stream.n_rows() for stream in self._streams)])
-            n = int(self._starts[-1])
+            # Rows of all sources in their shares, so that the first batches are of all of them.
+            numbers = [np.arange(stream.n_rows()) for stream in self._streams]
+            due = [(number + 0.5) / source.share for number, source in zip(numbers, config.sources, strict=True)]
+            turn = np.argsort(np.concatenate(due), kind="stable")
+            self._number = np.concatenate(numbers)[turn]
+            self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[turn]
+            n = len(turn)
         self._delivered = np.zeros((len(self._streams), 2), np.int64)  # rows and tokens of each source, by this process
         self._epoch = np.zeros(len(self._streams), np.int64)
         super().__init__(
@@ -181,9 +186,8 @@ class Tokens(Loader):
             source, number = self._mixture(place)
             valid = np.arange(len(place))
         else:
-            valid = np.flatnonzero(place < self._starts[-1])
-            source = np.searchsorted(self._starts, place[valid], side="right") - 1
-            number = place[valid] - self._starts[source]
+            valid = np.flatnonzero(place < len(self._source))
+            source, number = self._source[place[valid]], self._number[place[valid]]
         for k in np.unique(source):
             self._streams[k].fill(batch, valid[source == k], number[source == k])
         if max(batch[name].max(initial=0) for name in ("tokens", "targets")) >= self._documents[0].vocab:

@@ -229,7 +229,7 @@ def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
     logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
     for process in sorted(logs)[:MOST_LOGS]:
         text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MOST_LOGS))
-        for line in text.decode(errors="replace").splitlines():
+        for line in files.lines(text.decode(errors="replace")):
             if warning := WARNING.match(line):
                 alike = re.sub(r"\d+(\.\d+)?", "#", warning[1])
                 newest, count, of = found.get(alike, ("", 0, set()))

@@ -68,7 +68,7 @@ def read_prompts(path: str) -> list[str]:
     """
     place = pathlib.Path(path).expanduser()
     found = []
-    for number, line in enumerate(files.read_text(place, most=MAX_BYTES).splitlines(), 1):
+    for number, line in enumerate(files.lines(files.read_text(place, most=MAX_BYTES)), 1):
         if line.strip() and place.suffix != ".jsonl":
             found.append(line)
         elif line.strip():

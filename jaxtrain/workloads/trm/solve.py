@@ -85,8 +85,7 @@ def read_puzzles(path: str, side: int) -> list[Puzzle]:
     Raises DataError, with the line.
     """
     text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
-    text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8, which the loader's tables may have, too
-    lines = text.splitlines()
+    lines = files.lines(text)
     header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
     question = next((header.index(name) for name in QUESTION if name in header), None)
     answer = next((header.index(name) for name in ANSWER if name in header), None)

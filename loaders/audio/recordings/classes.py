@@ -8,6 +8,7 @@ from typing import NamedTuple
 from loaders.audio.recordings import tables
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
+from loaders.io import files
 
 
 class Classes(NamedTuple):
@@ -29,7 +30,7 @@ def read(path: str) -> Classes:
     file = pathlib.Path(path).expanduser()
     names: list[str] = []
     known: dict[str, str] = {}
-    for number, line in enumerate(unicodedata.normalize("NFC", tables.text_of(file)).splitlines(), 1):
+    for number, line in enumerate(files.lines(unicodedata.normalize("NFC", tables.text_of(file))), 1):
         if not line.strip() or line.startswith("#"):
             continue
         fields = [" ".join(field.split()).strip('"') for field in line.split(tables.separator(line))]

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from loaders import _rust
 from loaders.audio.recordings import recorders
 from loaders.audio.recordings.annotations import Mistakes
-from loaders.io import machine
+from loaders.io import files, machine
 
 SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies are looked for
 LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
@@ -168,7 +168,7 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 def from_guano(text: str) -> dict[str, str]:
     """Date and place of a GUANO chunk (https://guano-md.org): a field a line, "Timestamp: 2023-05-01T05:30:00+02:00"."""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in files.lines(text))}
     about: dict[str, str] = {}
     if stamp := fields.get("Timestamp"):
         about |= recorders.stamp(stamp.replace(" ", "T", 1))

@@ -80,7 +80,7 @@ def _is_table(path: str, first: bytes) -> bool:
     ending = os.path.splitext(path)[1].lower()
     if ending not in TABLES or not first:
         return False
-    line = first.decode("utf-16" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1", errors="replace").splitlines()[0]
+    line = first.decode("utf-16" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1", errors="replace").partition("\n")[0]
     if ending not in TABLES[:3] or AUDACITY.match(line):
         return True
     cells = [cell.strip(' "') for cell in line.split(tables.separator(line))]
@@ -171,7 +171,7 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
     if path.suffix == ".json":
         yield from _xeno_canto(path, text, mistakes, finder)
         return
-    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "").strip()
+    first = next((line for line in files.lines(text) if line.strip() and not line.startswith("#")), "").strip()
     if not text.strip():
         if found := finder.next_to(path, str(path), quiet=True):  # a label track without a label
             yield Annotation(found, where=str(path), nothing=True)
@@ -194,7 +194,7 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
 
 def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
     """A list of recordings, one a line."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
         if line.startswith("#") and not is_audio(line.strip()):
             mistakes.add("comment-line", where)

@@ -165,7 +165,7 @@ def _cross_validated(
     for z in out:
         scale, offset = calibrated(z, y, known, softmax)  # a scale that is not learned must not decide
         losses.append(logistic.loss(scale * z + offset, y, softmax=softmax, known=known))
-    best = int(np.argmin(losses))
+    best = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
     return penalties[best], out[best]
 
 

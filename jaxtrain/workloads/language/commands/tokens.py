@@ -46,15 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="rows without text to skip, at most; default: 0")
     args = parser.parse_args(argv)
 
+    from jaxtrain.parallel import lease
     from loaders.base import DataError
     from loaders.text import tokenise
 
-    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError, DataError))
+    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError, DataError, lease.WorkdirError))
 
 
 def _make(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel.lease import Lease
     from loaders.text import tokenise
 
     options = tokenise.Options(args.tokenizer, args.eos, args.column, args.documents, not args.specials_as_text)
-    tokenise.make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
+    with Lease([str(args.out)], choose="folder"):
+        tokenise.make(args.out, args.inputs, options, workers=args.workers, skip=args.skip)
     return 0

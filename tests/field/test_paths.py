@@ -1,0 +1,91 @@
+"""Workdirs with any legal name: trained, resumed, and read by every command; else refused before the first step."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain.arrays import source as source_lib
+from jaxtrain.checkpoint import Checkpointer, History
+from jaxtrain.commands import checkpoint, export, lora_to_peft, metrics, report
+from jaxtrain.commands import runs as runs_command
+from jaxtrain.workloads.language.commands import generate, tokens
+from tests.field import test_resume as small
+from tests.support import toy_task
+
+HARD = " lr=1e-3,betas=[0.9, 0.95]*? {x}%20#&;'\"$~ é\u2028 "
+NAMES = [HARD, "[ab]", "é" * 100, "日本" * 33, "-dash", "a\nb", "C:x", "#frag?q=1", "12"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_steps_are_saved_found_and_copied(tmp_path, name):
+    planned = toy_task_state()
+    config = config_lib.Config(workdir=str(tmp_path / name))
+    for step in (2, 4):
+        ours = Checkpointer(config, toy_task.TASK)
+        found = ours.restore(planned, {"position": 0})
+        assert (found.step if found else 0) == step - 2
+        ours.save(step, jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), planned.state), {"position": 0}, History())
+        ours.close()
+    source = source_lib.find(str(tmp_path / name))
+    assert source.damage() == [] and source.path.name == "4"
+    assert all(np.isfinite(np.asarray(one.read(()), np.float32)).all() for one in source.arrays().values())
+    assert checkpoint.main(["export", str(tmp_path / name), "--out", str(tmp_path / f"{name} 2")]) == 0
+
+
+def toy_task_state():
+    from jaxtrain.parallel.layout import make_layout, make_mesh
+    from jaxtrain.step import state as state_lib
+
+    layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {"batch": "data"})
+    return state_lib.make_abstract(toy_task.TASK, toy_task.TX, layout, toy_task.FIELDS, batch=16, ema=False)
+
+
+def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = pathlib.Path(HARD)
+    folder.mkdir()
+    (tmp_path / "cfg.py").write_text(small.CONFIG)
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
+    run, adapted = str(folder / "run"), str(folder / f"a{HARD}")
+    small.train(run, train__eval_every="1")
+    small.train(run, train__steps="3")
+    small.train(adapted, lora__rank="2", warm_start__source=run, warm_start__keep="true")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(json.dumps("one ") + "\n")
+    out = {name: str(folder / f"{name}{HARD}") for name in ("x", "peft", "merged", "back", "r.html", "m.csv", "g.jsonl", "t")}
+    commands = [
+        (export, [run, "--out", out["x"]]),
+        (export, [adapted, "--out", out["merged"]]),
+        (lora_to_peft, [adapted, "--out", out["peft"]]),
+        (export, ["--reverse", out["x"], "--out", out["back"]]),
+        *((checkpoint, [action, path]) for action in ("inspect", "verify") for path in (run, out["x"])),
+        (report, [run, "--out", out["r.html"]]),
+        (metrics, [run, "--out", out["m.csv"]]),
+        (runs_command, [str(folder)]),
+        *((generate, [path, "--prompts", str(prompts), "--tokens", "2", "--out", f"{out['g.jsonl']}{i}"])
+          for i, path in enumerate((run, out["x"], out["merged"]))),
+        (tokens, [out["t"], str(folder / "p*.jsonl"), "--tokenizer", "bytes", "--skip", "1"]),
+    ]  # fmt: skip
+    for command, argv in commands:
+        assert command.main(argv) == 0, (command.__name__, capsys.readouterr().err)
+    small.train(str(folder / "warm"), warm_start__source=out["merged"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("a\\b", "backslash"), ("gs:", "address"), ("x\udc80", "no UTF-8"), ("gs://bucket/run", "is an address")],
+    ids=ascii,
+)
+def test_what_orbax_cannot_do_is_refused_before_the_first_step(tmp_path, monkeypatch, name, why):
+    monkeypatch.chdir(tmp_path)
+    tree = {"workload": "jaxtrain.workloads.trm", "loader": "loaders.sudoku.sudoku"}
+    with pytest.raises(config_lib.ConfigError, match=f"(?s)config.workdir is .*{why}.*choose another folder"):
+        config_lib.from_dict(tree | {"workdir": name})
+    assert list(tmp_path.iterdir()) == []
+    if "://" not in name:
+        with pytest.raises(config_lib.ConfigError, match=f"(?s)config.checkpoint.folder is .*{why}"):
+            config_lib.from_dict(tree | {"workdir": "w", "checkpoint": {"folder": name}})
