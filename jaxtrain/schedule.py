@@ -32,5 +32,6 @@ class Schedule:
 
 
 def is_save_due(config: Config, step: int) -> bool:
-    """Whether a regular checkpoint is made after ``step`` batches."""
-    return step % config.checkpoint.every == 0 or step == config.train.steps
+    """Whether a regular checkpoint is made after ``step`` batches: also before each evaluation that may be the best."""
+    every = config.train.eval_every if config.checkpoint.best else 0
+    return step % config.checkpoint.every == 0 or step == config.train.steps or bool(every and step % every == 0)

@@ -194,6 +194,9 @@ def _warm_start(
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}
     source = warm_start.open_source(config)
+    if any(map(lora.is_adapter, source)):
+        text = "it holds adapters without the weights that they change; `jaxtrain export` merges them, to start from the result"
+        raise warm_start.WarmStartError(config.source, [text])
     matches = warm_start.match({path: (x.shape, x.dtype) for path, x in table.items()}, source, config)
     log.info("warm start from %s: %s", config.source, matches.report())
     return functools.partial(warm_start.overlay, matches), warm_start.load(matches, table)

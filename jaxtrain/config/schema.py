@@ -323,7 +323,9 @@ class Checkpoint(Section):
 
     folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
-    every: int = 500  # [steps] between saves, or a share of the run: 0.05. The last step is always saved
+    every: int = (
+        500  # [steps] between saves, or a share of the run: 0.05. Saved, too: the last step, and with best each evaluation's
+    )
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it

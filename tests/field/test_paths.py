@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain import loop
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.checkpoint import Checkpointer, History
 from jaxtrain.commands import checkpoint, export, lora_to_peft, metrics, report
 from jaxtrain.commands import runs as runs_command
 from jaxtrain.workloads.language.commands import generate, tokens
-from tests.field import test_resume as small
-from tests.support import toy_task
+from tests.support import small_runs, toy_task
 
 HARD = " lr=1e-3,betas=[0.9, 0.95]*? {x}%20#&;'\"$~ é\u2028 "
 NAMES = [HARD, "[ab]", "é" * 100, "日本" * 33, "-dash", "a\nb", "C:x", "#frag?q=1", "12"]
@@ -44,16 +44,20 @@ def toy_task_state():
     return state_lib.make_abstract(toy_task.TASK, toy_task.TX, layout, toy_task.FIELDS, batch=16, ema=False)
 
 
+def train(workdir, **fields):
+    overrides = {name.replace("__", "."): value for name, value in fields.items()}
+    loop.run(config_lib.load("cfg.py", [("workdir", str(workdir)), *overrides.items()]))
+
+
 def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = pathlib.Path(HARD)
     folder.mkdir()
-    (tmp_path / "cfg.py").write_text(small.CONFIG)
-    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
+    small_runs.of_bytes(tmp_path)
     run, adapted = str(folder / "run"), str(folder / f"a{HARD}")
-    small.train(run, train__eval_every="1")
-    small.train(run, train__steps="3")
-    small.train(adapted, lora__rank="2", warm_start__source=run, warm_start__keep="true")
+    train(run, train__eval_every="1")
+    train(run, train__steps="3")
+    train(adapted, lora__rank="2", warm_start__source=run, warm_start__keep="true")
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps("one ") + "\n")
     out = {name: str(folder / f"{name}{HARD}") for name in ("x", "peft", "merged", "back", "r.html", "m.csv", "g.jsonl", "t")}
@@ -72,7 +76,7 @@ def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch,
     ]  # fmt: skip
     for command, argv in commands:
         assert command.main(argv) == 0, (command.__name__, capsys.readouterr().err)
-    small.train(str(folder / "warm"), warm_start__source=out["merged"])
+    train(str(folder / "warm"), warm_start__source=out["merged"])
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,8 @@ from jaxtrain import config as config_lib
 from jaxtrain import loop
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands import checkpoint, export, lora_to_peft
+from tests.support import small_runs
 
-CONFIG = """
-def get_config():
-    return dict(
-        workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
-        model=dict(embed=8, depth=1, heads=2, mlp=8, dtype="float32"),
-        data=dict(sources=(dict(path="text.txt"),), context=8, text="bytes", packing="concat"),
-        train=dict(steps=2, batch=8, eval_every=0), optim=dict(lr=0.1, schedule="constant"),
-        checkpoint=dict(every=2, keep=9), metrics=dict(every=1),
-    )
-"""
 LORA = {"lora__rank": "2", "lora__alpha": "8", "warm_start__source": "A", "seed": "1"}
 
 
@@ -39,8 +30,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        (folder / "cfg.py").write_text(CONFIG)
-        (folder / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
+        small_runs.of_bytes(folder)
         train("A")
         adapters("B")
         adapters("K", warm_start__keep="true")

@@ -39,6 +39,16 @@ def get_config():
         lora=dict(rank=2), warm_start=warm_start, checkpoint=dict(every=3), metrics=dict(every=1),
     ))
 """
+BYTES = """
+def get_config():
+    return dict(
+        workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
+        model=dict(embed=8, depth=1, heads=2, mlp=8, dtype="float32"),
+        data=dict(sources=(dict(path="text.txt"),), context=8, text="bytes", packing="concat"),
+        train=dict(steps=2, batch=8, eval_every=0), optim=dict(lr=0.1, schedule="constant"),
+        checkpoint=dict(every=2, keep=9), metrics=dict(every=1),
+    )
+"""
 TRM = """
 import os
 from ml_collections import ConfigDict
@@ -101,6 +111,12 @@ def tiny(folder):
 def lm(folder):
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
     (folder / "lm.py").write_text(LANGUAGE)
+    return folder
+
+
+def of_bytes(folder):
+    (folder / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 40)
+    (folder / "cfg.py").write_text(BYTES)
     return folder
 
 
