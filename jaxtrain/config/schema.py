@@ -323,9 +323,7 @@ class Checkpoint(Section):
 
     folder: str = ""  # [path or URL] of the checkpoints, for example gs://bucket/run/checkpoints; empty = workdir/checkpoints
 
-    every: int = (
-        500  # [steps] between saves, or a share of the run: 0.05. Saved, too: the last step, and with best each evaluation's
-    )
+    every: int = 500  # [steps] between saves, or a share: 0.05. The last step, and with best each evaluation, is saved as well
     keep: int = 3  # [checkpoints] newest ones that stay on disk
     keep_every: int = 0  # [steps] checkpoints at multiples of this stay for good; 0 = none
     verify: bool = True  # [bool] compare every byte of a checkpoint with its checksums before resuming from it
