@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import tempfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,14 @@ def encode(wave: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None =
     file = io.BytesIO()
     soundfile.write(file, wave, rate, format=kind, subtype=subtype)
     return file.getvalue()
+
+
+def decoded(data: bytes, **options) -> tuple[np.ndarray, int]:
+    """What libsndfile reads, from a file: of MP3 in memory libsndfile 1.2.2 sometimes reads nothing."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return soundfile.read(file.name, **options)
 
 
 def wav(seed: int, seconds: float = 1.0, rate: int = 32_000) -> bytes:

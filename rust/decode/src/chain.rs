@@ -35,6 +35,10 @@ pub(super) struct Chain {
 }
 
 impl Chain {
+    pub fn forget(&mut self) {
+        self.key = None;
+    }
+
     /// Finds the links. Whether there are several; then [`Chain::info`] must follow.
     pub fn find(&mut self, bytes: &[u8], serial: u32) -> bool {
         let key = Some(super::mp3::key(bytes));

@@ -175,6 +175,7 @@ impl Decoder {
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let (format, bytes) = format(bytes)?;
         self.is_other = matches!(format, Format::Other);
+        self.chain.forget(); // other bytes may lie at the address of earlier ones
         let (name, info) = match format {
             Format::Pcm(pcm) => (pcm.name, pcm.info()),
             Format::Flac => ("FLAC", self.flac.info(bytes)?),

@@ -1,5 +1,6 @@
 //! One waveform at a time: decoding, resampling, spectrograms.
 
+use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
@@ -88,6 +89,11 @@ pub fn recording_fault(py: Python<'_>, path: PathBuf, start: f64, end: f64) -> P
     })
 }
 
+thread_local! {
+    /// The headers of Vorbis take a millisecond to prepare, and the recordings of a folder share them.
+    static DECODER: RefCell<Decoder> = RefCell::default();
+}
+
 fn with_info<T: Send>(
     py: Python<'_>,
     path: PathBuf,
@@ -95,10 +101,11 @@ fn with_info<T: Send>(
 ) -> PyResult<T> {
     let read = || {
         let map = jaxtrain_loader::source::map_file(&path)?;
-        let mut decoder = Decoder::new();
         let bytes = map.as_deref().unwrap_or(&[]);
-        let info = decoder.info(bytes).and_then(|info| decoder.check(bytes, &info).map(|()| info));
-        std::io::Result::Ok(info.map(|info| of(&mut decoder, bytes, info)).map_err(|e| e.to_string()))
+        DECODER.with_borrow_mut(|decoder| {
+            let info = decoder.info(bytes).and_then(|info| decoder.check(bytes, &info).map(|()| info));
+            std::io::Result::Ok(info.map(|info| of(decoder, bytes, info)).map_err(|e| e.to_string()))
+        })
     };
     py.detach(read)?.map_err(PyValueError::new_err)
 }
