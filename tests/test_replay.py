@@ -102,6 +102,19 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     assert "step 4 differs: digest" in said and "the same digest to step 2" in said
 
 
+def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):
+    shutil.copytree(runs / "run", runs / "foreign")
+    path = runs / "foreign" / "config.json"
+    config = json.loads(path.read_text())
+    for change in (
+        {"loader": "my_loader"},
+        {"loader": "loaders.text.tokens", "optim": {**config["optim"], "name": "evil:run"}},
+    ):
+        path.write_text(json.dumps({**config, "workload": "jaxtrain.workloads.language", **change}))
+        assert cli.main(["replay", "foreign", "--step", "6"]) == 2
+        assert "which is imported only if you trust its code" in capsys.readouterr().err
+
+
 def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     assert cli.main(["diff", "run", "run"]) == 0
     assert "identical to step 12: 6 recorded steps have the same digest" in capsys.readouterr().out

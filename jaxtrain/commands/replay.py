@@ -100,6 +100,10 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def _ships(loader: str) -> bool:
+    return loader.startswith("loaders.")
+
+
 def _config(run: Any, out: pathlib.Path, workload: str) -> Any:
     """The run's config with a workdir of its own, a record of each step, and nothing else that it would write."""
     from jaxtrain import config as config_lib
@@ -108,6 +112,14 @@ def _config(run: Any, out: pathlib.Path, workload: str) -> Any:
 
     if not run_workload.of_run(run.config, workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
+    named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}  # modules that are imported
+    own = [
+        f"config.{name} is {text!r}" for name, text in named.items() if ":" in text or (name == "loader" and not _ships(text))
+    ]
+    if own and not workload:
+        raise RunError(
+            f"{run.path}: {own[0]}, which is imported only if you trust its code: name the run's workload with --workload"
+        )
     found = config_lib.from_dict(run.config)
     steps = found.train.steps
     return dataclasses.replace(

@@ -244,6 +244,7 @@ ATTACKS = (
     ),
     _attack("list runs", "runs {input}", inputs.workdir),
     _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=60),
+    _attack("steps of two runs", "diff {input} {workdir}", inputs.workdir, inputs.workdir, short=2, most=60),
     _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=5),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
     _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),
@@ -281,6 +282,8 @@ PROBES = (
 )
 
 HARMLESS = {
+    "replay": "it reads as `diff` and trains as `train`, which are attacked; tests/test_replay.py gives it foreign modules",
+    "prove": "it reads only the runs that it has made",
     "profile": "it asks a run that lives, and reads what it writes then; traces are attacked by `report`",
     "watch": "it serves the pages of `report`, which is attacked, until Ctrl-C",
     "review": "it serves until it is ended: tests/workloads/bird/test_review.py gives it tables, links and requests that lie",
