@@ -179,10 +179,10 @@ def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus
     )
     config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new")})
     with pytest.raises(warm_start.WarmStartError, match="trained on other spectrograms than this run's: mean -6 and -5; set"):
-        init_or_restore._warm_start(assembly.assemble(config))
+        init_or_restore._warm_start(assembly.assemble(config), config.warm_start)
     for change in ({"data": {**data, "mean": -6.0}}, {"warm_start": {**warm, "other_front_end": True}}):
         config = config_lib.from_dict({**made, "warm_start": warm, "workdir": str(tmp_path / "new"), **change})
-        assert init_or_restore._warm_start(assembly.assemble(config))[1].keys() >= {"encoder/pos"}
+        assert init_or_restore._warm_start(assembly.assemble(config), config.warm_start)[1].keys() >= {"encoder/pos"}
 
 
 BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_collections", "soundfile", "PIL")
