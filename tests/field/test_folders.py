@@ -123,3 +123,16 @@ def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordin
     table.write_text("file,label\na.wav,robin\n")
     assert index(table, "--audio", recordings, "--split", "recording=0.01", "--out", tmp_path / "out") == 0
     assert "--split recording=0.01 put no recording into test; of few" in capsys.readouterr().err
+
+
+def test_a_date_that_contradicts_the_files_name_is_told(tmp_path):
+    """Three of four dates have the day first, and the fourth decides the column."""
+    names = [f"A_2024{month}{day}_053000.wav" for month, day in (("05", "01"), ("05", "12"), ("06", "03"), ("06", "14"))]
+    (tmp_path / "audio").mkdir()
+    for seed, name in enumerate(names):
+        (tmp_path / "audio" / name).write_bytes(encode(noise(seed, 1.0, 8_000), 8_000))
+    dates = ("01/05/2024", "12/05/2024", "06/03/2024", "06/14/2024")
+    lines = [f"{name},wren,{date}" for name, date in zip(names, dates, strict=True)]
+    (tmp_path / "d.csv").write_text("\n".join(["file,label,date", *lines, ""]))
+    assert index(tmp_path / "d.csv", "--audio", tmp_path / "audio", "--out", tmp_path / "out") == 0
+    assert counts(tmp_path / "out") == {"other-time": 3}

@@ -46,7 +46,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "unknown-label": ("a label that is in no line of --classes", REFUSE, False),
     "rare-label": ("a label with fewer events than --min-count", DROP, True),
     "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
-    "other-time": ("a recording whose header has another time than its name; kept: the header's", KEEP, True),
+    "other-time": ("a recording whose header or table has another time than its name; kept: not the name's", KEEP, True),
     "no-label": ("a line without a label; kept: without a class", KEEP, True),
     "joined-labels": ("a label that may be several; kept: as one; --separator splits it", REFUSE, True),
     "similar-labels": ("labels that differ in case alone; --classes makes them one", KEEP, True),

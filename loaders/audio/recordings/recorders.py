@@ -76,6 +76,13 @@ def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
     return min(apart) > timedelta(seconds=5)
 
 
+def other_day(name: str, stated: str) -> str:
+    """The date in a file's name if it is more than a day from the one that is stated elsewhere, or ""."""
+    own, other = _when(from_name(name)), _when({"date": stated})
+    far = own and other and abs(own.date() - other.date()) > timedelta(days=1)
+    return own.date().isoformat() if own and far else ""
+
+
 def _when(about: Mapping[str, str]) -> datetime | None:
     try:
         return datetime.fromisoformat(f"{about['date']}T{about.get('time', '00:00:00')}")

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from loaders.audio.recordings import values
+from loaders.audio.recordings import recorders, values
 from loaders.audio.recordings.annotations import Annotation, Mistakes
 from loaders.audio.recordings.classes import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
@@ -179,6 +179,11 @@ def plan(
     for path, found in events.items():
         inside = os.path.relpath(path, root).replace(os.sep, "/")
         about = {**headers[path].about, **found[0].about} if found else headers[path].about
+        for each in found:
+            stated = each.about.get("date", "")
+            if own := recorders.other_day(os.path.basename(path), stated):
+                mistakes.add("other-time", f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}")
+                break
         decided = {splitter.of(inside, each.split, about) for each in found or filter(None, [nothing.get(path)])}
         if None in decided:
             unknown.append(path)
