@@ -160,7 +160,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
     (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
-    (r"folder(\.py)?:index( |$)", Run(BIRD)),
+    (r"folder(\.py)?:index(-windows)?( |$)", Run(BIRD)),
     (
         r"^jaxtrain sudoku ",
         Run(

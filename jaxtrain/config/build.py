@@ -379,7 +379,9 @@ def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) 
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _build(kind, _literal(value), path, problems)
     if kind is Any:
-        return _literal(value)
+        # An argument of a factory of the user's is as a field is: false is no text.
+        known = {"true": True, "false": False} if path.startswith(("optim.arguments.", "optim.schedule_arguments.")) else {}
+        return known[value.lower()] if isinstance(value, _Text) and value.lower() in known else _literal(value)
     if kind is str:
         if isinstance(value, str):
             return str(value)
@@ -416,7 +418,7 @@ def _literal(value: Any) -> Any:
     if not isinstance(value, _Text):
         return value
     try:
-        return {"true": True, "false": False}[value.lower()] if value.lower() in ("true", "false") else ast.literal_eval(value)
+        return ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return str(value)
 

@@ -336,7 +336,24 @@ REPORTS = (
          "file,start_time,end_time,robin,wren\n/x/a.wav,2.0,3.0,1.0,0.0\n/x/b.wav,4.0,5.0,0.0,1.0\n", TWO),
 )  # fmt: skip
 
-CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED)
+OPPONENTS = (  # found by one who tried to break the rest
+    Case("odd-cell", "file,start,end,robin,wren\na.wav,2,3,1,?\nb.wav,4,5,0,1\n", ("!'wren' holds ?",)),
+    Case(
+        "count-in-a-named-class",
+        "file,start,end,robin,wren,crow\na.wav,2,3,1,0,0\nb.wav,4,5,0,1,0\na.wav,6,7,0,0,3\n",
+        ("!'crow' holds '3'",),
+        ("--label-column=robin,wren,crow",),
+    ),
+    Case(
+        "few-shot",
+        "Audiofilename,Starttime,Endtime,robin,wren\na.wav,2,3,POS,NEG\nb.wav,4,5,NEG,POS\n",
+        TWO,
+    ),
+    Case("trailing-commas", "file,label\na.wav,robin,\nb.wav,wren,\n", ("a.wav 0 30 robin", "b.wav 0 30 wren")),
+    Case("cell-without-a-name.txt", f"{RAVEN}\n1\tS\t1\t2\t3\t4.5\t9\trobin\n2\tS\t1\t4\t5\t7\t9\twren\n", ("!8 cells",)),
+    Case("thousands", 'file,start_ms,end_ms,label\na.wav,"1,500","2,500",robin\n', ("!'1,500'",)),
+)
+CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED, *OPPONENTS)
 
 
 def write_recordings(folder: pathlib.Path) -> None:

@@ -136,3 +136,19 @@ def test_a_date_that_contradicts_the_files_name_is_told(tmp_path):
     (tmp_path / "d.csv").write_text("\n".join(["file,label,date", *lines, ""]))
     assert index(tmp_path / "d.csv", "--audio", tmp_path / "audio", "--out", tmp_path / "out") == 0
     assert counts(tmp_path / "out") == {"other-time": 3}
+
+
+def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path, capsys):
+    """B/ has recordings of its own, and none of this name; a number is a part of a name; YSM1 is not SM1."""
+    (recordings / "A" / "only.wav").write_bytes((recordings / "a.wav").read_bytes()[:-200])
+    line = f"{corpus.RAVEN}\tSpecies\n1\tS\t1\t2\t3\t1\t9\twren\n"
+    for name in ("B/only.Table.1.selections.txt", "a.1.Table.1.selections.txt"):
+        table = recordings / name
+        table.write_text(line)
+        assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
+        assert "missing-file: 1 (refused)" in capsys.readouterr().err
+        table.unlink()
+    (recordings / "YSM1.wav").write_bytes((recordings / "a.wav").read_bytes()[:-400])
+    (tmp_path / "t.csv").write_text("file,start,end,label\nSM1,2,3,robin\n")
+    assert index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "out") == 2
+    assert "missing-file: 1 (refused)" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_every_species_in_both_splits_and_no_recording_in_both(corpus):
         assert len({row["audio"][key] for row in train + test}) == N_TRAIN + N_TEST
 
 
-def test_every_codec_decodes(corpus):
+def test_every_codec_decodes(corpus, tmp_path):
     expected = {
         "ogg": ("OGG", "VORBIS", 32000, 1),
         "mp3": ("MP3", "MPEG_LAYER_III", 44100, 2),
@@ -86,9 +86,10 @@ def test_every_codec_decodes(corpus):
     }
     seen = set()
     for row in rows(corpus, "train") + rows(corpus, "test"):
-        path, file = row["audio"]["path"], io.BytesIO(row["audio"]["bytes"])
+        path = row["audio"]["path"]
         rec = demo_birds.recording(int(path.partition("-")[0]))
-        with soundfile.SoundFile(file) as sound:
+        (tmp_path / path).write_bytes(row["audio"]["bytes"])  # of MP3 in memory libsndfile 1.2.2 sometimes reads nothing
+        with soundfile.SoundFile(tmp_path / path) as sound:
             suffix = path.rpartition(".")[2]
             assert (sound.format, sound.subtype, sound.samplerate, sound.channels) == expected[suffix]
             samples = sound.read(dtype="float32")

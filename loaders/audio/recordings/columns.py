@@ -241,6 +241,8 @@ def find(table: Table, options: Options) -> Layout:
             columns = _named(table, option, flag)
             for each in used.values():
                 each[:] = [name for name in each if name not in columns]
+            if len(columns) > 1:
+                _refuse_no_answers(table, columns)
             used[meaning] = columns if len(columns) < 2 else []
             classes = columns if len(columns) > 1 else classes
             for name in columns:
@@ -335,7 +337,7 @@ def _classes(table: Table, names: Sequence[str]) -> list[str]:
     """
     rows = {name: table.values(name) for name in names}
     classes = [name for name, its in rows.items() if values.are_answers(its)]
-    numbers = [name for name, its in rows.items() if name not in classes and values.are_numbers(its)]
+    numbers = [name for name, its in rows.items() if name not in classes and _is_nearly(its)]
     if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         raise DataError(
@@ -343,6 +345,23 @@ def _classes(table: Table, names: Sequence[str]) -> list[str]:
             f"name the classes: --label-column '{','.join(classes[:3])},…'"
         )
     return classes
+
+
+def _is_nearly(texts: Sequence[str]) -> bool:
+    """Whether a column may be one of yes and no: it holds numbers, or answers in half of its cells or more."""
+    given = list(filter(values.given, texts))
+    return values.are_numbers(texts) or 0 < len(given) <= 2 * sum(values.answer(text) is not None for text in given)
+
+
+def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
+    """Raise DataError for a cell of named columns of 0 and 1 that is no answer."""
+    for name in names:
+        for number, row in table.rows():
+            text = row[name]
+            if values.given(text) and values.answer(text) is None and text.casefold() not in values.OPEN:
+                raise DataError(
+                    f"{table.path}:{number}: {name!r} holds {text!r}; a column of a class holds 0 and 1, or yes and no"
+                )
 
 
 def _looks_like(table: Table, name: str, used: Mapping[str, list[str]]) -> str:

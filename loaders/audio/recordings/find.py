@@ -57,9 +57,11 @@ class Names:
 
     def __init__(self, names: Iterable[str]):
         """names: of recordings, relative to a folder, "/" between."""
+        self.all: list[str] = []
         self._by_last: dict[str, list[str]] = {}
         self._any_case: dict[str, list[str]] = {}
         for name in names:
+            self.all.append(name)
             last = _one_form(name.rpartition("/")[2])
             for key in dict.fromkeys((last, last.rpartition(".")[0])):
                 self._by_last.setdefault(key, []).append(name)
@@ -75,7 +77,8 @@ class Names:
         if not parts:
             return [], []
         last = parts[-1]
-        for key in (last, last.rpartition(".")[0] if is_audio(last) else last, "Y" + last):
+        video = re.fullmatch(r"[\w-]{11}(\.\w+)?", last)  # of YouTube, whose downloads AudioSet's tools name with a Y
+        for key in (last, last.rpartition(".")[0] if is_audio(last) else last, *(["Y" + last] if video else [])):
             if found := self._by_last.get(key) or self._any_case.get(key.casefold()):
                 break
         agreeing: dict[int, list[str]] = {}
@@ -155,6 +158,8 @@ class Finder:
             for folder in (table.parent, *([self.folder] if self.folder else [])):
                 found, others = self._of(folder).match(os.path.join(os.path.abspath(table.parent), stem))
                 near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
+                if not near and self._has_own(folder, table.parent):
+                    continue  # a recording elsewhere is another one
                 near = near or (found if found and "/" in found[0] else [*found, *others])
                 if len(near) == 1:
                     return os.path.join(os.path.abspath(folder), near[0])
@@ -162,11 +167,19 @@ class Finder:
                     self._mistakes.add("ambiguous-name", f"{where} is about {stem!r}, and there are {', '.join(near[:3])}")
                 if near:
                     return None
-            stem = stem.rpartition(".")[0]
+            rest, _, part = stem.rpartition(".")
+            if part.isdecimal() and not rest.endswith("Table"):
+                break  # a number is a part of the recording's name
+            stem = rest
         if not quiet:
             text = f"{where}: no recording has the name that the table begins with; name it in a column"
             self._mistakes.add("missing-file", text)
         return None
+
+    def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
+        """Whether recordings below a folder lie in a place itself."""
+        where = os.path.relpath(os.path.abspath(place), os.path.abspath(folder))
+        return any(os.path.dirname(name) == ("" if where == "." else where) for name in self._of(folder).all)
 
     def _of(self, folder: pathlib.Path) -> Names:
         """The recordings below a folder."""

@@ -120,11 +120,14 @@ class _Times:
         self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
         cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
         self._comma = not any("." in cell for cell in cells)
+        self._thousands = layout.table.separator == ","  # in such a table 1,500 may be either
 
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongTime."""
         found: list[float | None] = []
         for name, scale in zip(self._names, self._scales, strict=True):
+            if name and self._thousands and re.fullmatch(r"\d{1,3}(,\d{3})+", row[name]):
+                raise _WrongTime(f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without ,")
             try:
                 found.append(values.seconds(row[name], scale, self._comma) if name else None)
             except ValueError:

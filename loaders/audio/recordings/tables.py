@@ -101,7 +101,8 @@ class Table:
                 self.comments.append(number)
             elif any(cell.strip() for cell in cells):
                 rows.append((number, [cell.strip() for cell in cells]))
-        if rows and all(len(cells) == len(self.columns) + 1 for _, cells in rows) and len({c[0] for _, c in rows}) == len(rows):
+        longer = rows and all(len(cells) == len(self.columns) + 1 for _, cells in rows) and any(c[-1] for _, c in rows)
+        if longer and len({c[0] for _, c in rows}) == len(rows) and _plain(self.columns[0]) != "selection":
             self.columns = ["", *self.columns]  # R's names of rows, without a name of their own
         n = len(self.columns)
         for number, cells in rows:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from datetime import date, datetime
 
 MISSING = {"", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"}  # of R, pandas and SQL
-YES = {"1", "1.0", "true", "t", "yes", "y", "x", "present", "correct", "positive"}
-NO = {"0", "0.0", "false", "f", "no", "n", "-", "absent", "not present", "incorrect", "negative"}
-OPEN = {"skip", "unknown", "unvalidated", "not validated", "(not validated)", "undefined"}
+YES = {"1", "1.0", "true", "t", "yes", "y", "x", "present", "correct", "positive", "pos"}
+NO = {"0", "0.0", "false", "f", "no", "n", "-", "absent", "not present", "incorrect", "negative", "neg"}
+OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined"}
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 
 
