@@ -351,7 +351,7 @@ OPPONENTS = (  # found by one who tried to break the rest
     ),
     Case("trailing-commas", "file,label\na.wav,robin,\nb.wav,wren,\n", ("a.wav 0 30 robin", "b.wav 0 30 wren")),
     Case("cell-without-a-name.txt", f"{RAVEN}\n1\tS\t1\t2\t3\t4.5\t9\trobin\n2\tS\t1\t4\t5\t7\t9\twren\n", ("!8 cells",)),
-    Case("thousands", 'file,start_ms,end_ms,label\na.wav,"1,500","2,500",robin\n', ("!'1,500'",)),
+    Case("thousands-ms", 'file,start_ms,end_ms,label\na.wav,"1,500","2,500",robin\n', ("!'1,500'",)),
 )
 CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED, *OPPONENTS)
 
