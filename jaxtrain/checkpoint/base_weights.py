@@ -35,6 +35,8 @@ class Base(NamedTuple):
 
     def is_named(self, source: str) -> bool:
         """Whether a config's warm_start.source is that of the record, perhaps by another spelling."""
+        if not (source and self.named):
+            return source == self.named
         return source == self.named or _whole(source) in (_whole(self.named), _whole(self.source))
 
 

@@ -101,15 +101,15 @@ def _sound(path: pathlib.Path) -> np.ndarray:
     """float32 [samples] at `SOUND_RATE` from the clock's zero on, with silence for time that no frame has."""
     av = sources.package("av")
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
-    chunks, n = [np.zeros(0, np.float32)], 0
+    chunks, n = [np.zeros(0, np.float32)], 0.0  # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
     for time, decoded in _decoded(path, "audio"):
-        late = round(time * SOUND_RATE) - n
+        late = round(time * SOUND_RATE - n)
         if late > (MAX_GAP * SOUND_RATE if n else 0):
             chunks.append(np.zeros(late, np.float32))
             n += late
         decoded.pts = None  # the resampler would fill gaps in its own way
         chunks += [frame.to_ndarray()[0] for frame in resampler.resample(decoded)]
-        n += round(decoded.samples * SOUND_RATE / decoded.sample_rate)
+        n += decoded.samples * SOUND_RATE / decoded.sample_rate
     chunks += [frame.to_ndarray()[0] for frame in resampler.resample(None)] if n else []
     return np.concatenate(chunks)
 

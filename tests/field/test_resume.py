@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain import loop
-from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.checkpoint import CheckpointError, base_weights
 from jaxtrain.commands import checkpoint, export, lora_to_peft
 from tests.support import small_runs
 
@@ -115,3 +115,9 @@ def test_a_change_that_is_meant_is_trained_and_then_recorded(folder, caplog):
         adapters("B", train__steps="6", lora__alpha="16", warm_start__source="A/checkpoints/4", resume__allow="warm_start")
     record = json.loads((folder / "B" / "checkpoints" / "6" / "data" / "metadata").read_text())["base"]
     assert record["source"] == str(folder / "A" / "checkpoints" / "4")
+
+
+def test_frozen_weights_that_were_initialised_are_named_by_no_source():
+    """Not even by ".", which is where "" leads to."""
+    base = base_weights.Base("", "", "0123")
+    assert base.is_named("") and not base.is_named(".")
