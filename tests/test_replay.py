@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import cli, specs
+from jaxtrain.commands import prove
 from jaxtrain.parallel.layout import make_mesh
 from jaxtrain.step import digest
 from tests.support.pages import examples
@@ -155,3 +156,8 @@ def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs):
     assert "12 steps and the last checkpoint (" in done.stdout and (runs / "proof" / "killed-1").is_dir()
     again = subprocess.run([*command, "--out=proof"], cwd=runs, env=env, capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "proof/undisturbed exists; choose another --out" in again.stderr
+
+
+def test_a_run_that_ended_before_its_kill_counts_as_none(tmp_path):
+    assert prove._killed([sys.executable, "-c", "pass"], tmp_path, 60) is None
+    assert prove._killed([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 0.5) == 0

@@ -2,7 +2,7 @@
 
 A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest step", and a digest of its
 parameters, which is the same for a step and for an export of it. Everything that needs the weights again calls `find`. With
-config.warm_start.keep, ``workdir/base/<name>`` is a copy of the source, which comes first.
+config.warm_start.keep, ``workdir/base/<digest>-<name>`` is a copy of the source, which comes first.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from jaxtrain.config import WarmStart
 from loaders.io import atomic_write
 
 FOLDER = "base"  # in a workdir
+SHORT = 7  # [characters] of a digest in the name of a copy
 
 
 class Base(NamedTuple):
@@ -74,7 +75,7 @@ def digest(rules: WarmStart) -> str:
 
 def places(base: Base, workdir: epath.PathLike) -> list[str]:
     """The places where a run's base may lie: its copy in the workdir, and where it came from."""
-    kept = epath.Path(workdir) / FOLDER / pathlib.PurePath(base.source).name
+    kept = epath.Path(workdir) / FOLDER / f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
     return [os.fspath(kept), base.source] if kept.exists() else [base.source]
 
 
@@ -96,10 +97,16 @@ def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
     )
 
 
-def keep(rules: WarmStart, workdir: str) -> str:
-    """Copy a source into ``workdir/base``, by hard links if possible, unless it is there. Return its place there."""
+def keep(rules: WarmStart, workdir: str, short: str) -> str:
+    """Copy a source into ``workdir/base``, by hard links if possible, unless it is there. Return its place there.
+
+    ``short``: the first characters of its digest, by which another source of the same name is another copy.
+    """
     source = stored.place_of(rules.source)
-    target = pathlib.Path(workdir).absolute() / FOLDER / source.name
+    folder = pathlib.Path(workdir).absolute() / FOLDER
+    target = folder / f"{short}-{source.name}"
+    if pathlib.Path(os.fspath(source)).parent == folder:
+        return os.fspath(source)
     if target.exists():
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)

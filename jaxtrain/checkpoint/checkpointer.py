@@ -152,7 +152,9 @@ class Checkpointer:
             ``workdir`` has none.
         """
         if not workdir:
-            return self._newest(self._manager, self._path, abstract, data)
+            if not (restored := self._newest(self._manager, self._path, abstract, data)):
+                self._scores.forget("no checkpoint of the run that wrote it is left")
+            return restored
         path = _folder(workdir) / "checkpoints"
         with _manager(path, ocp.CheckpointManagerOptions(read_only=True)) as manager:
             restored = self._newest(manager, path, abstract, data)
@@ -346,6 +348,7 @@ class Checkpointer:
             changed = f"{'; '.join(fields)}; {changed}"
         if self._config.resume.data == "restart":
             log.warning("the data or their order changed (%s): they are read from their beginning", changed)
+            self._scores.forget("it is of other data")
             return step
         raise CheckpointError(
             f"checkpoint {path} was trained on other data or in another order ({changed}), so that resuming would repeat and "

@@ -1,6 +1,6 @@
 """The history of a run, saved with its state: changes of its data, rewinds, and the best step so far.
 
-workdir/best.json    {"step": 40, "value": 1.25, "metric": "loss", "progress": {"step": 30, "value": 1.3}}
+workdir/best.json    {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30, "value": 1.3}}
 
 A value that is not finite is never the best one, and no progress. While there is no other, step and values are null, and
 "progress" has the first evaluation's step, from which config.train.patience counts.
@@ -43,10 +43,16 @@ class Scores:
         """Raise CheckpointError: best.json is damaged."""
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
+        self._metric = config.best
         self._best: dict[str, Any] = _read(path) if config.best and path.exists() else {}
-        if self._best.get("metric", self._name) != self._name:
-            log.warning("%s is of %r; the best step by %r is looked for from now on", path, self._best["metric"], self._name)
-            self._best = {}
+        if (before := self._best.get("metric", config.best)) != config.best:
+            self.forget(f"it is of {before!r}, and config.checkpoint.best is {config.best!r}")
+
+    def forget(self, reason: str) -> None:
+        """Begin again: the scores of before are those of other evaluations."""
+        if self._best:
+            log.warning("%s is not used: %s", self._path, reason)
+        self._best = {}
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Compare the evaluation of ``step`` with the best one so far. Process 0 writes best.json.
@@ -68,7 +74,7 @@ class Scores:
         best = {name: self._best.get(name) for name in new}
         progress = self._best.get("progress", {"step": step, "value": None})
         progress = new if beats(progress, self._min_delta) else progress
-        changed = {**(new if beats(best) else best), "metric": self._name, "progress": progress}
+        changed = {**(new if beats(best) else best), "metric": self._metric, "progress": progress}
         if changed != self._best:
             self._best = changed
             if jax.process_index() == 0:

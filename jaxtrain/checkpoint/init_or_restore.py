@@ -56,9 +56,10 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
     # 3. The initial parameters, and over them those of config.warm_start.source.
     # 4. The initial parameters.
     rules, history = _exact(config.warm_start), History()
-    if abstract.state.variables.frozen:
-        history = history._replace(base=_record(rules, config.warm_start.source))
-    overlay, given = _warm_start(assembly, _kept(config, rules))
+    frozen, keep = abstract.state.variables.frozen, config.warm_start.keep
+    base = _record(rules, config.warm_start.source) if frozen or keep else None
+    history = history._replace(base=base if frozen else None)
+    overlay, given = _warm_start(assembly, _kept(config, rules, base))
     key = jax.random.key(config.seed)
     state = state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given)
     return Start(state, 0, history)
@@ -103,7 +104,7 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
     if not frozen:
         return Start(state, restored.step, history)
     rules, base = _base_of(assembly.config, restored)
-    overlay, given = _warm_start(assembly, _kept(assembly.config, rules), verified=base == history.base)
+    overlay, given = _warm_start(assembly, _kept(assembly.config, rules, base), verified=base == history.base)
     given = {path: x for path, x in given.items() if path in frozen}
     key = jax.random.key(assembly.config.seed)
     made = state_lib.init_frozen(assembly.task, assembly.abstract, key, start=overlay, given=given)
@@ -147,7 +148,7 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
         )
     rules = _exact(rules)
     if not base and rules.source:
-        log.warning("%s does not record which step it froze: it goes on with %s", restored.source, rules.source)
+        log.warning("%s does not record which step it froze: the run continues with %s", restored.source, rules.source)
     return rules, _record(rules, config.warm_start.source)
 
 
@@ -169,14 +170,16 @@ def _record(rules: WarmStart, named: str) -> dict[str, str]:
     return base_weights.Base(source, named, digest)._asdict()
 
 
-def _kept(config: Config, rules: WarmStart) -> WarmStart:
+def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> WarmStart:
     """``rules`` for the copy in the workdir, which is made first, if config.warm_start.keep asks for it."""
-    if not (config.warm_start.keep and rules.source):
+    if not (config.warm_start.keep and rules.source and base):
         return rules
+    digest = base["digest"][: base_weights.SHORT] or "0"  # process 0 alone has one
+    short = f"{cluster.agree(int(digest, 16)):0{base_weights.SHORT}x}"
     if cluster.is_main():
-        base_weights.keep(rules, config.workdir)
+        base_weights.keep(rules, config.workdir, short)
     cluster.agree(0)  # it is there from here on
-    return base_weights.at(rules, base_weights.keep(rules, config.workdir))
+    return base_weights.at(rules, base_weights.keep(rules, config.workdir, short))
 
 
 def _warm_start(

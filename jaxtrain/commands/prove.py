@@ -5,9 +5,10 @@
     jaxtrain prove --minutes 10                     the demo, --config=xcm
     jaxtrain prove --config=folder:index            a run of yours
 
-One run is undisturbed. Then, until the time is over, a run with the same config is ended by SIGKILL at K random instants, and
-each time started again by the same command. The digest of the whole state must be the same after each step that both recorded,
-and in the last checkpoint. On GPUs this needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+One run is undisturbed. Then, until the time is over, a run with the same config gets a SIGKILL at up to K random instants, and
+each time it is started again by the same command. A run that has ended before its SIGKILL is not counted. The digest of the
+whole state must be the same after each step that both recorded, and in the last checkpoint. On GPUs this needs
+XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
 Ends with 0 if every run was the same to the last bit, else with 1.
 """
@@ -73,11 +74,12 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
     while number == 0 or time.monotonic() - began < 60 * args.minutes:
         number += 1
         again = folder / f"killed-{number}"
-        after = [_killed(command, again, rng.uniform(0, seconds)) for _ in range(args.kills)]
+        tried = [_killed(command, again, rng.uniform(0, seconds)) for _ in range(args.kills)]
+        after = [step for step in tried if step is not None]
         _train(command, again)
         same, line = _compared(whole, again)
-        well, kills = well and same, kills + args.kills
-        print(f"{number:>4} {args.kills:>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6}  {line}", flush=True)
+        well, kills = well and same, kills + len(after)
+        print(f"{number:>4} {len(after):>5} {', '.join(map(str, after)):<20} {args.kills + 1:>6}  {line}", flush=True)
     print(f"{kills} kills in {number} runs: {'each ended with the same bits' if well else 'not all ended with the same bits'}")
     return 0 if well else 1
 
@@ -91,8 +93,8 @@ def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
         raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
 
 
-def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int:
-    """Start a run and kill it after some seconds. Return the last step that it recorded."""
+def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int | None:
+    """Start a run and kill it after some seconds. Return the last step that it recorded, or None if it ended before."""
     from jaxtrain.telemetry.report import run as run_lib
 
     process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -103,6 +105,8 @@ def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> in
     finally:
         process.kill()
         process.wait()
+    if process.returncode != -signal.SIGKILL:
+        return None
     return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
 
 

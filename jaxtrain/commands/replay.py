@@ -27,7 +27,7 @@ from jaxtrain.commands import arguments
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run's workdir")
-    parser.add_argument("--step", type=arguments.positive, required=True, metavar="N", help="the first step that is wanted")
+    parser.add_argument("--step", type=arguments.positive, required=True, metavar="N", help="the first step to make again")
     parser.add_argument("--until", type=arguments.positive, metavar="M", help="the last one; default: N")
     parser.add_argument("--out", metavar="DIR", help="the workdir of the replay; default: RUN-replay-N")
     arguments.add_workload(parser)

@@ -166,7 +166,7 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """What its rotary positions have that `layers.Rope` lacks, or that transformers 4 and 5 read differently."""
+    """Name the fields of its rotary positions that `layers.Rope` lacks, or that transformers 4 and 5 read differently."""
     if kind not in ("default", "llama3"):
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):

@@ -176,7 +176,7 @@ def lines(text: str) -> list[str]:
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
-    """The paths that a pattern matches. The folders that exist are none of its signs, whatever their names."""
+    """The paths that a pattern matches. Signs of patterns in the names of existing folders stand for themselves."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))

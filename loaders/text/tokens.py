@@ -41,6 +41,7 @@ from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refus
 from loaders.io import checks
 from loaders.text.packing import Packed, Stream, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
+from loaders.text.tokenizer import open_tokenizer
 
 PACKINGS = ("best_fit", "concat", "random")
 TEXTS = ("characters", "bytes")
@@ -229,6 +230,9 @@ def facts(config: Config) -> Facts:
     vocabs = {s["train"].vocab for s in splits}
     if len(vocabs) > 1:
         raise DataError(f"the sources have different vocabularies: {sorted(vocabs)}; make their tokens with one tokenizer")
+    if len({table for source in config.sources if (table := _table(source, config))}) > 1:
+        paths = " and ".join(source.path for source in config.sources)
+        raise DataError(f"{paths} have other tokens for one id; make their tokens with one tokenizer")
     return {
         "vocab": vocabs.pop(),
         "context": config.context,
@@ -240,6 +244,17 @@ def facts(config: Config) -> Facts:
         "tokenizer": str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else "",
         "symbols": symbols(first) if first.is_file() and config.text == "characters" else "",
     }
+
+
+def _table(source: Source, config: Config) -> str:
+    """A digest of the token of each id of a source, or "" if nothing tells it."""
+    path = pathlib.Path(source.path).expanduser()
+    if path.is_file():
+        return symbols(path) if config.text == "characters" else ""
+    found = [place / "tokenizer.json" for place in (path, path / "train") if (place / "tokenizer.json").is_file()]
+    return (
+        hashlib.sha256(repr(sorted(open_tokenizer(found[0]).inner.get_vocab().items())).encode()).hexdigest() if found else ""
+    )
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:

@@ -57,7 +57,10 @@ def test_another_metric_begins_anew(tmp_path, caplog):
     scores(tmp_path).add(1, {"loss": 0.1})
     ours = scores(tmp_path, best="-perplexity")
     ours.add(2, {"perplexity": 5.0})
-    assert kept(ours, [1, 2]) == [False, True] and "is of 'loss'" in caplog.text
+    assert kept(ours, [1, 2]) == [False, True] and "is of '-loss'" in caplog.text
+    other = scores(tmp_path, best="perplexity")  # the largest from now on
+    other.add(3, {"perplexity": 1.0})
+    assert kept(other, [2, 3]) == [False, True] and other.progress == 3
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1', "[]", '{"step": 1}', '{"step": 1, "value": 2.0, "progress": 5}'])

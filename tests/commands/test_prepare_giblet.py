@@ -520,3 +520,19 @@ def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, ca
     monkeypatch.setitem(sys.modules, "nibabel", None)
     assert call(sources, tmp_path / "out") == 2
     assert "needs the package nibabel; install it with: pip install 'jaxtrain[giblet]'" in capsys.readouterr().err
+
+
+def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
+    """A frame of it has no whole number of samples at the rate of the features: 0.28 too few each are 0.1 s after 200 s."""
+    rate, seconds, begin = 44_100, 215, 210
+    with av.open(str(tmp_path / "a.mka"), "w", format="matroska") as container:
+        audio = container.add_stream("aac", rate=rate)
+        t = np.arange(seconds * rate) / rate
+        wave = np.where(t < begin, 0, 0.5 * np.sin(2 * np.pi * 1000 * t)).astype(np.float32)
+        for start in range(0, len(wave) - 1024, 1024):
+            frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1024], format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = rate, start
+            container.mux(audio.encode(frame))
+        container.mux(audio.encode())
+    heard = np.flatnonzero(np.abs(media._sound(tmp_path / "a.mka")) > 0.1)[0] / media.SOUND_RATE
+    assert abs(heard - begin) < 0.05

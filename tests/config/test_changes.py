@@ -1,4 +1,4 @@
-"""The kinds of all fields, and which changes a resumed run is told of."""
+"""The kinds of all fields, and the changes that a resumed run reports."""
 
 import dataclasses
 import importlib

@@ -1,6 +1,7 @@
 """A resumed run trains the function that its checkpoint holds, on the weights that it froze; else it says why not."""
 
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -121,3 +122,18 @@ def test_frozen_weights_that_were_initialised_are_named_by_no_source():
     """Not even by ".", which is where "" leads to."""
     base = base_weights.Base("", "", "0123")
     assert base.is_named("") and not base.is_named(".")
+
+
+def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
+    places = []
+    for name in ("one", "other"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "model.safetensors").write_text(name)
+        rules = config_lib.WarmStart(source=str(tmp_path / name / "model"))
+        place = base_weights.keep(rules, str(tmp_path / "run"), {"one": "00000aa", "other": "00000bb"}[name])
+        assert base_weights.keep(base_weights.at(rules, place), str(tmp_path / "run"), "00000cc") == place, "a copy of its own"
+        places.append(place)
+        base = base_weights.Base(rules.source, rules.source, f"{pathlib.Path(place).name.partition('-')[0]}123")
+        assert base_weights.places(base, tmp_path / "run") == [place, rules.source]
+        assert (pathlib.Path(place) / "model.safetensors").read_text() == name
+    assert places[0] != places[1]

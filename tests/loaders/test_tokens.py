@@ -225,3 +225,13 @@ def test_the_report_counts_padding_and_cut_documents():
     assert (padding, cut) == (1 - 47 / 48, 0.0) and seen == (6 + 6 + 28 + 1 + 3 * 28 + 10) / 47
     padding, cut, seen = packing_report.concat(lengths, 8)  # 0-5, 5-10 is cut, 10-19 is too long to fit, 19-22, 22-52
     assert (padding, cut) == (0.0, 1 / 5) and seen == (10 + 3 + 1 + 15 + 3 + 3 + 1 + 3 * 28 + 6) / 52
+
+
+def test_sources_whose_ids_mean_other_characters_are_refused(tmp_path):
+    """Both have eight symbols."""
+    for name, text in (("a", "abcdefgh\n"), ("b", "klmnopqr\n"), ("c", "hgfedcba\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 50)
+    both = lambda *names: config_of("", sources=tuple(tokens.Source(str(tmp_path / f"{n}.txt")) for n in names))  # noqa: E731
+    assert tokens.facts(both("a", "c"))["symbols"] == "\nabcdefgh"
+    with pytest.raises(tokens.DataError, match="b.txt have other tokens for one id; make their tokens with one tokenizer"):
+        tokens.facts(both("a", "b"))
