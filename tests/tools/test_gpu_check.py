@@ -143,10 +143,21 @@ def test_of_a_cpus_operations_the_products_are_products():
 
 
 def test_what_ynnpack_computes_is_in_its_scope(tmp_path):
-    """Its fusions have one name, whether of a product or a sum."""
+    """Its fusions have one name, whether of a product or a sum.
+
+    The programs have names of their own: of two with one name, the trace of a program that came from the compilation cache has
+    the number it was compiled under, and may be taken for the other.
+    """
+
+    def product(x):
+        return x @ x
+
+    def total(x):
+        return (x * x).sum()
+
     x = jnp.ones((256, 256))
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT"}
-    for name, program, kind in (("product", lambda x: x @ x, "product"), ("sum", lambda x: (x * x).sum(), "other")):
+    for name, program, kind in (("product", product, "product"), ("sum", total, "other")):
         compiled = jax.jit(program).lower(x).compile(compiler_options=options)
         with jax.profiler.trace(tmp_path / name):
             jax.block_until_ready([compiled(x) for _ in range(5)])
