@@ -32,12 +32,12 @@ def load_environment() -> Environment:
 
 
 def right(completion: str, answer: str) -> bool:
-    """The whole first line is the sum."""
+    """Check that the whole first line is the sum."""
     return completion.partition("\n")[0] == answer
 
 
 def digits(completion: str) -> bool:
-    """It is a number, if not the right one: counted, not rewarded."""
+    """Check for a number, even a wrong one: counted, not rewarded."""
     return completion.partition("\n")[0].isdigit()
 
 

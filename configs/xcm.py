@@ -42,7 +42,7 @@ def get_config(argument: str = "") -> ConfigDict:
 
 
 def recipe(path: str) -> ConfigDict:
-    """The recipe on the recordings at ``path``."""
+    """Return the recipe on the recordings at ``path``."""
     return ConfigDict(
         dict(
             workload="jaxtrain.workloads.bird",

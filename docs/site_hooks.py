@@ -17,14 +17,14 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
-    """Adds the pages that lie at the repository's root."""
+    """Add the pages that lie at the repository's root."""
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Fills in the commands, and makes plain text of links to code, which the site does not have."""
+    """Fill in the commands, and make plain text of links to code, which the site does not have."""
     site = (ROOT / "docs" / page.file.src_uri).parent
     here = ROOT if page.file.src_uri in OUTSIDE.values() else site
 
@@ -40,7 +40,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def command_list() -> str:
-    """A section for each group of commands, with the help of each."""
+    """Return a section for each group of commands, with the help of each."""
     parts, group = [], ""
     for name, command in commands.table().items():
         if command.group != group:

@@ -128,7 +128,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
-    """The entries of a table of Spec whose paths match: the model state that belongs to the model."""
+    """Return the entries of a table of Spec whose paths match: the model state that belongs to the model."""
     found: dict[str, Any] = {}
     for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
         if re.search(pattern, path):

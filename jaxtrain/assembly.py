@@ -64,13 +64,13 @@ class Assembly:
         return self._traces[stage]
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
-        """The same run for a batch of another bucket."""
+        """Return the same run for a batch of another bucket."""
         if batch == self.abstract.batch:
             return self
         return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})
 
     def compiler_options(self) -> dict[str, Any]:
-        """The options that its programs are compiled with, on a mesh of real devices.
+        """Return the options that its programs are compiled with, on a mesh of real devices.
 
         Raises ConfigError for each option of config.compiler that the compiler refuses.
         """

@@ -27,7 +27,7 @@ OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
 def start() -> int:
-    """The installed command. Like `python -m`, it finds modules in the current folder, but after all installed ones.
+    """Run the installed command. Like `python -m`, it finds modules in the current folder, but after all installed ones.
 
     Only commands that import modules by the user's words do so. The others may run in a stranger's folder.
     """
@@ -122,7 +122,7 @@ def _own_workload(argv: list[str]) -> list[str]:
 
 
 def _commit() -> str:
-    """The commit of a checkout, as " (commit 1a2b3c4)", or nothing for an installed package."""
+    """Return the commit of a checkout, as " (commit 1a2b3c4)", or nothing for an installed package."""
     root = pathlib.Path(jaxtrain.__file__).parents[1]
     if not (root / ".git").exists():
         return ""
@@ -183,14 +183,14 @@ def _plain_output() -> Iterator[None]:
 
 
 def _unfit(command: Command, argv: Sequence[str]) -> str:
-    """The reason why this installation cannot run a command, or "" if it can."""
+    """Return the reason why this installation cannot run a command, or "" if it can."""
     from jaxtrain.commands import installation
 
     return installation.problem(argv, caches=command.caches)
 
 
 def listing(table: Mapping[str, Command]) -> str:
-    """The commands by their groups, with a line each, and the exit codes."""
+    """Return the commands by their groups, with a line each, and the exit codes."""
     lines = ["usage: jaxtrain [--workload MODULE] COMMAND [ARGUMENT …]        jaxtrain COMMAND --help"]
     width = max(map(len, table))
     for group in dict.fromkeys(command.group for command in table.values()):

@@ -134,7 +134,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which process 0 writes into the workdir. If the workdir is gone, the run ends (`lose`)."""
+        """Yield a context in which process 0 writes into the workdir. If the workdir is gone, the run ends (`lose`)."""
         try:
             yield
         except WorkdirError as error:

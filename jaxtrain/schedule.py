@@ -17,12 +17,12 @@ class Schedule:
     """The steps of a run, and the work that is due after each."""
 
     def __init__(self, config: Config, *, tests: bool):
-        """``tests``: whether there is a test split to evaluate on."""
+        """Note in ``tests`` whether there is a test split to evaluate on."""
         self._config, self._tests = config, tests
         self.steps = config.train.steps
 
     def at(self, step: int) -> Due:
-        """The work that is due after ``step`` batches."""
+        """Return the work that is due after ``step`` batches."""
         last, every = step == self.steps, self._config.train.eval_every
         return Due(
             save=is_save_due(self._config, step),

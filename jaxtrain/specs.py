@@ -28,12 +28,12 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def paths(tree: PyTree) -> list[str]:
-    """The path of every leaf (spec or array), in tree order."""
+    """Return the path of every leaf (spec or array), in tree order."""
     return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_spec)]
 
 
 def count(specs: PyTree) -> int:
-    """Number of parameters."""
+    """Return number of parameters."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
@@ -55,7 +55,7 @@ def abstract(specs: PyTree, layout: Layout) -> PyTree:
 
 
 def materialise(specs: PyTree, key: Key) -> PyTree:
-    """The initial arrays. Jitted with the abstract arrays' shardings, every device makes only its part.
+    """Return the initial arrays. Jitted with the abstract arrays' shardings, every device makes only its part.
 
     Each key folds in its parameter's path: neither the order of the table nor the mesh changes a number.
     """
@@ -70,7 +70,7 @@ zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 def truncated_normal(stddev: float) -> Initializer:
-    """Normal, cut at two of its standard deviations, then scaled to ``stddev``."""
+    """Draw from a normal distribution that is cut at two standard deviations, scaled to ``stddev``."""
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         # 0.87962566 is the standard deviation of a unit normal cut at ±2.

@@ -44,11 +44,11 @@ class Shard(Protocol):
         ...
 
     def spec(self, shape: tuple[int, ...], axes: Axes) -> jax.sharding.PartitionSpec:
-        """The partition of an array."""
+        """Return the partition of an array."""
         ...
 
     def names(self, axis: str | None, size: int) -> tuple[str, ...]:
-        """The mesh axes that a dimension is split over."""
+        """Return the mesh axes that a dimension is split over."""
         ...
 
     def size(self, axis: str | None, size: int) -> int:

@@ -80,7 +80,7 @@ def shipped() -> list[str]:
 
 
 def foreign_to(arrays: Iterable[str]) -> Any:
-    """The `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths, or None."""
+    """Return the `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths, or None."""
     paths = list(arrays)
     for name in shipped():
         for pattern, reference in of(name).foreign.items():

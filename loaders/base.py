@@ -103,14 +103,14 @@ class Loader(abc.ABC):
         return self.buckets[-1]
 
     def bucket_at(self, position: int) -> int:
-        """The bucket of global batch number ``position``, by its position alone."""
+        """Return the bucket of global batch number ``position``, by its position alone."""
         return 0
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> tuple[int, HostBatch]:
-        """The position *after* this batch, and this process's rows of it."""
+        """Return the position *after* this batch, and this process's rows of it."""
         if self._closed or (not self._train and self._position >= self.n_batches):
             raise StopIteration
         if self._ahead and self._reading is None:
@@ -132,7 +132,7 @@ class Loader(abc.ABC):
             self._reading.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON: position, seed, fingerprints of the data and its order."""
+        """Return the state for a checkpoint, as JSON: position, seed, fingerprints of the data and its order."""
         return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
 
     @property
@@ -160,7 +160,10 @@ class Loader(abc.ABC):
             self._reading = None
 
     def _batch(self, position: int) -> HostBatch:
-        """This process's rows of global batch number ``position``, range by range. Called by several threads if ``threads``."""
+        """Return this process's rows of global batch number ``position``, range by range.
+
+        Called by several threads if ``threads``.
+        """
         parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
         fields = self.buckets[self.bucket_at(position)]
         if missing := sorted(name for name in fields if any(name not in part for part in parts)):
@@ -176,7 +179,7 @@ class Loader(abc.ABC):
         return {name: [part[name] for part in parts] for name in fields}
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows ``row``, int64 [r], of global batch number ``position``."""
+        """Return the rows ``row``, int64 [r], of global batch number ``position``."""
         raise NotImplementedError
 
     def _empty(self, n: int, bucket: int = -1) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ class Bucket(NamedTuple):
     members: np.ndarray  # int64 [n]: which samples
 
     def fill(self, sizes: np.ndarray) -> float:
-        """The share of places that are not padding. ``sizes`` int64 [samples, 4]: `Shape` of every sample."""
+        """Return the share of places that are not padding. ``sizes`` int64 [samples, 4]: `Shape` of every sample."""
         return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
 
 
@@ -39,7 +39,7 @@ def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """The next multiple of `ROUND`, at least one."""
+    """Return the next multiple of `ROUND`, at least one."""
     return -(-np.maximum(x, 1) // ROUND) * ROUND
 
 

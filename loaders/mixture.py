@@ -60,7 +60,7 @@ class Mixture:
             self._end_phase()
 
     def __call__(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples int64 [k] -> their sources int64 [k], and their numbers within the source int64 [k].
+        """Return samples int64 [k] -> their sources int64 [k], and their numbers within the source int64 [k].
 
         Raises DataError past the end of a source with "error", and past the end of all with "stop".
         """
@@ -85,7 +85,7 @@ class Mixture:
         return source, number
 
     def _deal(self, p: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources and numbers of places counted from the start of phase ``p``."""
+        """Return the sources and numbers of places counted from the start of phase ``p``."""
         phase = self._phases[p]
         if np.count_nonzero(phase.quota) == 1:
             only = int(np.argmax(phase.quota))
@@ -137,12 +137,15 @@ class Mixture:
 
 
 def phase_key(p: int, b: int) -> int:
-    """The number of block ``b`` of phase ``p`` that its permutation is drawn by."""
+    """Return the number of block ``b`` of phase ``p`` that its permutation is drawn by."""
     return (p << 48) + b
 
 
 def quotas(shares: np.ndarray) -> np.ndarray:
-    """The samples of each source in a block, int64 of sum BLOCK, by largest remainders. At least one if the share is not 0."""
+    """Return the samples of each source in a block, int64 of sum BLOCK, by largest remainders.
+
+    At least one if the share is not 0.
+    """
     exact = shares / shares.sum() * BLOCK
     quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:

@@ -35,7 +35,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
-    """The uint64 hash of a tuple of integers below 2^64. The parts broadcast against each other."""
+    """Return the uint64 hash of a tuple of integers below 2^64. The parts broadcast against each other."""
     h = np.zeros(1, np.uint64)
     for part in parts:
         h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
@@ -89,7 +89,7 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
 
 
 def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarray:
-    """The ends of the blocks, int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` within one shard.
+    """Return the ends of blocks, int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` within one shard.
 
     ``rows`` must increase; ``first_rows`` are the first rows of the shards.
     """
@@ -120,12 +120,12 @@ def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.nda
 
 
 def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
-    """A number in [0, m) from a hash of x, for m < 2^32."""
+    """Return a number in [0, m) from a hash of x, for m < 2^32."""
     return ((mix(x) >> np.uint64(32)) * m) >> np.uint64(32)
 
 
 def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int = 0) -> int:
-    """The first sample, at the recording's own rate, of a training crop, among ``n_starts`` possible ones."""
+    """Return the first sample, at the recording's own rate, of a training crop, among ``n_starts`` possible ones."""
     return int(hash_of(CROP, seed, epoch, recording, view)[0]) % n_starts
 
 

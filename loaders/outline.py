@@ -19,7 +19,7 @@ def birds() -> Path:
 
 
 def film() -> Path:
-    """A folder with the shapes of `loaders.film.demo_film`, all zeros."""
+    """Return a folder with the shapes of `loaders.film.demo_film`, all zeros."""
     return Path(_film().name)
 
 

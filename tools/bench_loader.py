@@ -96,7 +96,7 @@ class Sample(NamedTuple):
 
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """The shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
+    """Return the shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
     recipe = zlib.crc32(pathlib.Path(demo_birds.__file__).read_bytes() + repr(CODECS[codec]).encode())
     shard = (folder or machine.cache_folder()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
     if shard.is_file():
@@ -127,13 +127,13 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
 
 
 def recordings(shard: pathlib.Path) -> list[memoryview]:
-    """The encoded recordings, as views of the mapped file."""
+    """Return the encoded recordings, as views of the mapped file."""
     batches = pa.ipc.open_stream(pa.memory_map(str(shard)))
     return [memoryview(data.as_buffer()) for batch in batches for data in batch.column("audio").field("bytes")]
 
 
 def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
-    """The crops of an epoch, in the order of `loaders.audio.spectrogram` with seed SEED."""
+    """Return the crops of an epoch, in the order of `loaders.audio.spectrogram` with seed SEED."""
     data = recordings(shard)
     drawn = []
     for row in order.permutation(SEED, epoch, len(data), np.arange(len(data))):
@@ -362,7 +362,7 @@ class Ours:
         self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
 
     def run(self, epoch: int, n: int) -> tuple[list[np.ndarray], float]:
-        """The first ``n`` samples of an epoch. Seeking throws away batches made ahead: the clock sees all work."""
+        """Return the first ``n`` samples of an epoch. Seeking throws away batches made ahead: the clock sees all work."""
         begin = time.perf_counter()
         self.loader.seek(epoch * self.n_batches)
         out = [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]
@@ -391,7 +391,7 @@ def missing(name: str) -> list[str]:
 
 
 def child(name: str, shard: str, pinned: str) -> None:
-    """A process that is one peer. Reads requests from stdin, one in each line, and answers on stdout.
+    """Be one peer, in a process of its own. Reads requests from stdin, one in each line, and answers on stdout.
 
     {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every second crop, from 0 on
     {"epoch": 0, "part": [0, 1], "n": 8, "to": F}   -> the same; F holds the first 8 samples
@@ -475,7 +475,10 @@ def difference(name: str, shard: pathlib.Path, n: int) -> float:
 def measure(
     peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Number of threads -> peer -> samples/s of each round. All wait at the same time: who works has the machine alone."""
+    """Return number of threads -> peer -> samples/s of each round.
+
+    All wait at the same time: who works has the machine alone.
+    """
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(contextlib.closing(Running(name, shard, threads))) for name in peers]
         turns = [(each, n) for n in threads for each in running]

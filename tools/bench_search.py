@@ -24,7 +24,7 @@ WIDTH, QUERIES = 384, 10
 
 
 def write(folder: pathlib.Path, rows: int) -> embeddings.Embeddings:
-    """A folder as `jaxtrain embed` makes it, without places."""
+    """Return a folder as `jaxtrain embed` makes it, without places."""
     rng = np.random.default_rng(0)
     calls = rng.standard_normal((max(1, rows // 100), WIDTH), np.float32)
     x = np.lib.format.open_memmap(folder / "mean.npy", mode="w+", dtype=np.float32, shape=(rows, WIDTH))

@@ -69,7 +69,7 @@ class Times(NamedTuple):
 
 
 def measure(sides: Mapping[str, Callable[[], float]], rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
-    """Steps in turn: times and last losses, by name."""
+    """Return steps in turn: times and last losses, by name."""
     times = {name: Times([], []) for name in sides}
     losses = {name: step() for name, step in sides.items()}  # the first step of each warms up
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def ratios(ours: Times, theirs: Times) -> tuple[float, float, tuple[float, float
 
 
 def row(label: str, times: Mapping[str, Times], flops: float, product: float, load: float) -> str:
-    """A row of the table: ours, eager and, if it could be compiled, torch.compile."""
+    """Return a row of the table: ours, eager and, if it could be compiled, torch.compile."""
     ours, eager, *compiled = times.values()
     median, shortest, (least, most), cpu = ratios(ours, eager)
     more = ratios(ours, compiled[0])[:2] if compiled else None
@@ -129,7 +129,7 @@ def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float,
 
 
 def compiled_or_why(make: Callable[[], Callable[[], float]]) -> Callable[[], float] | None:
-    """The compiled step, or None and a line with the reason."""
+    """Return the compiled step, or None and a line with the reason."""
     try:
         step = make()
         step()

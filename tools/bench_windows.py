@@ -59,7 +59,7 @@ def write(folder: pathlib.Path, name: str, hours: float) -> pathlib.Path:
 
 
 def cpu(action: Callable[[], object]) -> float:
-    """The CPU time of a call in milliseconds."""
+    """Return the CPU time of a call in milliseconds."""
     begin = time.process_time()
     action()
     return 1e3 * (time.process_time() - begin)

@@ -132,7 +132,7 @@ def data_flags(out: pathlib.Path, kind: str) -> dict[str, str | float]:
 
 
 def held_out(out: pathlib.Path, weights: str) -> Mapping[str, float]:
-    """An evaluation of exported weights on the held-out recordings of the new classes."""
+    """Return an evaluation of exported weights on the held-out recordings of the new classes."""
     speaker = generate_audio.load(str(out / weights))
     data = config_lib.section(chat_audio.Config, data_flags(out, "adapters"))
     layout = layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds: dict[str, list[float]] = {}
 
     def run(objective: str, fold: int) -> int:
-        """The fold that the encoder of this one has not heard."""
+        """Return the fold that the encoder of this one has not heard."""
         return 0 if args.together and not objective.startswith("supervised") else fold
 
     for fold in folds:  # fold by fold, so that an early look compares all objectives

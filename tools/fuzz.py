@@ -182,12 +182,12 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
 
 
 def _written(folder: pathlib.Path) -> set[tuple[pathlib.Path, int]]:
-    """The files of a folder, and when each was written: a crash that comes again is written again, under the same name."""
+    """Return the files of a folder, and when each was written: a crash that recurs is written again, by the same name."""
     return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
 def _children() -> float:
-    """The CPU time [s] of the processes that this one started and waited for."""
+    """Return the CPU time [s] of the processes that this one started and waited for."""
     return sum(os.times()[2:4])
 
 

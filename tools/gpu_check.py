@@ -170,7 +170,7 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
 
 
 def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float) -> tuple[Any, str]:
-    """(the process's result, "") or (None, the reason)."""
+    """Return (the process's result, "") or (None, the reason)."""
     out, log = folder / "result.json", folder / "log"
     out.unlink(missing_ok=True)
     command = [
@@ -221,7 +221,7 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
 
 
 def platforms() -> str:
-    """The value for JAX_PLATFORMS, or "" to leave the choice to JAX.
+    """Return the value for JAX_PLATFORMS, or "" to leave the choice to JAX.
 
     The CPU is always needed. And libtpu must not be loaded without a TPU: its profiler can bring down the process
     that takes a trace (libtpu 0.0.51 with jaxlib 0.10.2).
@@ -238,7 +238,7 @@ def platforms() -> str:
 
 
 def child(args: argparse.Namespace) -> int:
-    """A process of `run`: one unit, whose result goes to --out."""
+    """Return a process of `run`: one unit, whose result goes to --out."""
     kind, _, case = args.child.partition(" ")
     import jax
 

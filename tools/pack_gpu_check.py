@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(wheels: pathlib.Path) -> str:
-    """This project's wheel, without the lines of its sources, which are seven eighths of it."""
+    """Build this project's wheel, without the lines of its sources, which are seven eighths of it."""
     pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT), env={"CARGO_PROFILE_RELEASE_STRIP": "debuginfo"})
     return str(next(wheels.glob("*.whl")))
 

@@ -139,7 +139,7 @@ def result_of(text: str, minutes: float) -> Result:
 
 
 def commit() -> str:
-    """The commit of the checkout; with "-dirty" after it if files other than the results differ from it, or are new."""
+    """Return the commit of the checkout; with "-dirty" after it if files other than the results differ from it, or are new."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]
@@ -148,20 +148,20 @@ def commit() -> str:
 
 
 def table(rows: dict[str, str]) -> str:
-    """The table of the page, of a row for each part, or a place for it."""
+    """Return the table of the page, of a row for each part, or a place for it."""
     lines = [rows.get(name, f"| {name} | {part.what} | | | | | not run yet | |") for name, part in PARTS.items()]
     return HEAD + "".join(f"{line}\n" for line in lines)
 
 
 def rows_of(page: str) -> dict[str, str]:
-    """The rows that a page has of parts that were run."""
+    """Return the rows that a page has of parts that were run."""
     kept = page[page.index(BEGIN) : page.index(END)]
     found = {line.split("|")[1].strip(): line for line in kept.splitlines() if line.startswith("| ")}
     return {name: line for name, line in found.items() if name in PARTS and "not run yet" not in line}
 
 
 def keep(page: str, name: str, result: Result, where: str, day: str) -> str:
-    """The page with a part's newest row."""
+    """Return the page with a part's newest row."""
     numbers = f"{result.passed} | {result.failed} | {result.skipped} | {result.minutes:.0f}"
     rows = rows_of(page) | {name: f"| {name} | {PARTS[name].what} | {numbers} | {where} | {day} |"}
     return page[: page.index(BEGIN)] + BEGIN + table(rows) + page[page.index(END) :]

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def crates(wheel: pathlib.Path) -> dict[str, Any]:
-    """The list of crates in a wheel. Raises ValueError without one."""
+    """Return the list of crates in a wheel. Raises ValueError without one."""
     with zipfile.ZipFile(wheel) as archive:
         found = [name for name in archive.namelist() if "/sboms/" in name]
         if len(found) != 1:
@@ -54,7 +54,7 @@ def processor(wheel: pathlib.Path) -> str:
 
 
 def component(package: dict[str, Any]) -> dict[str, Any]:
-    """A package of pip's report, as a component of CycloneDX."""
+    """Return a package of pip's report, as a component of CycloneDX."""
     about = package["metadata"]
     name, version = about["name"].lower().replace("_", "-"), about["version"]
     purl = f"pkg:pypi/{name}@{version}"
@@ -70,7 +70,7 @@ def component(package: dict[str, Any]) -> dict[str, Any]:
 
 
 def licence(about: dict[str, Any]) -> str:
-    """The licence in a package's metadata (of `importlib.metadata`): an SPDX expression, or a name."""
+    """Return the licence in a package's metadata (of `importlib.metadata`): an SPDX expression, or a name."""
     classifiers = [each for each in about.get("classifier", []) if each.startswith("License :: OSI Approved :: ")]
     names = " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     return about.get("license_expression") or names or about.get("license", "").strip().partition("\n")[0]

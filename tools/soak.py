@@ -199,7 +199,7 @@ class Job:
             log.close()
 
     def steps(self) -> int:
-        """The newest step in the metrics."""
+        """Return the newest step in the metrics."""
         with contextlib.suppress(OSError):
             lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
             for line in reversed(lines):
@@ -233,7 +233,7 @@ class Soak:
         self.seconds: collections.Counter[str] = collections.Counter()  # of all laps, by what they went into
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
-        """A run to its end, with faults while it is before ``until``. Returns whether a host was gone meanwhile."""
+        """Return a run to its end, with faults while it is before ``until``. Returns whether a host was gone meanwhile."""
         alone, was_alone, pending, late = False, False, None, 0
         while True:
             job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
@@ -365,7 +365,7 @@ class Soak:
         return set(job.codes()) == {0}
 
     def _log(self, job: Job) -> str:
-        """The output of process 0 in this lap."""
+        """Return the output of process 0 in this lap."""
         return self._text(int(job.workdir.name.removeprefix("lap")))
 
     def _text(self, number: int) -> str:
@@ -417,17 +417,17 @@ class Soak:
 
 
 def _checkpoints(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of a run's checkpoints, the newest last."""
+    """Return the folders of a run's checkpoints, the newest last."""
     return sorted((p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name))
 
 
 def pages() -> str:
-    """The text of docs/."""
+    """Return the text of docs/."""
     return "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 
 
 def table(faults: Sequence[Fault]) -> Iterator[str]:
-    """A row for each kind of fault."""
+    """Yield a row for each kind of fault."""
     by_kind = collections.defaultdict(list)
     for fault in faults:
         by_kind[fault.kind].append(fault)
@@ -442,7 +442,7 @@ def table(faults: Sequence[Fault]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def place() -> Iterator[tuple[pathlib.Path, bool]]:
-    """A folder, and whether its `DISK` is a file system of its own, which may be filled."""
+    """Yield a folder, and whether its `DISK` is a file system of its own, which may be filled."""
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         disk = pathlib.Path(name, DISK)
         disk.mkdir()

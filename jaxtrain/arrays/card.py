@@ -54,7 +54,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
-    """The card. ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no section."""
+    """Return the card. ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no section."""
     step, config = model.step, model.config
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)
@@ -115,14 +115,14 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a record that the card shows: the loss and the workload's choice, or the first few."""
+    """Return the metrics of a record that the card shows: the loss and the workload's choice, or the first few."""
     values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
     names = [name for name in hub.metrics if name in values] or sorted(values)[:MOST_ROWS]
     return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}
 
 
 def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
-    """The YAML between two lines of ---, whose strings are JSON's, which YAML reads, too."""
+    """Return the YAML between two lines of ---, whose strings are JSON's, which YAML reads, too."""
     quoted, card = json.dumps, run_workload.section_of(model.config, "card", config_lib.Card)
     lines = [f"library_name: {model.hub.library}"]
     if card.license:

@@ -90,7 +90,7 @@ def _module(name: str) -> str:
 
 
 def _names(workload: Workload, config: Mapping[str, Any], names: Any) -> set[str]:
-    """The names of all arrays of the base model."""
+    """Return the names of all arrays of the base model."""
     table = workload.get("make_specs")(run_workload.section_of(config, "model", workload.get("config")))
     model, found = run_workload.model_of(config), set()
     for path in spec_lib.paths(table):
@@ -130,7 +130,7 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
 
 
 def _endings(chosen: Iterable[str], modules: Collection[str]) -> list[str]:
-    """The shortest endings of module names that match the chosen ones and no other."""
+    """Return the shortest endings of module names that match the chosen ones and no other."""
     found: set[str] = set()
     chosen = set(chosen)
     for module in chosen:

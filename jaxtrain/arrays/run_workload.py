@@ -39,7 +39,7 @@ def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
 
 
 def unknown(config: Mapping[str, Any]) -> str:
-    """A sentence for a run whose workload is not imported."""
+    """Return a sentence for a run whose workload is not imported."""
     name = config.get("workload")
     return f"the run's workload is {name!r}, which is imported only if you trust its code and name it with --workload"
 
@@ -51,7 +51,7 @@ def export_of(config: Mapping[str, Any], named: str = "") -> Export:
 
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
-    """The section ``name`` of a run's config as ``cls``. Raises StoredError if it is none."""
+    """Return the section ``name`` of a run's config as ``cls``. Raises StoredError if it is none."""
     tree = config.get(name) or {}
     try:
         section = config_lib.section(cls, tree)
@@ -64,7 +64,7 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
 
 
 def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dict[str, Any]:
-    """The config of a run with frozen weights, whose warm_start.source is the exact place where they lie, verified.
+    """Return the config of a run with frozen weights, whose warm_start.source is the exact place where they lie, verified.
 
     Args:
       named: a place that the user names, which comes in place of the recorded ones.
@@ -90,18 +90,18 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
 
 
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:
-    """The section ``model`` as ``cls``, with some of its fields replaced. Raises StoredError."""
+    """Return the section ``model`` as ``cls``, with some of its fields replaced. Raises StoredError."""
     return section_of({"model": {**model_of(config), **changes}}, "model", cls)
 
 
 def exported_file(source: Source, name: str) -> str:
-    """The path of a file that an export holds, or "". It comes before a path that the run knew, perhaps elsewhere."""
+    """Return the path of a file that an export holds, or "". It comes before a path that the run knew, perhaps elsewhere."""
     path = source.path / name
     return str(path) if source.is_export and path.exists() else ""
 
 
 def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``model`` of a run's config. Raises StoredError if it describes no model."""
+    """Return the section ``model`` of a run's config. Raises StoredError if it describes no model."""
     model = config.get("model") or {}
     depth = model.get("depth", 1) if isinstance(model, Mapping) else None
     if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:

@@ -179,7 +179,7 @@ def export(
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:
-    """The formats of a run's workload by their names. Raises StoredError: an unknown name."""
+    """Yield the formats of a run's workload by their names. Raises StoredError: an unknown name."""
     if not names:
         return
     workload = run_workload.of_run(config, named)
@@ -194,7 +194,7 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
-    """The weights of a run with adapters: the trained ones and those of config.warm_start.source, merged as they are read."""
+    """Return the weights of a run with adapters: trained ones and those of config.warm_start.source, merged when read."""
     with _within(PATTERNS, "the patterns of its config.warm_start"):
         rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:
@@ -301,7 +301,7 @@ def _within(seconds: float, what: str) -> Iterator[None]:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """The name of a run: that of its workdir, else of its workload."""
+    """Return the name of a run: that of its workdir, else of its workload."""
     return pathlib.PurePath(str(config.get("workdir") or "")).name or str(config.get("workload") or "model").split(".")[-1]
 
 
@@ -359,7 +359,7 @@ def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 def _content(
     order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
 ) -> Iterator[memoryview]:
-    """The bytes of all arrays, in order. The layers of a stack follow each other in it already."""
+    """Yield the bytes of all arrays, in order. The layers of a stack follow each other in it already."""
     for path in order:
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():

@@ -62,7 +62,7 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
 
 
 def _in_a_line(text: Any) -> str:
-    """A file's text about itself, in one line, so that it cannot pass for a line of ours."""
+    """Return a file's text about itself, in one line, so that it cannot pass for a line of ours."""
     return " ".join(str(text).split())
 
 
@@ -109,7 +109,7 @@ def verify(source: Source) -> int:
 
 
 def digest_of(arrays: Mapping[str, Stored]) -> str:
-    """The digest of the arrays of a step, as a run's records have it (`jaxtrain.step.digest`)."""
+    """Return the digest of the arrays of a step, as a run's records have it (`jaxtrain.step.digest`)."""
     pieces = (digest.of_piece(path, one.read(index), index) for path, one in arrays.items() for index in one.pieces())
     return digest_text(sum(pieces, np.zeros(2, np.uint32)))
 

@@ -57,7 +57,7 @@ class Source(NamedTuple):
         return arrays
 
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
-        """The parameters, or their average, by their own paths: ``encoder/w_patch``.
+        """Return the parameters, or their average, by their own paths: ``encoder/w_patch``.
 
         Raises StoredError: a run without an average, an export, or damage.
         """
@@ -75,7 +75,7 @@ class Source(NamedTuple):
         return found
 
     def meta(self) -> dict[str, Any]:
-        """The metadata of the run: config, versions and parameter table. Raises StoredError if they are damaged."""
+        """Return the metadata of the run: config, versions and parameter table. Raises StoredError if they are damaged."""
         if self.is_export:
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
@@ -95,7 +95,7 @@ class Source(NamedTuple):
         return {**meta, "weights_only": True} if self.is_export else meta
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
-        """The number of the step, from its ``arrays``, or None if they have none. Raises StoredError."""
+        """Return the number of the step, from its ``arrays``, or None if they have none. Raises StoredError."""
         if "step" not in arrays:
             return None
         found = arrays["step"].read(()) if arrays["step"].shape == () else None
@@ -104,11 +104,11 @@ class Source(NamedTuple):
         return _step_number(int(found), self.path)
 
     def data(self) -> dict[str, Any]:
-        """The position of the run in its data, empty for an export. Raises StoredError if it is damaged."""
+        """Return the position of the run in its data, empty for an export. Raises StoredError if it is damaged."""
         return {} if self.is_export else stored.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
-        """The run's config. Raises StoredError unless it is a run of the workload ``expected``."""
+        """Return the run's config. Raises StoredError unless it is a run of the workload ``expected``."""
         config = self.meta().get("config") or {}
         for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):

@@ -164,7 +164,7 @@ def check_format(meta: Mapping[str, Any], place: Any) -> None:
 
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
-    """The object that a JSON file of ``folder`` holds. Raises StoredError: damage, no regular file in that folder."""
+    """Return the object that a JSON file of ``folder`` holds. Raises StoredError: damage, no regular file in that folder."""
     try:
         return files.read_json(inside(folder, name))
     except files.FileError as error:
@@ -172,7 +172,7 @@ def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
 
 
 def inside(folder: epath.Path, name: Any) -> epath.Path:
-    """The path of the file ``name`` in a folder, as another file names it. Raises StoredError if it leads out."""
+    """Return the path of the file ``name`` in a folder, as another file names it. Raises StoredError if it leads out."""
     if "://" in os.fspath(folder):  # an object store has no links
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
@@ -205,7 +205,7 @@ def check_files(folder: epath.Path) -> None:
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
-    """The largest size of a checkpoint's file below ``folder``, if tensorstore reads it whole, else infinity.
+    """Return the largest size of a checkpoint's file below ``folder``, if tensorstore reads it whole, else infinity.
 
     Raises StoredError for a damaged description of an array.
 
@@ -270,7 +270,7 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def _files(folder: epath.Path) -> dict[str, list[str] | None]:
-    """The files of a folder that hold its model, each with its names by the index, or None without one.
+    """Return the files of a folder that hold its model, each with its names by the index, or None without one.
 
     As transformers does, `WHOLE` comes first, and other files next to it are not read.
     """
@@ -412,7 +412,10 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 
 
 def place_of(path: epath.PathLike) -> epath.Path:
-    """A path on a file system, or in a store. Raises StoredError for a store that cannot be read here, or does not answer."""
+    """Return a path on a file system, or in a store.
+
+    Raises StoredError for a store that cannot be read here, or does not answer.
+    """
     text = os.fspath(path)
     if why := checks.unreachable(text):
         raise StoredError(f"{path} {why}")

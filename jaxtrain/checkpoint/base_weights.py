@@ -42,7 +42,7 @@ class Base(NamedTuple):
 
 
 def recorded(data: Mapping[str, Any]) -> Base | None:
-    """The record in the item ``data`` of a step, None if it has none. Raises StoredError if it is damaged."""
+    """Return the record in the item ``data`` of a step, None if it has none. Raises StoredError if it is damaged."""
     found = data.get("base")
     if found is None:
         return None
@@ -59,12 +59,12 @@ def pin(rules: WarmStart) -> WarmStart:
 
 
 def at(rules: WarmStart, place: str) -> WarmStart:
-    """The same rules for a step directory, or for safetensors, at another place."""
+    """Return the same rules for a step directory, or for safetensors, at another place."""
     return dataclasses.replace(rules, source=place, step=None)
 
 
 def digest(rules: WarmStart) -> str:
-    """A digest of all parameters of a source, by their paths there. Reads it once. Raises WarmStartError."""
+    """Return a digest of all parameters of a source, by their paths there. Reads it once. Raises WarmStartError."""
     total = hashlib.sha256()
     for path, one in sorted(warm_start.open_source(rules).items()):
         total.update(f"{path} {list(one.shape)} {one.dtype.name}\n".encode())
@@ -74,13 +74,13 @@ def digest(rules: WarmStart) -> str:
 
 
 def places(base: Base, workdir: epath.PathLike) -> list[str]:
-    """The places where a run's base may lie: its copy in the workdir, and where it came from."""
+    """Return the places where a run's base may lie: its copy in the workdir, and where it came from."""
     kept = epath.Path(workdir) / FOLDER / f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
     return [os.fspath(kept), base.source] if kept.exists() else [base.source]
 
 
 def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
-    """The first of ``places`` that holds the base. Raises StoredError if it is gone, or differs."""
+    """Return the first of ``places`` that holds the base. Raises StoredError if it is gone, or differs."""
     tried = []
     for place in places:
         try:

@@ -135,7 +135,7 @@ class Checkpointer:
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
     def listed(self, other: str = "") -> int:
-        """The newest step in this workdir, else in the workdir ``other``, by their folders' names, or 0 without any."""
+        """Return the newest step in this workdir, else in the workdir ``other``, by their folders' names, or 0 without any."""
         folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
         steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
         return max(next(filter(None, steps), [0]))
@@ -428,7 +428,7 @@ def saved_parts(state: "TrainState") -> dict[str, Any]:
 
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
-    """The first arrays of a step that are missing here, or of another shape, or that are missing there. "" if none."""
+    """Return the first arrays of a step that are missing here, or of another shape, or that are missing there. "" if none."""
     tree = saved_parts(abstract.state)
     now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
     before = {path: tuple(one.shape) for path, one in saved.items()}

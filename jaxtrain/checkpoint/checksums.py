@@ -101,7 +101,7 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
 
 
 def digest_of(path: epath.Path) -> str:
-    """The hash of a regular file, in hex. Raises `loaders.io.files.FileError`."""
+    """Return the hash of a regular file, in hex. Raises `loaders.io.files.FileError`."""
     return _measure(path)["hash"]
 
 
@@ -115,7 +115,7 @@ def _measure(path: epath.Path) -> dict[str, Any]:
 
 
 def _inside(folder: epath.Path, name: str) -> epath.Path:
-    """The file that the manifest names. Raises FileError if it leads out of the step."""
+    """Return the file that the manifest names. Raises FileError if it leads out of the step."""
     if "://" not in os.fspath(folder):
         return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
     if name.startswith("/") or ".." in name.split("/"):  # an object store has no links

@@ -95,7 +95,7 @@ def _saved_config(restored: Restored) -> Any:
 
 
 def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
-    """A restored state with its frozen parameters, which no checkpoint holds, as they were at step 0.
+    """Return a restored state with its frozen parameters, which no checkpoint holds, as they were at step 0.
 
     Raises CheckpointError: the weights that were frozen are gone, or they and config.warm_start.source differ.
     """
@@ -113,7 +113,7 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
 
 
 def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, str]]:
-    """The rules for the frozen weights of a restored run, at the exact place where they lie, and the record of these."""
+    """Return the rules for the frozen weights of a restored run, at the exact place where they lie, and the record of these."""
     rules = config.warm_start
     base = base_weights.recorded(restored.history._asdict())
     named = base.named if base else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
@@ -164,7 +164,7 @@ def _exact(rules: WarmStart) -> WarmStart:
 
 
 def _record(rules: WarmStart, named: str) -> dict[str, str]:
-    """The record of frozen weights for the checkpoints, which process 0 writes."""
+    """Return the record of frozen weights for the checkpoints, which process 0 writes."""
     digest = base_weights.digest(rules) if rules.source and cluster.is_main() else ""
     source = os.path.abspath(os.path.expanduser(rules.source)) if rules.source and "://" not in rules.source else rules.source
     return base_weights.Base(source, named, digest)._asdict()

@@ -54,7 +54,7 @@ class CheckpointManager:
         return self._checkpointer.is_finished()
 
     def likely(self) -> int:
-        """The step that the run will probably resume from, 0 without any.
+        """Return the step that the run will probably resume from, 0 without any.
 
         It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it is read.
         """
@@ -65,7 +65,7 @@ class CheckpointManager:
         return cluster.agree(min(found, self._config.train.steps))
 
     def newest(self, path: str = "") -> Restored | None:
-        """The newest readable checkpoint of this workdir, or of the workdir ``path``, or None.
+        """Return the newest readable checkpoint of this workdir, or of the workdir ``path``, or None.
 
         Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
         """
@@ -111,7 +111,7 @@ class CheckpointManager:
         return not due.resumable if due.save else due.evaluate and self.stalled(step)
 
     def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
-        """The state of the last regular save before the streak, at the position of ``state``. Later batches are skipped.
+        """Return the state of the last regular save before the streak, at the position of ``state``. Later batches are skipped.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such save.
         """

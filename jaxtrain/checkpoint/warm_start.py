@@ -107,7 +107,7 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
 
 
 def config_of(config: WarmStart) -> dict[str, Any]:
-    """The config of the source's run, empty if it has none, as safetensors of others. Raises WarmStartError."""
+    """Return the config of the source's run, empty if it has none, as safetensors of others. Raises WarmStartError."""
     try:
         if not stored.is_safetensors(config.source):
             meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
@@ -246,14 +246,17 @@ def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list
 
 
 def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
-    """The ways of reshaping that turn ``source`` into ``target``. Positions have "grid", too, whose sizes no shape tells."""
+    """Return the ways of reshaping that turn ``source`` into ``target``.
+
+    Positions have "grid", too, whose sizes no shape tells.
+    """
     ways = [way for way in WAYS if not _misfit(source, target, way)]
     is_grid = re.search(r"(^|/)pos[^/]*$", path) and len(source) == len(target) == 2 and source[1] == target[1]
     return (*ways, "grid") if is_grid else tuple(ways)
 
 
 def _how_to_reshape(ways: Sequence[str]) -> str:
-    """The choices of config.warm_start.reshape that give the shape, with their effects."""
+    """Return the choices of config.warm_start.reshape that give the shape, with their effects."""
     if not ways:
         return f"{', '.join(WAYS)} and grid do not give it; declare"
     does = "; ".join(f"{way} {WAYS_DO[way]}" if len(ways) > 1 else WAYS_DO[way] for way in ways)
@@ -316,7 +319,7 @@ def _read_part(read: Callable[[tuple[tuple[int | None, int | None], ...]], np.nd
 
 
 def _grid(how: str) -> tuple[int, int, int, int]:
-    """The sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
+    """Return the sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
     found = RESHAPE.fullmatch(how)
     assert found is not None, how
     a, b, c, d = map(int, found.groups())

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _actions_by_name(self) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-        """The parsers of its actions (`jaxtrain checkpoint verify`)."""
+        """Yield the parsers of its actions (`jaxtrain checkpoint verify`)."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 yield from action.choices.items()
@@ -135,7 +135,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something: an integer of at least 1."""
+    """Return the type of an argument that counts something: an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -151,7 +151,7 @@ def report(text: object) -> None:
 
 
 def homeless(error: Exception) -> str:
-    """That a path begins with the home of a user whom this machine does not know, if that is the error: pathlib hides it."""
+    """Say that a path begins with the home of an unknown user, if that is the error: pathlib hides it."""
     if not isinstance(error, RuntimeError):
         return ""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -44,7 +44,7 @@ def _diff(a: str, b: str) -> int:
 
 
 def _settings(a: Any, b: Any) -> list[str]:
-    """The fields of the configs, and the facts of the newest starts, that differ."""
+    """Return the fields of the configs, and the facts of the newest starts, that differ."""
     from jaxtrain.arrays import saved_steps
 
     facts = [run.starts[-1].facts if run.starts else {} for run in (a, b)]
@@ -56,7 +56,7 @@ def _settings(a: Any, b: Any) -> list[str]:
 
 
 def _arrays(a: Any, b: Any) -> list[str]:
-    """The arrays that differ in the first checkpoints of one step that are not equal."""
+    """Return the arrays that differ in the first checkpoints of one step that are not equal."""
     from jaxtrain.arrays import saved_steps, source
 
     kept = [{int(p.name) for p in run.path.glob("checkpoints/*") if p.name.isdecimal()} for run in (a, b)]

@@ -14,7 +14,7 @@ ALLOW_DEBUG = "--config.data.allow_debug_build"
 
 
 def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
-    """The first problem of the installation with its remedy, or "".
+    """Return the first problem of the installation with its remedy, or "".
 
     Args:
       argv: the command line, which may allow an extension that was built without optimisation.
@@ -45,7 +45,7 @@ def allows_debug(argv: Sequence[str]) -> bool:
 
 
 def packages(requirements: Iterable[str]) -> str:
-    """The first of these requirements (``name>=1.2``, without those of extras) that is missing or too old."""
+    """Return the first of these requirements (``name>=1.2``, without those of extras) that is missing or too old."""
     for text in requirements:
         needed, _, marker = text.partition(";")
         found = re.match(r"\s*([\w.-]+)(?:\[[^]]*])?\s*(?:>=\s*([\d.]+))?", needed)
@@ -63,7 +63,7 @@ def packages(requirements: Iterable[str]) -> str:
 
 
 def unwritable_cache() -> str:
-    """The reason why the cache folder cannot be written, or ""."""
+    """Return the reason why the cache folder cannot be written, or ""."""
     folder = "of this user"
     try:
         folder = str(machine.cache_folder())
@@ -77,6 +77,6 @@ def unwritable_cache() -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """The release of a version: [0, 10, 2] of 0.10.2rc1."""
+    """Return the release of a version: [0, 10, 2] of 0.10.2rc1."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     return [int(part) for part in release[0].split(".")] if release else []

@@ -306,7 +306,7 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
 
 
 def _text(folder: pathlib.Path, name: str) -> str:
-    """The text of a file of a folder, as far as there is one."""
+    """Return the text of a file of a folder, as far as there is one."""
     try:
         return files.read(files.inside(folder, name), most=MOST_TEXT).decode(errors="replace")
     except files.FileError:

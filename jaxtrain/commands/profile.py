@@ -76,12 +76,12 @@ def _doing(path: str) -> str:
 
 
 def traces(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of a run's traces that are whole, by name."""
+    """Return the folders of a run's traces that are whole, by name."""
     return sorted(found for found in (workdir / FOLDER).glob("steps-*") if found.is_dir() and not found.is_symlink())
 
 
 def lines(folder: pathlib.Path) -> list[str]:
-    """The time of a trace by part, for people."""
+    """Return the time of a trace by part, for people."""
     from jaxtrain.telemetry.report import trace as trace_lib
 
     found = trace_lib.of_folder(folder)

@@ -105,7 +105,7 @@ def _ships(loader: str) -> bool:
 
 
 def _config(run: Any, out: pathlib.Path, workload: str) -> Any:
-    """The run's config with a workdir of its own, a record of each step, and nothing else that it would write."""
+    """Return the run's config with a workdir of its own, a record of each step, and nothing else that it would write."""
     from jaxtrain import config as config_lib
     from jaxtrain.arrays import run_workload
     from jaxtrain.telemetry.report.run import RunError

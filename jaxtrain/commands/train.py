@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def last_lines(given: config.Arguments, run: config.Config) -> str:
-    """The files of a run that has ended, and the commands that may follow."""
+    """Return the files of a run that has ended, and the commands that may follow."""
     from jaxtrain.telemetry import writers
 
     found, workdir = writers.left_behind(run), shlex.quote(run.workdir)

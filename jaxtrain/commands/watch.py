@@ -68,7 +68,7 @@ class Pages:
         self._seen: tuple[object, ...] = ()
 
     def current(self) -> tuple[bytes, int]:
-        """The page, and its version: a number that rises whenever it changes. Raises RunError, FileError."""
+        """Return the page, and its version: a number that rises whenever it changes. Raises RunError, FileError."""
         from jaxtrain.commands.report import names
         from jaxtrain.telemetry.report import page
         from jaxtrain.telemetry.report import run as run_lib

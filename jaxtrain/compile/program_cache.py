@@ -27,7 +27,7 @@ LIMIT = 2 << 30  # [bytes] of all files together
 
 
 def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The program that an earlier start compiled of ``lowered``, or None if a process has none.
+    """Return the program that an earlier start compiled of ``lowered``, or None if a process has none.
 
     All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are run.
     """
@@ -76,7 +76,7 @@ def _are_kept() -> bool:
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
-    """The file of a program, by its text, arguments, options, process, devices, versions, flags and CPU.
+    """Return the file of a program, by its text, arguments, options, process, devices, versions, flags and CPU.
 
     The text has no unused arguments, and the file numbers the used ones.
     """
@@ -93,7 +93,7 @@ def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Pa
 
 
 def _cpu() -> list[str]:
-    """The instruction sets of this machine's cores."""
+    """Return the instruction sets of this machine's cores."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -55,7 +55,7 @@ class CompileAhead:
         return self._key_of(step) in self._programs
 
     def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
-        """Steps ``start`` … ``stop`` - 1 are to come.
+        """Begin with step ``start``, and stop before ``stop``.
 
         Args:
           others: each compiles a program that no step needs. They come right after the first step's.
@@ -76,7 +76,7 @@ class CompileAhead:
             self._programs[key] = self._pool.submit(self._compiled, key)
 
     def at(self, step: int) -> Callable[..., Any]:
-        """The program of step number ``step``, 0 being the first.
+        """Return the program of step number ``step``, 0 being the first.
 
         Raises the error of its compilation, and at any step the error of one of the others. So an evaluation that does not fit
         is reported before hours of training.
@@ -183,14 +183,17 @@ class StepCompiler:
         self._steps.close()
 
     def at(self, item: Item) -> Callable[..., Any]:
-        """The compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
+        """Return the compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
         if self._steps.is_ready(item.index):
             return self._steps.at(item.index)
         with self._clock.during(goodput.COMPILATION):
             return self._steps.at(item.index)
 
     def evaluation(self, bucket: int) -> Callable[..., Any]:
-        """The compiled evaluation of a bucket of the test split: (variables, batch) -> sums. Waits for its compilation."""
+        """Return the compiled evaluation of a bucket of the test split: (variables, batch) -> sums.
+
+        Waits for its compilation.
+        """
         return self._steps.other(bucket)
 
 

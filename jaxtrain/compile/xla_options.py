@@ -71,7 +71,7 @@ TABLE = (
 
 
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
-    """The options of a step for ``count`` devices of a ``device_kind``: the table's, and over them ``own``.
+    """Return the options of a step for ``count`` devices of a ``device_kind``: the table's, and over them ``own``.
 
     Options of another platform in ``own`` are not for these devices, and the log says so: one config may have those of several.
 

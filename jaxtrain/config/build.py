@@ -95,7 +95,7 @@ def read(
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
-    """A checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
+    """Return a checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
     problems: list[tuple[str, str]] = []
     config = _checked(tree, problems, make_data=True)
     if problems:
@@ -145,7 +145,7 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
 
 
 def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields of the sections model and data. A shared field of one side is copied to the other."""
+    """Return the given fields of the sections model and data. A shared field of one side is copied to the other."""
     parts = dict(parts)
     if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
         return parts
@@ -198,7 +198,7 @@ def section(cls: type, tree: Mapping[str, Any]) -> Any:
 
 
 def _model_class(module_name: str) -> type[Section]:
-    """The dataclass of the section ``model``, from its workload.
+    """Return the dataclass of the section ``model``, from its workload.
 
     Raises ImportError, SyntaxError, and TypeError as `_checked_class`.
     """
@@ -210,7 +210,7 @@ def _model_class(module_name: str) -> type[Section]:
 
 
 def _data_class(module_name: str) -> type[Section]:
-    """The dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
+    """Return the dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
     _refuse_relative(module_name)
     module = base.module(module_name)
     functions = {name: getattr(module, name, None) for name in ("fields", "facts", "make_loader")}
@@ -260,7 +260,7 @@ def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequenc
 
 
 def _read_file(source: str) -> tuple[str, dict[str, Any]]:
-    """The stem of a config file's name, and the dictionary that its ``get_config`` returns."""
+    """Return the stem of a config file's name, and the dictionary that its ``get_config`` returns."""
     from ml_collections import ConfigDict  # here: an exported encoder imports this package, and needs no config file
 
     file, module, argument = import_file(source)
@@ -302,7 +302,7 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
 
 
 def _nearest(module_name: str) -> str:
-    """The shipped workload, or the module next to the config, that a name may stand for."""
+    """Return the shipped workload, or the module next to the config, that a name may stand for."""
     near = {name.rpartition(".")[2]: name for name in workload.shipped()}
     near |= {path.stem: path.stem for folder in {*sys.path[:3], "."} for path in pathlib.Path(folder or ".").glob("*.py")}
     found = difflib.get_close_matches(module_name.rpartition(".")[2], near, n=1, cutoff=0.75)
@@ -310,7 +310,7 @@ def _nearest(module_name: str) -> str:
 
 
 def _where_and_why(error: Exception) -> str:
-    """The file, line and reason of an error that ended an import."""
+    """Return the file, line and reason of an error that ended an import."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -319,7 +319,10 @@ def _where_and_why(error: Exception) -> str:
 
 
 def locate(path: str) -> pathlib.Path:
-    """The file of a config: one of the user's, by its path, or one that jaxtrain ships, by its name. Raises ConfigError."""
+    """Return the file of a config: one of the user's, by its path, or one that jaxtrain ships, by its name.
+
+    Raises ConfigError.
+    """
     file = pathlib.Path(path)
     if file.is_file() and file.suffix == ".py":
         return file
@@ -336,7 +339,7 @@ def locate(path: str) -> pathlib.Path:
 
 
 def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
-    """A function that a config file must define. Raises ConfigError, which describes it as ``what``."""
+    """Return a function that a config file must define. Raises ConfigError, which describes it as ``what``."""
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError([("", f"file {file} defines no function {what}")])
@@ -424,7 +427,7 @@ def _literal(value: Any) -> Any:
 
 
 def to_json(config: Config) -> str:
-    """The resolved config as JSON, ready for `from_dict` again."""
+    """Return the resolved config as JSON, ready for `from_dict` again."""
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 

@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]) -> list[Change]:
-    """The fields that differ, in the order of the sections.
+    """Return the fields that differ, in the order of the sections.
 
     Args:
       saved: the config of a checkpoint, as JSON. For a field that it lacks, which is newer than the run, the default is taken.
@@ -60,7 +60,7 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
 
 
 def digests_of(config: Config) -> dict[str, str]:
-    """The digest of each file that a field of the kind ``files`` names, by the field's path."""
+    """Return the digest of each file that a field of the kind ``files`` names, by the field's path."""
     found = {}
     for name in ("model", "data"):
         section = getattr(config, name)
@@ -127,5 +127,5 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as it is once it was saved: sections are objects, tuples are lists."""
+    """Return a value as it is once it was saved: sections are objects, tuples are lists."""
     return json.loads(json.dumps(value, default=dataclasses.asdict))

@@ -35,7 +35,7 @@ def explain(config: Config) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as Python writes it, and the beginning and length of a long tuple."""
+    """Return a value as Python writes it, and the beginning and length of a long tuple."""
     if isinstance(value, tuple) and len(value) > MOST_VALUES:
         return f"({', '.join(map(repr, value[:3]))}, … {len(value)} in all)"
     return repr(value)

@@ -10,5 +10,5 @@ __path__ = [str(FOLDER)]
 
 
 def names() -> list[str]:
-    """The names that --config takes, in alphabetical order."""
+    """Return the names that --config takes, in alphabetical order."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))

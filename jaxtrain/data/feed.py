@@ -16,7 +16,7 @@ _END = object()
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
-    """The rows that this process reads, decided by the sharding (law 2), never by a process index."""
+    """Return the rows that this process reads, decided by the sharding (law 2), never by a process index."""
     leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
@@ -25,7 +25,7 @@ def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
 
 
 def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
-    """The first device's rows alone, to try a loader without the mesh."""
+    """Return the first device's rows alone, to try a loader without the mesh."""
     x = next(iter(batch.values()))
     return Rows(x.shape[0], ((0, x.sharding.shard_shape(x.shape)[0]),))
 
@@ -48,7 +48,7 @@ def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeD
 
 
 def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
-    """A batch of zeros, for a step that will be skipped."""
+    """Return a batch of zeros, for a step that will be skipped."""
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         # From the host: a program that makes them would wait behind the programs that are being compiled.
@@ -59,7 +59,7 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
 
 
 def local_values(x: jax.Array) -> list[Any]:
-    """This process's values of an array, each once, in order. Waits for the device."""
+    """Return this process's values of an array, each once, in order. Waits for the device."""
     parts = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
     return [value for start in sorted(parts) for value in parts[start].tolist()]
 

@@ -69,11 +69,11 @@ class Data:
         self._latest = [feed.blank(batch) for batch in self.buckets]
 
     def bucket_of(self, index: int) -> int:
-        """The bucket of the batch for step number ``index``, the first being 0."""
+        """Return the bucket of the batch for step number ``index``, the first being 0."""
         return self.train.bucket_at(index - self.offset)
 
     def next(self, *, unless: Callable[[], Any]) -> Item:
-        """The batch of the next step.
+        """Return the batch of the next step.
 
         Once ``unless()`` holds while there is none, an old batch of the bucket that should come, so that this process can take
         part in the step in which all agree to stop.
@@ -97,11 +97,11 @@ class Data:
             yield self.test.bucket_at(i), feed.put(next(self.test)[1], self._batch, self.rows)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The data's part of a checkpoint of ``step``, as JSON."""
+        """Return the data's part of a checkpoint of ``step``, as JSON."""
         return self.train.state(step - self.offset)
 
     def fingerprints(self) -> dict[str, Any]:
-        """The facts of the data and their order, as JSON, which a resumed run and every process must share."""
+        """Return the facts of the data and their order, as JSON, which a resumed run and every process must share."""
         return self.train.state(0)
 
     @property

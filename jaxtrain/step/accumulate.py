@@ -134,7 +134,7 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 
 
 def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """The arrays of a carry with a batch axis, and the arrays without one. In each tree the others are None."""
+    """Return the arrays of a carry with a batch axis, and the arrays without one. In each tree the others are None."""
 
     def pick(own: bool) -> PyTree:
         return jax.tree.map(
@@ -156,7 +156,7 @@ def _carry_partitions(task: Task) -> PyTree:
 
 
 def _equalised(x: Array) -> Array:
-    """The mean over data groups of an array that all rows share, which leaves equal arrays as they are.
+    """Return the mean over data groups of an array that all rows share, which leaves equal arrays as they are.
 
     A count has no mean of its own dtype, and is the same everywhere already.
     """

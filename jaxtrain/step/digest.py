@@ -47,7 +47,7 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
 
 
 def _words(x: Any, bitcast: Any) -> Any:
-    """The bits of an array as uint32, with a last axis of 2 for 64-bit numbers. Narrow numbers get a word each."""
+    """Return the bits of an array as uint32, with a last axis of 2 for 64-bit numbers. Narrow numbers get a word each."""
     if not x.shape:
         x = x.reshape(1)
     size = x.dtype.itemsize

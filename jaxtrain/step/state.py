@@ -81,7 +81,7 @@ def make_abstract(
 
 
 def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
+    """Return a batch of ``batch`` rows, as far as the task reads it. Raises LayoutError."""
     return {
         name: jax.ShapeDtypeStruct(
             shape := (batch, *field.shape),
@@ -123,7 +123,7 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
 
 
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
-    """The partition of a parameter along the dimensions that an array of its statistics shares with it.
+    """Return the partition of a parameter along the dimensions that an array of its statistics shares with it.
 
     An array of the parameter's rank has all of them, in order. One of another rank has those of the same sizes in the same
     order, the first that match: it is a mean over the others, or has dimensions of its own before them.
@@ -159,7 +159,7 @@ def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table:
 def _divisible(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, spec: Sequence[Any], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """The parts of ``spec`` that divide ``shape``."""
+    """Return the parts of ``spec`` that divide ``shape``."""
     parts = []
     for part, size in zip((*spec, *[None] * len(shape)), shape, strict=False):
         names = (part,) if isinstance(part, str) else part or ()
@@ -185,7 +185,7 @@ def init_state(
     start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
     given: PyTree = (),
 ) -> TrainState:
-    """The state at step 0, every device making only its own part.
+    """Return the state at step 0, every device making only its own part.
 
     Args:
       start: (initial parameters, given) -> parameters, for the trained and for the frozen ones; traced. What it does not use is
@@ -213,7 +213,7 @@ def make_init(
 def init_frozen(
     task: Task, abstract: Abstract, key: Key, *, start: Callable[[PyTree, PyTree], PyTree], given: PyTree
 ) -> PyTree:
-    """The frozen part of `init_state`'s result, for a state that was restored without it."""
+    """Return the frozen part of `init_state`'s result, for a state that was restored without it."""
 
     def init(key: Key, given: PyTree) -> PyTree:
         return start(specs.materialise(Variables((), task.specs.frozen, ()), key).frozen, given)

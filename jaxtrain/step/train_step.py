@@ -135,13 +135,13 @@ def train_step(
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:
-    """The argument ``stop`` of a step: one int32 on each device."""
+    """Return the argument ``stop`` of a step: one int32 on each device."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
     return jax.ShapeDtypeStruct((layout.mesh.size,), jnp.int32, sharding=sharding)
 
 
 def put_stop(layout: Layout, stop: bool) -> Array:
-    """The stop request of this process, on its devices."""
+    """Return the stop request of this process, on its devices."""
     x = abstract_stop(layout)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.full(1, stop, np.int32))
 
@@ -158,7 +158,7 @@ def make_eval_step(task: Task, layout: Layout) -> jax.stages.Wrapped:
 
 
 def with_rows(batch: Batch, layout: Layout) -> Batch:
-    """The batch with "row": every row's place in the global batch, which random draws fold in."""
+    """Return the batch with "row": every row's place in the global batch, which random draws fold in."""
     rows = next(iter(batch.values())).shape[0]
     return {**batch, "row": layout.shard(jnp.arange(rows, dtype=jnp.int32), "batch")}
 

@@ -37,7 +37,7 @@ Update = Callable[[Optimizer, Gradients, PyTree, PyTree], Moved]  # (tx, given, 
 
 
 def choose(layout: Layout, opt_state: PyTree, params: PyTree) -> Update:
-    """The update for the devices of a layout, by the shapes of the state."""
+    """Return the update for the devices of a layout, by the shapes of the state."""
     if layout.devices.platform == "gpu":
         return update_on_gpu
     if layout.devices.platform == "cpu" and layout.mesh.size == 1 and _is_elementwise(opt_state, params):
@@ -93,7 +93,7 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
 
 
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:
-    """The norm of a tree, and of each top-level subtree that is a dict: ``name_encoder``, …"""
+    """Return the norm of a tree, and of each top-level subtree that is a dict: ``name_encoder``, …"""
     sums = square_sums(tree)
     parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
     each = {name: sums, **{part: sub for part, sub in parts.items() if sub}}
@@ -122,6 +122,6 @@ def _is_elementwise(opt_state: PyTree, params: PyTree) -> bool:
 
 
 def _is_there(x: Array) -> Array:
-    """Always true, but data-dependent on x [], so XLA schedules its users after x."""
+    """Return true, always, but data-dependent on x [], so XLA schedules its users after x."""
     bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
     return (bits | 1) != 0

@@ -141,7 +141,7 @@ class LogFile(logging.FileHandler):
         return plain(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk loses lines of this file, without tracebacks on the console."""
+        """Lose lines of this file if the disk is full, without tracebacks on the console."""
 
 
 def progress_line(
@@ -153,7 +153,7 @@ def progress_line(
     terms: Mapping[str, float] | None = None,
     slowest: str | None = None,
 ) -> str:
-    """The text of the progress line.
+    """Return the text of the progress line.
 
     Args:
       terms: the terms of the loss, by the metrics' names.

@@ -59,13 +59,13 @@ SAVE = (
 
 
 def of_workload(name: str) -> tuple[Entry, ...]:
-    """The entries of a workload that this package ships, or that this process has imported. No other is imported."""
+    """Return the entries of a workload that this package ships, or that this process has imported. No other is imported."""
     known = name in workload_lib.shipped() or name in sys.modules
     return workload_lib.of(name).get("glossary") if known else ()
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:
-    """The entries that the records of a ``split`` ("train", "data", "save", "test") of a workload can have."""
+    """Return the entries that the records of a ``split`` ("train", "data", "save", "test") of a workload can have."""
     if split == "data":
         return DATA
     return SAVE if split == "save" else (*of_workload(workload), *STEP)
@@ -78,7 +78,7 @@ def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
-    """The meaning of a metric, with X, N and K filled in. Empty for a metric that no glossary has."""
+    """Return the meaning of a metric, with X, N and K filled in. Empty for a metric that no glossary has."""
     for entry in entries(workload, split):
         if found := re.fullmatch(entry.pattern, name):
             return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)

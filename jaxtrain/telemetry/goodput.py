@@ -115,7 +115,7 @@ class Clock:
             return {**self._seconds, self._phase: self._seconds.get(self._phase, 0.0) + time.perf_counter() - self._last}
 
     def goodput(self) -> float:
-        """This process's goodput until now, over all its starts that are known."""
+        """Return this process's goodput until now, over all its starts that are known."""
         seconds = self.seconds()
         return goodput({phase: self._before.get(phase, 0.0) + seconds.get(phase, 0.0) for phase in PHASES})
 
@@ -247,7 +247,7 @@ def starts(path: pathlib.Path) -> list[Start]:
 
 
 def _pairs(path: pathlib.Path) -> list[tuple[tuple[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]]:
-    """The first record of each start, with its line, and the last."""
+    """Return the first record of each start, with its line, and the last."""
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         raise WorkdirError(f"{path} has {path.stat().st_size} bytes, which no run writes; move it away")
     records = jsonl.read(path, _problem)[0]
@@ -312,13 +312,13 @@ def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """The share of the wall time of steps that were made for the first time, or nan without time."""
+    """Return the share of the wall time of steps that were made for the first time, or nan without time."""
     whole = sum(seconds.values())
     return seconds.get(STEPS, 0.0) / whole if whole else math.nan
 
 
 def summary(seconds: Mapping[str, float]) -> str:
-    """A line about one process: its goodput, and the largest other phases."""
+    """Return a line about one process: its goodput, and the largest other phases."""
     whole = sum(seconds.values())
     rest = sorted((s, phase) for phase, s in seconds.items() if phase != STEPS and s >= 0.005 * whole)[::-1]
     most = ", ".join(f"{phase} {s / whole:.0%}" for s, phase in rest[:4])
@@ -326,7 +326,7 @@ def summary(seconds: Mapping[str, float]) -> str:
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
-    """The process that holds the others up: whose own part of a step is longer than the median by a tenth of a step, or more.
+    """Return the process that delays the others: with an own part of a step above the median by a tenth of a step or more.
 
     Processes leave a step together. The one that comes late (its data, its host) waits least for the devices. A slow device
     does not show here: all wait for it alike.
@@ -351,7 +351,7 @@ def _queued(began: float, before: Sequence[Start]) -> float:
 
 
 def _process_start() -> float:
-    """This process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot), else now."""
+    """Return this process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot), else now."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rsplit(")", 1)[1].split()[19])

@@ -46,7 +46,7 @@ class Sums:
 
 
 def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
-    """The means of batches (`Sums`). Waits for the device."""
+    """Return the means of batches (`Sums`). Waits for the device."""
     added = Sums()
     for each in sums:
         added.add(each)

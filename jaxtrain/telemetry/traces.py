@@ -29,7 +29,7 @@ class Traces:
     """Begins a trace behind a step, and ends it behind another. The caller waits for the device at both."""
 
     def __init__(self, workdir: str, steps: Sequence[int], *, process: int):
-        """``steps``: the first and the last of process 0's trace; empty = only on request."""
+        """Trace process 0 in ``steps``, the first and the last; empty = only on request."""
         self._workdir, self._process = pathlib.Path(workdir), process
         self._first, self._last = (steps[0], steps[1]) if steps and process == 0 else (0, 0)
         self._running: pathlib.Path | None = None

@@ -262,7 +262,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def make_writers(config: Config, step: int) -> list[Writer]:
-    """The writers that a config asks for, continued after ``step``."""
+    """Return the writers that a config asks for, continued after ``step``."""
     records = JsonlWriter(config.workdir, step)
     writers: list[Writer] = [records]
     if config.metrics.tensorboard:
@@ -301,7 +301,7 @@ def _pixels(images: np.typing.ArrayLike) -> np.ndarray:
 
 
 def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-    """A file of the workdir with an object on each line, {"step": 500, …}. A step that is written again takes its own place."""
+    """Write an object on each line of a file of the workdir, {"step": 500, …}. A step written again takes its own place."""
     path = pathlib.Path(workdir) / name
     records, odd = jsonl.read(path, jsonl.step_problem)
     kept = [line for record, line in records if record["step"] < step]

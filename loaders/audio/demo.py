@@ -55,7 +55,7 @@ logger = logging.getLogger("jaxtrain")
 
 
 def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int = N_TEST) -> Path:
-    """The folder of the corpus, made if it is not there.
+    """Return the folder of the corpus, made if it is not there.
 
     Any number of processes may call this at once: one makes the corpus, the others wait for it.
 
@@ -85,19 +85,19 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
 
 
 def folder(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int = N_TEST) -> Path:
-    """The folder in which `ensure` makes the corpus. It need not exist."""
+    """Return the folder in which `ensure` makes the corpus. It need not exist."""
     cache_dir = machine.cache_folder() if cache_dir is None else Path(cache_dir)
     return cache_dir / f"birds-v{FORMAT_VERSION}-{n_train}+{n_test}-{_recipe_hash()}"
 
 
 def features() -> dict[str, Any]:
-    """The columns, as ``datasets`` describes them."""
+    """Return the columns, as ``datasets`` describes them."""
     names = [species.name for species in SPECIES]
     return {"audio": {"_type": "Audio"}, "ebird_code": {"names": names, "_type": "ClassLabel"}}
 
 
 def schema() -> pa.Schema:
-    """The columns, as Arrow describes them, with `features` as metadata."""
+    """Return the columns, as Arrow describes them, with `features` as metadata."""
     audio = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     metadata = {"huggingface": json.dumps({"info": {"features": features()}})}
     return pa.schema([("audio", audio), ("ebird_code", pa.int64())], metadata=metadata)
@@ -195,7 +195,7 @@ def _recipe_hash() -> str:
 
 
 def describe(corpus: Path) -> str:
-    """A table of each split, read from the shards: recordings, codecs and minutes of each species."""
+    """Return a table of each split, read from the shards: recordings, codecs and minutes of each species."""
     suffixes = ("ogg", "mp3", "flac", "wav")
     lines = []
     for split in ("train", "test"):

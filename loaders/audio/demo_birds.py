@@ -139,7 +139,7 @@ class Recording(NamedTuple):
 
 
 def recording(number: int) -> Recording:
-    """The properties of recording ``number``, without its sound."""
+    """Return the properties of recording ``number``, without its sound."""
     turn, label = divmod(number, len(SPECIES))
     codec = CODECS[(turn + label) % len(CODECS)]  # shifted by the turn, so that no species is bound to a codec
     seconds = codec.median * np.exp(0.6 * _rng(number, "duration").standard_normal())
@@ -147,7 +147,7 @@ def recording(number: int) -> Recording:
 
 
 def waveform(rec: Recording) -> np.ndarray:
-    """The sound of a recording: float32 (frames, channels) in [-1, 1] at ``rec.codec.rate``."""
+    """Return the sound of a recording: float32 (frames, channels) in [-1, 1] at ``rec.codec.rate``."""
     rng, rate = _rng(rec.number, "waveform"), rec.codec.rate
     n = round(rec.seconds * rate)
     song_n = sing(SPECIES[rec.label], n, rate, rng)
@@ -280,7 +280,7 @@ _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _with_serial(ogg: bytes, serial: int) -> bytes:
-    """The same OGG file with another stream serial number, and the page checksums that go with it (RFC 3533, 6)."""
+    """Return the same OGG file with another stream serial number, and the page checksums that go with it (RFC 3533, 6)."""
     out, at = bytearray(ogg), 0
     while at < len(out):
         n_segments = out[at + 26]

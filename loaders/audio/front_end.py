@@ -91,11 +91,11 @@ class FrontEnd(checks.Section):
         }
 
     def n_clip_frames(self, n_samples: int) -> int:
-        """The number of whole frames in a clip."""
+        """Return the number of whole frames in a clip."""
         return 0 if n_samples < self.window else 1 + (n_samples - self.window) // self.hop
 
     def differences(self, other: "FrontEnd") -> str:
-        """The differences of two front ends, "n_mels 128 and 64, hop 320 and 160 samples", or ""."""
+        """Return the differences of two front ends, "n_mels 128 and 64, hop 320 and 160 samples", or ""."""
         units = {"sample_rate": " Hz", "window": " samples", "hop": " samples", "f_min": " Hz", "f_max": " Hz"}
         mine, theirs = self.settings, other.settings
         unlike = [name for name in mine if mine[name] != theirs[name]]
@@ -110,7 +110,7 @@ DEFAULT = FrontEnd()
 
 
 def saved(data: Mapping[str, Any]) -> FrontEnd:
-    """The front end of a run's saved config.json, of which ``data`` is the section "data".
+    """Return the front end of a run's saved config.json, of which ``data`` is the section "data".
 
     Runs from before it was a choice have the default. Raises ValueError for values that are none.
     """

@@ -100,7 +100,7 @@ def is_copying(path: pathlib.Path) -> bool:
 
 
 def reasons() -> str:
-    """The reason why copies of this process cannot continue, as "; …", or ""."""
+    """Return the reason why copies of this process cannot continue, as "; …", or ""."""
     return "".join(f"; {copy.error}" for copy in _copies.values() if copy.error)
 
 
@@ -157,7 +157,7 @@ def _folder(address: str) -> pathlib.Path:
 
 
 def _list(address: str) -> tuple[Any, list[File]]:
-    """The file system of an address, and its shards. Raises DataError."""
+    """Return the file system of an address, and its shards. Raises DataError."""
     scheme = address.partition("://")[0]
     try:
         import fsspec
@@ -201,7 +201,7 @@ def _list(address: str) -> tuple[Any, list[File]]:
 
 
 async def _client(**options: Any) -> Any:
-    """A web client that reads answers of bounded length alone."""
+    """Return a web client that reads answers of bounded length alone."""
     import aiohttp
 
     class Answer(aiohttp.ClientResponse):
@@ -221,7 +221,7 @@ async def _client(**options: Any) -> Any:
 
 
 def _linked(system: Any, root: str) -> list[str]:
-    """The addresses below one of the web that its pages link to, and theirs. Raises DataError for pages without end."""
+    """Return the addresses below one of the web that its pages link to, and theirs. Raises DataError for pages without end."""
     top = root.rstrip("/") + "/"
     pages, found = [top], {top: None}
     for page in pages:  # which grow
@@ -238,7 +238,7 @@ def _linked(system: Any, root: str) -> list[str]:
 
 
 def _digest(info: dict[str, Any]) -> tuple[str, str]:
-    """The checksum that a store gives: Google's MD5, Amazon's of a file that came in one part, the Hub's SHA-256."""
+    """Return the checksum that a store gives: Google's MD5, Amazon's of a file that came in one part, the Hub's SHA-256."""
     if text := info.get("md5Hash"):
         return "md5", base64.b64decode(text).hex()
     lfs = info.get("lfs") or {}
@@ -348,7 +348,7 @@ class _Copy:
             self._fail(error)
 
     def _next(self) -> tuple[File, int, int] | None:
-        """The parts [first, last) of a file that come next, or None."""
+        """Return the parts [first, last) of a file that come next, or None."""
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():

@@ -67,7 +67,7 @@ class Room:
 
 
 def neighbours(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """The tag of a copy, and which of its parts are there, until all are."""
+    """Return the tag of a copy, and which of its parts are there, until all are."""
     return place.with_name(f".{place.name}.json"), place.with_name(f".{place.name}.parts")
 
 
@@ -101,7 +101,7 @@ def _in_use(folder: pathlib.Path) -> bool:
 
 
 def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
-    """The bytes of a copy on disk, or its claimed size: a file has its full length from the beginning."""
+    """Return the bytes of a copy on disk, or its claimed size: a file has its full length from the beginning."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # of another process, which removes it

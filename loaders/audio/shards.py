@@ -47,7 +47,7 @@ class ClassLists(NamedTuple):
     classes: np.ndarray  # int32
 
     def hot(self, index: np.ndarray) -> np.ndarray:
-        """Recordings int [r], -1 for none -> uint8 [r, classes], 1 for each class of a recording."""
+        """Return recordings int [r], -1 for none -> uint8 [r, classes], 1 for each class of a recording."""
         hot = np.zeros((len(index), len(self.names)), np.uint8)
         for row, i in zip(hot, index, strict=True):
             if i >= 0:
@@ -56,7 +56,7 @@ class ClassLists(NamedTuple):
 
 
 def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """The shards of ``split``, "train" or any other name, at a path, in order. See the module's docstring.
+    """Return the shards of ``split``, "train" or any other name, at a path, in order. See the module's docstring.
 
     Args:
       links: whether links in a folder may lead out of it.
@@ -88,7 +88,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
 
 
 def splits_of(folder: pathlib.Path) -> list[str]:
-    """The names of the splits that a folder of shards has, or none if it is not split or holds no shards."""
+    """Return the names of the splits that a folder of shards has, or none if it is not split or holds no shards."""
     names = {*_by_split(folder), *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p))}
     if not _shards(folder):
         names |= set(_by_split(folder / "data"))
@@ -96,7 +96,7 @@ def splits_of(folder: pathlib.Path) -> list[str]:
 
 
 def nearest(path: pathlib.Path) -> str:
-    """The remedy for a missing path: a sibling with a similar name, or the part of the path that exists."""
+    """Return the remedy for a missing path: a sibling with a similar name, or the part of the path that exists."""
     parent, missing = path.absolute().parent, path.name
     while not parent.is_dir():
         parent, missing = parent.parent, parent.name
@@ -107,12 +107,12 @@ def nearest(path: pathlib.Path) -> str:
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """A folder's shards of one split, or none if it holds other splits only. Raises DataError as `find_shards` does."""
+    """Return a folder's shards of one split, or none if it holds other splits only. Raises DataError as `find_shards` does."""
     return _checked(folder, _of_split(folder, split), links)
 
 
 def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) -> list[pathlib.Path]:
-    """The same shards. Raises DataError for one that is no regular file inside ``folder``."""
+    """Return the same shards. Raises DataError for one that is no regular file inside ``folder``."""
     for shard in shards:
         files.inside(folder.absolute(), str(shard.absolute()), links=links, remedy=files.LINKS)
         try:
@@ -137,12 +137,12 @@ def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """A repository of the Hub keeps its shards in data/, named by their splits."""
+    """Return a repository of the Hub keeps its shards in data/, named by their splits."""
     return _by_split(folder / "data", split).get(split, []) if not _shards(folder) else []
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The shards directly in a folder, by state.json or by name."""
+    """Return the shards directly in a folder, by state.json or by name."""
     state = folder / "state.json"
     if state.is_file():
         try:
@@ -183,7 +183,7 @@ def index_file(shard: pathlib.Path) -> pathlib.Path | None:
 
 
 def index_root(file: pathlib.Path) -> pathlib.Path:
-    """The folder that the recordings' names in an index are relative to.
+    """Return the folder that the recordings' names in an index are relative to.
 
     An index from elsewhere could name any folder. One outside of the index counts if `jaxtrain index` made it here.
 
@@ -227,12 +227,12 @@ def _note_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -> str:
-    """The column that ``label`` means: in an index of ours, whose columns are always named the same, its own."""
+    """Return the column that ``label`` means: in an index of ours, whose columns are always named the same, its own."""
     return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
 
 
 def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
-    """A path on disk: of the built-in corpus for "demo", made at its first use, or of the copy of an address of a store.
+    """Return a path on disk: of the built-in corpus for "demo", made at its first use, or of the copy of an address of a store.
 
     Args:
       make: whether to make a missing built-in corpus. If not, its outline without sound is used.
@@ -251,7 +251,7 @@ def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
 
 
 def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, links: bool = False) -> "_rust.Index":
-    """The index of shards, made once in a process, and again when a file has changed.
+    """Return the index of shards, made once in a process, and again when a file has changed.
 
     Args:
       label: the column of class labels; empty = none.
@@ -277,7 +277,7 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
-    """The classes of every recording, of a column of lists, without reading audio. Raises DataError."""
+    """Return the classes of every recording, of a column of lists, without reading audio. Raises DataError."""
     return _class_lists_once(_stats(shards), label)
 
 

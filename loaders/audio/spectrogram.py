@@ -182,7 +182,7 @@ class Config(FrontEnd, checks.DataSection):
         return self.train_split if field == "train" else "train"
 
     def exists(self) -> bool:
-        """False when reading the facts would first have to copy the data."""
+        """Return False when reading the facts would first have to copy the data."""
         return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
 
     def missing(self) -> str:
@@ -276,7 +276,7 @@ class Spectrograms(Loader):
             pipeline.close()
 
     def _batch(self, position: int) -> HostBatch:
-        """The pipeline's next batch: it works ahead, and its position moves with this loader's."""
+        """Return the pipeline's next batch: it works ahead, and its position moves with this loader's."""
         try:
             batches = [pipeline.next()[1] for pipeline in self._pipelines]
         except RuntimeError as error:
@@ -294,7 +294,7 @@ class Spectrograms(Loader):
 
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
-    """The tables of a front end. Raises ValueError for values that its ``problems`` report."""
+    """Return the tables of a front end. Raises ValueError for values that its ``problems`` report."""
     return _filter_bank(tuple(of.settings.items()))
 
 
@@ -306,7 +306,7 @@ def _filter_bank(settings: tuple[tuple[str, Any], ...]) -> "_rust.FilterBank":
 def front_end(
     wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
 ) -> np.ndarray:
-    """A mono waveform, float32 [n] at ``rate`` Hz, as an encoder with the front end ``of`` sees it: float32 [n_frames, n_mels].
+    """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder with front end ``of`` sees it, float32 [n_frames, n_mels].
 
     It is resampled, then cut to its centre or put between zeros to the length of the clip. Then Kaldi log-mel, padded with
     the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode` makes such a
@@ -322,7 +322,7 @@ decode = _rust.decode
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of a batch: name -> shape of one row, dtype."""
+    """Return the fields of a batch: name -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
     views = () if config.views == 1 else (config.views,)
     if config.form == "waveform":
@@ -339,7 +339,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """The facts of the recordings, read without decoding. The built-in ones need not be made for it.
+    """Return the facts of the recordings, read without decoding. The built-in ones need not be made for it.
 
     - n_train, n_test: recordings of each split.
     - n_recordings: rows of train's index, excluded ones included: one more than the largest ``index`` in a batch.
@@ -375,7 +375,7 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
-    """A loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
+    """Return a loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
 
     ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or its views spread evenly.
 
@@ -452,7 +452,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
-    """The recordings of both splits; without ``make``, or the outline of the built-in ones. Raises DataError."""
+    """Return the recordings of both splits; without ``make``, or the outline of the built-in ones. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
     train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
     train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
@@ -497,7 +497,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
-    """The names of recordings, with each "@file" replaced by the names in it. Raises DataError."""
+    """Return the names of recordings, with each "@file" replaced by the names in it. Raises DataError."""
     excluded: set[str] = set()
     for name in names:
         if name.startswith("@"):
@@ -512,7 +512,7 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
 
 
 def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
-    """The index of shards, and with ``multilabel`` the classes of their recordings. Raises DataError."""
+    """Return the index of shards, and with ``multilabel`` the classes of their recordings. Raises DataError."""
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
@@ -520,7 +520,7 @@ def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index"
 
 
 def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
-    """The mistake of reading rows that are events of long recordings as if each were a clip, as in BirdSet's "test"."""
+    """Yield the mistake of reading rows that are events of long recordings as if each were a clip, as in BirdSet's "test"."""
     from loaders.io import columnar  # imports pyarrow, which a batch does not need
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
@@ -534,5 +534,5 @@ def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, s
 
 
 def _fold(rows: np.ndarray) -> int:
-    """A digest of the rows, int64 [n], and their order."""
+    """Return a digest of the rows, int64 [n], and their order."""
     return int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(rows)), rows), initial=np.uint64(0)))

@@ -156,12 +156,12 @@ class Deal(NamedTuple):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of the largest bucket: name -> shape of one row, dtype."""
+    """Return the fields of the largest bucket: name -> shape of one row, dtype."""
     return _fields(tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape)
 
 
 def facts(config: Config) -> Facts:
-    """The facts of the samples.
+    """Return the facts of the samples.
 
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad, and buckets of the training
     split: (S, A, N, M, share of the batches) of each. Raises DataError.
@@ -181,7 +181,7 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
-    """A loader of ``split``, "train" or "test". Raises DataError: no samples to train on, or too many unusable ones."""
+    """Return a loader of ``split``, "train" or "test". Raises DataError: no samples to train on, or too many unusable ones."""
     return Chat(config, split=split, rows=rows, seed=seed)
 
 

@@ -142,14 +142,14 @@ class Tools(NamedTuple):
         )  # fmt: skip
 
     def laid_out(self, sample: Sample) -> chatml.Laid:
-        """A sample with the codes of its recordings in place. Raises DataError."""
+        """Return a sample with the codes of its recordings in place. Raises DataError."""
         try:
             return self.expand(sample.tokens, sample.labels, [self.codes(clip) for clip in sample.clips])
         except chatml.SampleError as error:  # it could be read when the run began
             raise DataError(f"sample {sample.number} can no longer be read: {error}") from error
 
     def blank(self) -> chatml.Laid:
-        """A sample without a token."""
+        """Return a sample without a token."""
         return self.expand(np.zeros(0, np.int32), np.zeros(0, np.int32), [])
 
     def check(self, number: int, sample: Any) -> Sample:
@@ -165,14 +165,14 @@ class Tools(NamedTuple):
 
 
 def open_codec(config: Config) -> codec_lib.Codec:
-    """The codec of a config. Raises DataError."""
+    """Return the codec of a config. Raises DataError."""
     return codec_lib.open_codec(
         config.codec, codebooks=config.codebooks, size=config.codebook_size, frame_rate=config.frame_rate
     )
 
 
 def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> codec_lib.Source:
-    """The recording of a clip, a file below ``root`` or its content. Raises FileError for a file elsewhere.
+    """Return the recording of a clip, a file below ``root`` or its content. Raises FileError for a file elsewhere.
 
     Args:
       links: whether links in that folder may lead out of it.
@@ -184,7 +184,7 @@ def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> 
 
 
 def root_of(config: Config, manifest: str) -> pathlib.Path:
-    """The folder that the recordings' paths are relative to."""
+    """Return the folder that the recordings' paths are relative to."""
     return pathlib.Path(config.audio_root or pathlib.Path(manifest).expanduser().parent).expanduser()
 
 
@@ -236,7 +236,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 
 @functools.lru_cache(maxsize=4)
 def tools_of(config: Config, manifest: str) -> Tools:
-    """The tokenizer and the codes of a config, for one of its manifests. Raises DataError."""
+    """Return the tokenizer and the codes of a config, for one of its manifests. Raises DataError."""
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except DataError as error:
@@ -277,7 +277,7 @@ _read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
 
 
 def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:
-    """The usable samples of a manifest, and (number, reason) of the others. Raises DataError if those are too many."""
+    """Return the usable samples of a manifest, and (number, reason) of the others. Raises DataError if those are too many."""
     if not config.codes:
         encode_all(config, manifest)
     tools = tools_of(config, manifest)

@@ -89,7 +89,7 @@ def read_manifest(path: str | pathlib.Path) -> list[Any]:
 
 
 def render(sample: Any) -> list[Piece]:
-    """A sample as pieces, whose joined texts are the whole conversation. Raises SampleError."""
+    """Return a sample as pieces, whose joined texts are the whole conversation. Raises SampleError."""
     if not isinstance(sample, Mapping) or not isinstance(sample.get("messages"), list) or not sample["messages"]:
         raise SampleError("it has no messages")
     messages, first = sample["messages"], sample.get("start_index")
@@ -123,7 +123,7 @@ def render(sample: Any) -> list[Piece]:
 
 
 def _parts(content: Any, i: int) -> list[str | Clip]:
-    """The texts and recordings of message ``i``, in order. Raises SampleError."""
+    """Return the texts and recordings of message ``i``, in order. Raises SampleError."""
     parts: list[str | Clip] = []
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, str):
@@ -146,7 +146,7 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
 
 
 def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
-    """The tokens int32 [n], their labels int32 [n] (`NONE` without one), and the recordings in order."""
+    """Return the tokens int32 [n], their labels int32 [n] (`NONE` without one), and the recordings in order."""
     tokens: list[int] = []
     labels: list[int] = []
     for piece in pieces:
@@ -157,12 +157,15 @@ def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) ->
 
 
 def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """The columns int32 [J, K]: a begin (``size``), the codes, an end (``size`` + 1). J = T + 1 + K, or T + 2 without delay."""
+    """Return the columns int32 [J, K]: a begin (``size``), the codes, an end (``size`` + 1).
+
+    J = T + 1 + K, or T + 2 without delay.
+    """
     return _shifted(codes_kt, size, size, size + 1, delay)
 
 
 def delayed_labels(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """The labels of the columns, int32 [J, K]: their codes and ends. Begins and gaps are not predicted."""
+    """Return the labels of the columns, int32 [J, K]: their codes and ends. Begins and gaps are not predicted."""
     return _shifted(codes_kt, size, NONE, NONE, delay)
 
 
@@ -178,7 +181,10 @@ def _shifted(codes_kt: np.ndarray, size: int, before: int, after: int, delay: bo
 
 
 def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
-    """The codes int32 [K, T] of a recording's columns, without begins and ends. Times that some codebook lacks are dropped."""
+    """Return the codes int32 [K, T] of a recording's columns, without begins and ends.
+
+    Times that some codebook lacks are dropped.
+    """
     j, k = columns_jk.shape
     t = max(j - (k - 1 if delay else 0) - 2, 0)
     return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(np.int32)
@@ -225,7 +231,7 @@ def expand(
 
 
 def targets(x: Laid) -> Targets:
-    """The prediction of every place: the next place's text, or its column if both belong to one recording."""
+    """Return the prediction of every place: the next place's text, or its column if both belong to one recording."""
     text_at = np.flatnonzero(x.text_labels[1:] != NONE)
     inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
     audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))
@@ -265,7 +271,7 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
 
 
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
-    """The scales of labels, float32 [1 + K]: ``rows`` of a global batch over its ``n_text`` and ``n_audio`` [K] labels.
+    """Return the scales of labels, float32 [1 + K]: ``rows`` of a global batch over its ``n_text`` and ``n_audio`` [K] labels.
 
     Cross-entropies summed over rows, times these and divided by ``rows``, are the mean over text plus the mean over
     codebooks of their means.

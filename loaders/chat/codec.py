@@ -166,7 +166,7 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
-    """The log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies.
+    """Return the log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies.
 
     T = ceil(n / 1280) at 32 kHz. Raises ValueError for sound without samples.
     """
@@ -180,12 +180,12 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
 
 
 def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
-    """The vectors that are quantised, float32 [T, 512], of sound float32 [n] at ``rate`` Hz."""
+    """Return the vectors that are quantised, float32 [T, 512], of sound float32 [n] at ``rate`` Hz."""
     return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
 
 
 def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[np.ndarray, np.ndarray]:
-    """The closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
+    """Return the closest entry to each vector, int64 [N], and its squared distance, float32 [N]."""
     entry, distance = np.empty(len(x_np), np.int64), np.empty(len(x_np), np.float32)
     half_c = (book_cp**2).sum(1) / 2
     for start in range(0, len(x_np), chunk):
@@ -235,7 +235,7 @@ def train(
 
 
 def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
-    """The root of the mean squared error of log-mel values after each codebook, and that of the mean alone."""
+    """Return the root of the mean squared error of log-mel values after each codebook, and that of the mean alone."""
     codes = codec.quantise(x_nv).T
     rest = x_nv - codec.mean
     differences = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
@@ -243,7 +243,7 @@ def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
-    """A waveform float32 [n] at 32 kHz whose log-mel approximates this one (Griffin & Lim 1984, from random phases)."""
+    """Return a waveform float32 [n] at 32 kHz whose log-mel approximates this one (Griffin & Lim 1984, from random phases)."""
     power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
     response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
     magnitude = np.sqrt(power_fs / response)
@@ -276,7 +276,7 @@ def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
-    """The power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
+    """Return the power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
     bands = mel_bands()
     power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
     total = bands.sum(0)
@@ -287,7 +287,7 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """The weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
+    """Return the weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
 
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)
@@ -309,13 +309,16 @@ class Source(NamedTuple):
         return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
 
     def read(self) -> bytes:
-        """The encoded recording. Raises ValueError for a text that is not base64, FileError for a file that is not opened."""
+        """Return the encoded recording.
+
+        Raises ValueError for a text that is not base64, FileError for a file that is not opened.
+        """
         if self.path is None:
             return base64.b64decode(self.raw, validate=True)
         return files.read(self.path, most=MOST_RECORDING)
 
     def codes(self, codec: Codec, cache: str) -> pathlib.Path:
-        """The file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
+        """Return the file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
         key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]

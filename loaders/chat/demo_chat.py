@@ -27,7 +27,7 @@ def tokenizer(path: str | os.PathLike[str]) -> None:
 
 
 def blank() -> dict[str, str]:
-    """The config section ``data`` for 256 spoken answers of 3 to 15 s of silence, made at the first use."""
+    """Return the config section ``data`` for 256 spoken answers of 3 to 15 s of silence, made at the first use."""
     folder = machine.cache_folder("blank-chat-v1")
     files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
     if not folder.is_dir():

@@ -38,17 +38,17 @@ NOISE = 1.0  # standard deviation of each viewer's noise. The shared response ha
 
 
 def ensure() -> pathlib.Path:
-    """The folder of the film, made if it is not there. Raises DataError if it cannot be written."""
+    """Return the folder of the film, made if it is not there. Raises DataError if it cannot be written."""
     return _ensure_folder(folder().name, make)
 
 
 def folder() -> pathlib.Path:
-    """The folder in which `ensure` makes the film. It need not exist."""
+    """Return the folder in which `ensure` makes the film. It need not exist."""
     return machine.cache_folder() / f"film-{_recipe_hash()}"
 
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
-    """A folder of the published shapes, all zeros: sparse files, which take no space on the disk. Raises DataError."""
+    """Return a folder of the published shapes, all zeros: sparse files, which take no space on the disk. Raises DataError."""
     name = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}"
     return _ensure_folder(name, functools.partial(make_blank, viewers=viewers, volumes=volumes, voxels=voxels))
 
@@ -58,7 +58,10 @@ def _recipe_hash() -> str:
 
 
 def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """The folder ``name`` of the cache, made if it is not there. Of processes that make it at once, the first one's stays."""
+    """Return the folder ``name`` of the cache, made if it is not there.
+
+    Of processes that make it at once, the first one's stays.
+    """
     cache = machine.cache_folder()
     folder = cache / name
     if folder.is_dir():
@@ -146,7 +149,7 @@ def _write_zeros(
 
 
 def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
-    """The quantities over n frames, [n, QUANTITIES] in 0..1: white noise, smoothed over about 4 s, through a sigmoid."""
+    """Return the quantities over n frames, [n, QUANTITIES] in 0..1: white noise, smoothed over about 4 s, through a sigmoid."""
     span = round(4 * FPS)
     bump = np.hanning(2 * span + 1)
     white = rng.standard_normal((n + 2 * span, QUANTITIES))
@@ -155,7 +158,7 @@ def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def film(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
-    """The frames, uint8 [n, HEIGHT, WIDTH, 3]."""
+    """Return the frames, uint8 [n, HEIGHT, WIDTH, 3]."""
     n = len(happens)
     frames = np.full((n, HEIGHT, WIDTH, 3), 20.0, np.float32)
     y, x = np.mgrid[:HEIGHT, :WIDTH].astype(np.float32)
@@ -170,7 +173,7 @@ def film(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
 
 
 def codes(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
-    """The audio codes, int16 [times, CODEBOOKS]."""
+    """Return the audio codes, int16 [times, CODEBOOKS]."""
     times = np.arange(round(len(happens) / FPS * AUDIO_RATE)) * FPS / AUDIO_RATE
     level = happens[np.minimum(times.astype(int), len(happens) - 1)][:, np.arange(CODEBOOKS) % 4]
     noisy = np.clip(1023 * level + rng.normal(0, 60, level.shape), 0, 1023)
@@ -178,7 +181,7 @@ def codes(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
 
 
 def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:
-    """The response of a viewer without noise, [VOLUMES, VOXELS], z-scored."""
+    """Return the response of a viewer without noise, [VOLUMES, VOXELS], z-scored."""
     a = (window - window.mean(0)) / window.std(0)
     response = np.tanh(a @ rng.standard_normal((QUANTITIES, VOXELS)) / 2)
     kernel = glover(TR)

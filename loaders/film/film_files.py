@@ -77,12 +77,12 @@ class Windows(NamedTuple):
         return np.ceil(np.asarray(volume) * self.tr * self.rate - 1e-6).astype(np.int64)
 
     def start(self, volume: np.ndarray | int) -> Any:
-        """The first sample of the window."""
+        """Return the first sample of the window."""
         return self.stop(volume) - self.length
 
 
 def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
-    """The windows of video and of audio, by the entries of dataset.json."""
+    """Return the windows of video and of audio, by the entries of dataset.json."""
     tr = info["tr"]
     video = Windows(info["fps"], math.ceil(tr * info["fps"] - 1e-6), tr)
     return video, Windows(info["audio_rate"], math.floor(tr * info["audio_rate"] + 1e-6), tr)
@@ -168,7 +168,7 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
 
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
-    """The content of dataset.json. Raises DataError for an entry that is missing or has no meaning."""
+    """Return the content of dataset.json. Raises DataError for an entry that is missing or has no meaning."""
     info = files.read_json(path)
     if info.get("version") != VERSION:
         raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
@@ -198,7 +198,7 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def digests(film: Film) -> Mapping[str, str]:
-    """The sha256 of every file that is read, after a check of the contents against dataset.json and the format.
+    """Return the sha256 of every file that is read, after a check of the contents against dataset.json and the format.
 
     That reads the whole film, so the result is cached for files of this size and time of change.
 
@@ -233,7 +233,7 @@ def digests(film: Film) -> Mapping[str, str]:
 
 
 def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
-    """The sha256 of a file. Raises DataError for numbers in its ``array`` that no step should see."""
+    """Return the sha256 of a file. Raises DataError for numbers in its ``array`` that no step should see."""
     for start in range(0, len(array), rows := max(1, PIECE // max(array[:1].nbytes, 1))):
         some = array[start : start + rows]
         if some.dtype.kind == "f" and not np.isfinite(some).all():

@@ -53,7 +53,7 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
 
 
 def offset(path: pathlib.Path) -> float:
-    """The time at which a scan begins, by its header [s]; 0 if it does not say it."""
+    """Return the time at which a scan begins, by its header [s]; 0 if it does not say it."""
     header = _nifti(path).header
     return UNITS.get(header.get_xyzt_units()[1], 0.0) * float(header["toffset"])
 
@@ -125,7 +125,10 @@ def write(
 
 
 def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
-    """The shape [x, y, z, time] of a scan, and which of its axes is time: some writers add axes of one. Raises DataError."""
+    """Return the shape [x, y, z, time] of a scan, and which of its axes is time: some writers add axes of one.
+
+    Raises DataError.
+    """
     long = [axis for axis in range(3, len(image.shape)) if image.shape[axis] > 1]
     if len(image.shape) < 4 or len(long) > 1 or min(image.shape) < 1:
         raise DataError(

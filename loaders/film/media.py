@@ -123,7 +123,7 @@ class Clock(NamedTuple):
 
 
 def clock(path: pathlib.Path) -> Clock:
-    """The clock of a file's sound and pictures. Raises DataError."""
+    """Return the clock of a file's sound and pictures. Raises DataError."""
     with _open(path) as container:
         return _clock(container)
 
@@ -159,7 +159,7 @@ def _open(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _stream(container: Any, kind: str) -> Any:
-    """The first stream of a kind that is no cover picture, or None."""
+    """Return the first stream of a kind that is no cover picture, or None."""
     streams = getattr(container.streams, kind)
     return next((one for one in streams if "attached_pic" not in str(one.disposition)), None)
 

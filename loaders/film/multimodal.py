@@ -77,7 +77,7 @@ class Config(checks.DataSection):
         yield from checks.threads(self, least=0)
 
     def exists(self) -> bool:
-        """False when reading the facts would first have to make the data."""
+        """Return False when reading the facts would first have to make the data."""
         return self.path != "blank" and (self.path != "demo" or demo_film.folder().is_dir())
 
 
@@ -121,7 +121,7 @@ class Volumes(Loader):
         return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()[:16]
 
     def _digests(self) -> dict[str, str]:
-        """The checksums of all files, from dataset.json for a viewer that is not read."""
+        """Return the checksums of all files, from dataset.json for a viewer that is not read."""
         try:
             return {**self._film.info.get("files", {}), **film_files.digests(self._film)}
         except OSError as error:
@@ -197,7 +197,7 @@ class Volumes(Loader):
     def _cut(
         self, stream: np.ndarray, window: Windows, volume: int, skip: int = 1, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """A window, padded beyond the ends of the stream. Within it a view, or one copy into ``out``."""
+        """Return a window, padded beyond the ends of the stream. Within it a view, or one copy into ``out``."""
         start, stop = int(window.start(volume)), int(window.stop(volume))
         if start >= 0 and stop <= len(stream):
             cut = stream[start:stop:skip]
@@ -213,7 +213,7 @@ class Volumes(Loader):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of a batch: name -> shape of one row, dtype, read from the headers."""
+    """Return the fields of a batch: name -> shape of one row, dtype, read from the headers."""
     film = open_film(config)
     video, audio = windows(film.info)
     frames = -(-video.length // config.frame_skip)
@@ -232,7 +232,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """The facts of the film. Raises DataError.
+    """Return the facts of the film. Raises DataError.
 
     - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects.
     - n_train, n_test, n_between: the volumes of each split, and of neither.
@@ -257,12 +257,12 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Volumes:
-    """A loader of ``split``, "train" or "test". Raises DataError for a folder that is not complete."""
+    """Return a loader of ``split``, "train" or "test". Raises DataError for a folder that is not complete."""
     return Volumes(config, split=split, rows=rows, seed=seed)
 
 
 def in_order(config: Config, *, rows: Rows) -> Volumes:
-    """A loader of every volume once, in the film's order. Raises DataError for a folder that is not complete."""
+    """Return a loader of every volume once, in the film's order. Raises DataError for a folder that is not complete."""
     return _InOrder(config, split="train", rows=rows, seed=0)
 
 
@@ -307,7 +307,7 @@ def split_volumes(config: Config) -> Split:
 
 
 def _kernel(config: Config, film: Film) -> np.ndarray:
-    """The response at 0, tr, 2 tr, …, or 1 without convolution. Raises DataError."""
+    """Return the response at 0, tr, 2 tr, …, or 1 without convolution. Raises DataError."""
     if not config.hrf:
         return np.ones(1, np.float32)
     tr, seconds = film.info["tr"], config.hrf_seconds
@@ -320,7 +320,7 @@ def _kernel(config: Config, film: Film) -> np.ndarray:
 
 
 def _convolved_text(config: Config, film: Film) -> np.ndarray:
-    """The text's embeddings, float32 [volumes, values], which are small enough to be held."""
+    """Return the text's embeddings, float32 [volumes, values], which are small enough to be held."""
     text = np.asarray(film.text, np.float32)
     if "text" not in config.hrf:
         return text
@@ -334,7 +334,7 @@ def _convolved_text(config: Config, film: Film) -> np.ndarray:
 
 
 def open_film(config: Config, *, make: bool = False) -> Film:
-    """The film and viewers of a config. Raises DataError.
+    """Return the film and viewers of a config. Raises DataError.
 
     Args:
       make: whether to make a missing built-in film. If not, its outline of zeros is used.

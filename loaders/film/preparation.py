@@ -67,7 +67,7 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
 
 
 def _codes_from(codes: np.ndarray, args: argparse.Namespace) -> np.ndarray:
-    """The codes from --film-start on. Raises DataError."""
+    """Return the codes from --film-start on. Raises DataError."""
     if args.film_start < 0:
         raise DataError(f"--film-start is {args.film_start:g}, and codes have none for silence before the film; give --audio")
     kept = codes[round(args.film_start * args.code_rate) :]

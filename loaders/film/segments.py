@@ -118,7 +118,7 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
 
 
 def _column(head: Sequence[str], name: str) -> int | None:
-    """The place of a column of that name, else of that name in another case, else None."""
+    """Return the place of a column of that name, else of that name in another case, else None."""
     if name in head:
         return head.index(name)
     folded = [each.casefold() for each in head]
@@ -126,7 +126,7 @@ def _column(head: Sequence[str], name: str) -> int | None:
 
 
 def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
-    """The rows of a table that hold anything, with their numbers from 1 on, and its separator, "" of a workbook."""
+    """Return the rows of a table that hold anything, with their numbers from 1 on, and its separator, "" of a workbook."""
     if path.suffix.lower() == ".xlsx":
         return _sheet(path), ""
     text = tables.text_of(path)
@@ -138,7 +138,7 @@ def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
 
 
 def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
-    """The rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError if it could grow."""
+    """Return the rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError if it could grow."""
     openpyxl = sources.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:
@@ -160,7 +160,7 @@ def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
 
 
 def _seconds(cell: Any) -> float:
-    """A cell of a table in seconds. Raises ValueError."""
+    """Return a cell of a table in seconds. Raises ValueError."""
     if isinstance(cell, datetime.timedelta):  # a workbook's
         return cell.total_seconds()
     if isinstance(cell, datetime.time):

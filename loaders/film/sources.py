@@ -14,7 +14,7 @@ from loaders.io.files import DataError
 
 
 def package(name: str) -> Any:
-    """A package of the extra `giblet`. Raises DataError: it is missing."""
+    """Return a package of the extra `giblet`. Raises DataError: it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -23,7 +23,7 @@ def package(name: str) -> Any:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """A context in which every error of a library becomes a DataError: the file cannot be read."""
+    """Yield a context in which every error of a library becomes a DataError: the file cannot be read."""
     try:
         yield
     except (DataError, MemoryError):
@@ -33,7 +33,7 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def only_array(path: pathlib.Path) -> np.ndarray:
-    """The array of a .npy, or the one of two dimensions or more of an npz."""
+    """Return the array of a .npy, or the one of two dimensions or more of an npz."""
     with reading(path):
         packed = zipfile.is_zipfile(path)
         arrays = files.arrays(path, most=machine.most_memory()) if packed else {path.name: np.array(files.array(path))}

@@ -20,7 +20,7 @@ NAME_MAX = 255  # [bytes] of a file's name
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file that takes the name ``path`` when the block ends well. Raises OSError with that name."""
+    """Yield a file that takes the name ``path`` when the block ends well. Raises OSError with that name."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
@@ -71,7 +71,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder that takes the name ``path``, which is missing or an empty folder, when the block ends well.
+    """Yield a folder that takes the name ``path``, which is missing or an empty folder, when the block ends well.
 
     Raises OSError if another process makes it now.
     """

@@ -54,7 +54,7 @@ class Section:
 
 
 def declared(cls: type, name: str) -> OnResume | None:
-    """The declaration that covers a field: that of the class whose body defines it. None if this class has none."""
+    """Return the declaration that covers a field: that of the class whose body defines it. None if this class has none."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     return vars(owner).get("on_resume")
 
@@ -69,7 +69,7 @@ class DataSection(Section):
         return True
 
     def missing(self) -> str:
-        """The reason why no row can be read before a first run makes or copies the data, or ""."""
+        """Return the reason why no row can be read before a first run makes or copies the data, or ""."""
         return "" if self.exists() else "the data are not here yet; the first run makes or copies them"
 
 
@@ -100,7 +100,7 @@ def within(section: Any, interval: str, *names: str) -> Problems:
 
 
 def threads(section: Any, *, least: int) -> Problems:
-    """The field ``threads`` of ``section`` if it is below ``least``, or more than `MOST_THREADS`."""
+    """Yield the field ``threads`` of ``section`` if it is below ``least``, or more than `MOST_THREADS`."""
     yield from _numbers(
         section, ("threads",), lambda value: least <= value <= MOST_THREADS, f"expected {least} to {MOST_THREADS}"
     )
@@ -115,24 +115,24 @@ def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
 
 
 def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
-    """The same problems with ``path`` before each field: of "share" under "sources[0]", "sources[0].share"."""
+    """Yield the same problems with ``path`` before each field: of "share" under "sources[0]", "sources[0].share"."""
     for name, text in problems:
         yield f"{path}.{name}", text
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of an error's message, cut to ``most`` characters, or the error's type if it has no message."""
+    """Return the first line of an error's message, cut to ``most`` characters, or the error's type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
-    """The allowed values and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
+    """Return the allowed values and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
     names = [str(name) for name in allowed]
     return f"expected one of: {', '.join(names)}{nearest(value, names)}"
 
 
 def nearest(value: Any, names: Sequence[str]) -> str:
-    """The end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?", or "" if none is near."""
+    """Return the end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?", or "" if none is near."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

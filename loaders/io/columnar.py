@@ -26,7 +26,7 @@ def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | No
 
 
 def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
-    """The values of those of some columns that a shard has. Raises DataError: the shard is broken."""
+    """Return the values of those of some columns that a shard has. Raises DataError: the shard is broken."""
     with _refusing(path):
         schema, table = _open(path)
         return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}
@@ -71,7 +71,7 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
 
 
 def timed(path: pathlib.Path) -> tuple[str, str] | None:
-    """The columns of a row's begin and end in its recording, if rows are events of it, else None.
+    """Return the columns of a row's begin and end in its recording, if rows are events of it, else None.
 
     Rows are events if a recording has several, and one of them begins after its start.
 
@@ -92,7 +92,7 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
-    """A regular file as Arrow itself reads it. Raises FileError for everything else, without waiting for it.
+    """Yield a regular file as Arrow itself reads it. Raises FileError for everything else, without waiting for it.
 
     Of a file that Python has opened, Arrow's threads keep pieces that only the interpreter can free. A process that ends
     meanwhile is aborted (pyarrow 26: of short ones, two in five).
@@ -102,13 +102,13 @@ def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
 
 
 def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The same column. pyarrow trusts a file's offsets, and would read beyond the values: here it raises."""
+    """Return the same column. pyarrow trusts a file's offsets, and would read beyond the values: here it raises."""
     column.validate(full=True)
     return column
 
 
 def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.ChunkedArray | None:
-    """The name of each row's recording. Its bytes are not read."""
+    """Return the name of each row's recording. Its bytes are not read."""
     if "filepath" in schema.names:
         return _valid(table("filepath"))
     if "audio" not in schema.names or not pa.types.is_struct(schema.field("audio").type):

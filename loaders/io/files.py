@@ -52,7 +52,7 @@ class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
-    """The folder that the files of ``folder`` must lie in: itself, or the repository of a snapshot in the Hub's cache."""
+    """Return the folder that the files of ``folder`` must lie in: itself, or the repository of a Hub's snapshot."""
     for place in (folder, *folder.parents):
         if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
             return place.parent.parent
@@ -60,7 +60,9 @@ def home(folder: pathlib.Path) -> pathlib.Path:
 
 
 def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
-    """The path of the file ``name`` in ``folder``, which need not exist. Raises FileError for a name that leads out of it.
+    """Return the path of the file ``name`` in ``folder``, which need not exist.
+
+    Raises FileError for a name that leads out of it.
 
     Args:
       name: as another file gives it, so anything.
@@ -87,7 +89,7 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
 
 
 def as_found(found: pathlib.Path, kind: type) -> Any:
-    """The result of `inside`, as a path of another kind."""
+    """Return the result of `inside`, as a path of another kind."""
     path = kind(found)
     path.within = getattr(found, "within", None)
     return path
@@ -112,7 +114,7 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def said(error: BaseException) -> str:
-    """The message of an error in one line: those of pyarrow and nibabel may have several."""
+    """Return the message of an error in one line: those of pyarrow and nibabel may have several."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -147,7 +149,7 @@ def is_missing(error: BaseException) -> bool:
 
 
 def read(path: os.PathLike[str], *, most: int) -> bytes:
-    """The content of a regular file of at most ``most`` bytes. Raises FileError."""
+    """Return the content of a regular file of at most ``most`` bytes. Raises FileError."""
     with regular(path) as file:
         try:  # memory is taken for all that is asked for, before any is read
             size = os.fstat(file.fileno()).st_size
@@ -162,7 +164,7 @@ def read(path: os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: os.PathLike[str], *, most: int) -> str:
-    """The text of a regular file of at most ``most`` bytes, without a byte order mark. Raises FileError."""
+    """Return the text of a regular file of at most ``most`` bytes, without a byte order mark. Raises FileError."""
     try:
         return read(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -170,13 +172,13 @@ def read_text(path: os.PathLike[str], *, most: int) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text without their ends, which are "\\n" or "\\r\\n": a form feed or U+2028 is a character of a line."""
+    """Return the lines of a text without their ends, "\\n" or "\\r\\n": a form feed or U+2028 is a character of a line."""
     found = [line.removesuffix("\r") for line in text.split("\n")]
     return found if found[-1] else found[:-1]
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
-    """The paths that a pattern matches. Signs of patterns in the names of existing folders stand for themselves."""
+    """Return the paths that a pattern matches. Signs of patterns in the names of existing folders stand for themselves."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
@@ -269,7 +271,7 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
 
 
 def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
-    """The arrays of a regular .npz file, of ``most`` bytes together at most. Raises FileError."""
+    """Return the arrays of a regular .npz file, of ``most`` bytes together at most. Raises FileError."""
     import numpy as np
 
     found: dict[str, np.ndarray] = {}
@@ -304,7 +306,7 @@ def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int
 
 
 def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
-    """The header of an array: its shape, whether it is column-major, its dtype. Raises FileError."""
+    """Return the header of an array: its shape, whether it is column-major, its dtype. Raises FileError."""
     import numpy as np
 
     try:

@@ -15,7 +15,7 @@ _keeps = False  # whether freed memory stays with this process
 
 
 def cores() -> int:
-    """The number of cores that this process may use, at least 1.
+    """Return the number of cores that this process may use, at least 1.
 
     Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than the machine has.
     """
@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def cache_folder(*parts: str) -> pathlib.Path:
-    """The folder of files that are made once and kept: $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain.
+    """Return the folder of files made once and kept: $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain.
 
     Args:
       parts: folders and a file below it. Nothing is created.
@@ -85,27 +85,27 @@ def give_back_freed_memory() -> None:
 
 
 def accelerators() -> list[pathlib.Path]:
-    """The GPUs and TPUs that the system's drivers show."""
+    """Return the GPUs and TPUs that the system's drivers show."""
     dev = pathlib.Path("/dev")
     patterns = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")
     return [path for pattern in patterns for path in dev.glob(pattern)]
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process has held at once."""
+    """Return the most bytes of memory that this process has held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
 
 
 def most_memory() -> int:
-    """The bytes of memory that this process could have at most: the machine's, or its own limit (ulimit -v)."""
+    """Return the bytes of memory that this process could have at most: the machine's, or its own limit (ulimit -v)."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return there if limit == resource.RLIM_INFINITY else min(there, limit)
 
 
 def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> list[pathlib.Path]:
-    """The folders of this process's cgroup (version 2) and of those above it: every limit binds."""
+    """Return the folders of this process's cgroup (version 2) and of those above it: every limit binds."""
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:
@@ -116,7 +116,7 @@ def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 
 
 def _quota(folders: Iterable[pathlib.Path]) -> float:
-    """The smallest CPU quota of some cgroups in cores, or infinity."""
+    """Return the smallest CPU quota of some cgroups in cores, or infinity."""
     smallest = math.inf
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):  # the root has no such file; "max" is no number

@@ -32,7 +32,7 @@ class Records:
         self._end = kept[-1] if kept else 0
 
     def kept(self) -> Iterator[bytes]:
-        """The records of an earlier attempt, in order."""
+        """Yield the records of an earlier attempt, in order."""
         start = 0
         for end in self._kept:
             yield os.pread(self._partial.fileno(), end - start, start)
@@ -47,7 +47,7 @@ class Records:
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
-    """A file that takes the name ``path`` when the block ends well. If not, its records are kept for the next attempt.
+    """Yield a file that takes the name ``path`` when the block ends well. If not, its records are kept for the next attempt.
 
     Raises OSError with that name.
     """
@@ -72,7 +72,7 @@ def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Re
 
 
 def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
-    """The ends of the complete records of an earlier attempt."""
+    """Return the ends of the complete records of an earlier attempt."""
     try:
         counted = files.read(files.inside(ends.parent, ends.name), most=MOST_ENDS)
         with files.regular(files.inside(partial.parent, partial.name)) as opened:

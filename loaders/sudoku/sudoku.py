@@ -190,7 +190,7 @@ class Boards(Loader):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of a batch: name -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
+    """Return the fields of a batch: name -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
     cells = Field((max(_n_cells(s, config.seed) for s in config.sources),), np.dtype(np.int32))
     scalar = Field((), np.dtype(np.int32))
     return {
@@ -227,13 +227,13 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
-    """A loader of ``split``, "train" or "test". Raises DataError if it cannot be read or generated."""
+    """Return a loader of ``split``, "train" or "test". Raises DataError if it cannot be read or generated."""
     refuse_problems(config)
     return Boards(config, split=split, rows=rows, seed=seed)
 
 
 def n_symbols(kind: str) -> int:
-    """The number of symbols of a cell, padding included."""
+    """Return the number of symbols of a cell, padding included."""
     return 6 if kind == "maze" else KINDS[kind] + 2
 
 
@@ -498,7 +498,7 @@ def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]
     board[1 : 2 * n : 2, 1 : 2 * n : 2] = free
 
     def farthest(start: int) -> list[int]:
-        """The path from the cell farthest from ``start`` back to it."""
+        """Return the path from the cell farthest from ``start`` back to it."""
         before, queue = {start: start}, [start]
         for cell in queue:
             for neighbour in joined[cell]:

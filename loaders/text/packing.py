@@ -42,7 +42,7 @@ class _OpenBins:
             self._rooms |= 1 << room
 
     def smallest_room(self, size: int) -> int:
-        """The smallest room of at least ``size`` in a bin, or 0."""
+        """Return the smallest room of at least ``size`` in a bin, or 0."""
         larger = self._rooms >> size
         return size + (larger & -larger).bit_length() - 1 if larger else 0
 
@@ -155,7 +155,7 @@ class Packed(Stream):
             batch["index"][row], batch["epoch"][row] = placed.document[begin], w // self._n_windows
 
     def _placed(self, w: int) -> Placed:
-        """The rows of window ``w``, counted over all epochs. If it is the next one in line, `_ends` grows by it."""
+        """Return the rows of window ``w``, counted over all epochs. If it is the next one in line, `_ends` grows by it."""
         if w not in self._kept:
             epoch, window = divmod(w, self._n_windows)
             n = len(self._documents.length)
@@ -176,7 +176,7 @@ class Packed(Stream):
 
 
 def _reordered(placed: Placed, rows: np.ndarray) -> Placed:
-    """The same rows in another order: row ``rows[i]`` at place i."""
+    """Return the same rows in another order: row ``rows[i]`` at place i."""
     sizes = np.diff(placed.stops, prepend=0)
     stops = np.cumsum(sizes[rows])
     pieces = np.arange(len(placed.length)) + np.repeat((placed.stops - sizes)[rows] - (stops - sizes[rows]), sizes[rows])

@@ -53,7 +53,7 @@ class Documents(NamedTuple):
 
 
 def symbols(path: pathlib.Path) -> str:
-    """The different characters of a text file, sorted: its vocabulary."""
+    """Return the different characters of a text file, sorted: its vocabulary."""
     return "".join(sorted(set(_decoded(path))))
 
 
@@ -68,7 +68,7 @@ def _decoded(path: pathlib.Path) -> str:
 
 
 def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
-    """The documents of a source, "train" and "test", opened once in a process, and again when a file has changed.
+    """Return the documents of a source, "train" and "test", opened once in a process, and again when a file has changed.
 
     Args:
       path: a folder of token files, or a text file.
@@ -130,7 +130,7 @@ def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str
 
 
 def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
-    """A text file as one document: of characters, or of bytes if ``vocabulary`` is empty."""
+    """Return a text file as one document: of characters, or of bytes if ``vocabulary`` is empty."""
     content = _decoded(path)
     encoded = content.encode()
     if vocabulary:
@@ -183,7 +183,7 @@ def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
 
 
 def _vocabulary(folder: pathlib.Path) -> int:
-    """The vocabulary of a folder's tokenizer.json; 0 if it cannot be read here."""
+    """Return the vocabulary of a folder's tokenizer.json; 0 if it cannot be read here."""
     try:
         return open_tokenizer(folder / "tokenizer.json").vocab
     except DataError:
@@ -191,13 +191,13 @@ def _vocabulary(folder: pathlib.Path) -> int:
 
 
 def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
-    """The bytes of text of each document, int64 [n]."""
+    """Return the bytes of text of each document, int64 [n]."""
     parts = [np.diff(_read_index(folder, entry, links)[:, 1]) for entry in _read_about(folder, links)["shards"]]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
-    """The content of tokens.json. Raises DataError."""
+    """Return the content of tokens.json. Raises DataError."""
     path = folder / "tokens.json"
     if not path.exists():
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
@@ -235,7 +235,7 @@ def _is_complete(about: dict[str, Any]) -> bool:
 
 
 def _read_index(folder: pathlib.Path, entry: dict[str, Any], links: bool) -> np.ndarray:
-    """The begins of a shard's documents, int64 [n + 1, 2]. Raises DataError."""
+    """Return the begins of a shard's documents, int64 [n + 1, 2]. Raises DataError."""
     name = f"{entry['name']}.docs"
     index = _mapped(folder, name, np.dtype("<i8"), 2 * (entry["documents"] + 1), links).reshape(-1, 2)
     ends = (entry["tokens"], entry["bytes"])
@@ -257,7 +257,7 @@ def _mapped(folder: pathlib.Path, name: str, dtype: np.dtype, n: int, links: boo
 
 
 def lengths(folder: pathlib.Path) -> np.ndarray:
-    """The number of tokens of each document of a folder of token files, int64 [n]."""
+    """Return the number of tokens of each document of a folder of token files, int64 [n]."""
     return _read_folder(folder, links=False).length
 
 
@@ -317,5 +317,5 @@ def write_about(
 
 
 def token_dtype(vocab: int) -> np.dtype:
-    """The smallest dtype of files that holds ``vocab`` tokens."""
+    """Return the smallest dtype of files that holds ``vocab`` tokens."""
     return np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)

@@ -182,7 +182,7 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _open(path: pathlib.Path) -> Any:
-    """A Parquet file, or the batches of an Arrow file or stream. Raises TokensError if it is damaged."""
+    """Return a Parquet file, or the batches of an Arrow file or stream. Raises TokensError if it is damaged."""
     try:
         if path.suffix in PARQUET:
             return pq.ParquetFile(path, memory_map=True)
@@ -298,7 +298,7 @@ class _Encoder(NamedTuple):
 
 
 def _tokenizer(options: Options) -> _Encoder:
-    """Raises TokensError."""
+    """Open a tokenizer. Raises TokensError."""
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")

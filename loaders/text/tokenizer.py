@@ -39,11 +39,11 @@ class Tokenizer(NamedTuple):
     inner: Any  # tokenizers.Tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without any that the tokenizer would add around it."""
+        """Return the ids of each text, without any that the tokenizer would add around it."""
         return [ids for ids, _ in self.measured(texts)]
 
     def measured(self, texts: Sequence[str]) -> list[tuple[list[int], int]]:
-        """The ids of each text, and the bytes of its first token, from the text's begin on."""
+        """Return the ids of each text, and the bytes of its first token, from the text's begin on."""
         found = self.inner.encode_batch(list(texts), add_special_tokens=False)
         ends = [one.offsets[0][1] if one.ids else 0 for one in found]
         return [(one.ids, len(text[:end].encode())) for one, text, end in zip(found, texts, ends, strict=True)]
@@ -54,7 +54,7 @@ class Tokenizer(NamedTuple):
         return [self.specials.get(i, str(i)) for i in self.inner.encode("", add_special_tokens=True).ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, without special tokens."""
+        """Return the text of ``ids``, without special tokens."""
         text: str = self.inner.decode(list(ids))
         return text
 
@@ -63,7 +63,7 @@ class Tokenizer(NamedTuple):
         return found
 
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a text, by the files next to the tokenizer; () if none says it. Raises DataError."""
+        """Return the ids that end a text, by the files next to the tokenizer; () if none says it. Raises DataError."""
         for name, field in ENDS:
             place = self.path.parent / name
             if place.is_file() and (said := files.read_json(files.inside(place.parent, name)).get(field)) not in (None, []):
@@ -114,7 +114,7 @@ def _opened(path: pathlib.Path, content: bytes, specials: bool) -> Tokenizer:
 
 
 def continuation(decode: Any, prompt: Iterable[int], new: Iterable[int], text: str = "") -> str:
-    """The text that ``new`` ids add to a prompt, whose own text is ``text`` if it is whole.
+    """Return the text that ``new`` ids add to a prompt, whose own text is ``text`` if it is whole.
 
     Decoded by themselves, they would lose the blank before their first word.
     """

@@ -200,7 +200,7 @@ class Tokens(Loader):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """The fields of a batch: name -> shape of one row, dtype."""
+    """Return the fields of a batch: name -> shape of one row, dtype."""
     row, scalar = Field((config.context,), np.dtype(np.int32)), Field((), np.dtype(np.int32))
     return {
         **{name: row for name in ("tokens", "targets", "positions", "segments")},
@@ -211,7 +211,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """The facts of the documents.
+    """Return the facts of the documents.
 
     vocab; context; bytes_per_token, of those that are predicted, of the test split (of train, if there is none).
 
@@ -247,7 +247,7 @@ def facts(config: Config) -> Facts:
 
 
 def _table(source: Source, config: Config) -> str:
-    """A digest of the token of each id of a source, or "" if nothing tells it."""
+    """Return a digest of the token of each id of a source, or "" if nothing tells it."""
     path = pathlib.Path(source.path).expanduser()
     if path.is_file():
         return symbols(path) if config.text == "characters" else ""
@@ -258,7 +258,7 @@ def _table(source: Source, config: Config) -> str:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
-    """A loader of ``split``, "train" or "test".
+    """Return a loader of ``split``, "train" or "test".
 
     Raises:
       DataError: files that cannot be read, or sources with different vocabularies; in ``next``: a source that is exhausted,

@@ -178,7 +178,7 @@ def on(device: jax.Device) -> jax.sharding.Mesh:
 
 
 def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
-    """The first choice that fits by the plan, else the last one. Raises ConfigError."""
+    """Return the first choice that fits by the plan, else the last one. Raises ConfigError."""
     memory = plan_lib.parse_target("").memory
     for choice in [{}] if data.small else case.choices:
         assembly = put_together(case.config(data, choice), device, choice)
@@ -195,7 +195,7 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:
-    """The same with half the rows in a microbatch, for a case that does not fit despite its plan, or None."""
+    """Return the same with half the rows in a microbatch, for a case that does not fit despite its plan, or None."""
     config = chosen.assembly.config
     rows = config.train.batch // config.train.accumulate
     if rows % 2:
@@ -204,12 +204,12 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
 
 
 def first_batch(assembly: plan_lib.Assembly) -> Batch:
-    """A training batch of the loader, on the device, of the largest shape if there are several."""
+    """Return a training batch of the loader, on the device, of the largest shape if there are several."""
     return batches(assembly, 1)[0]
 
 
 def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
-    """The first ones of the largest shape."""
+    """Return the first ones of the largest shape."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     taken: list[Batch] = []

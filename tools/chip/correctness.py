@@ -80,7 +80,7 @@ def chosen_in(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str
 
 
 def gradients(chosen: cases.Chosen, variables: PyTree, batch: PyTree) -> tuple[float, dict[str, np.ndarray]]:
-    """The mean loss of a batch, and its gradients by path, in float32 on the host."""
+    """Return the mean loss of a batch, and its gradients by path, in float32 on the host."""
     a = chosen.assembly
     task = a.task
     if chosen.stage is not None:
@@ -129,7 +129,7 @@ def compare(name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree],
 
 
 def attention(*, quick: bool) -> Iterator[Check]:
-    """The kernel that `attention` takes here, on bfloat16: causal, packed documents, few key heads, an odd length."""
+    """Yield the kernel that `attention` takes here, on bfloat16: causal, packed documents, few key heads, an odd length."""
     shapes = {"vit": (2, 257, 6, 6, 64, False, False), "packed": (2, 512, 8, 2, 64, True, True)}
     if not quick:
         shapes |= {"causal": (2, 512, 8, 2, 64, True, False), "wide": (1, 1024, 4, 4, 128, True, True)}

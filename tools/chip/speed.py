@@ -12,7 +12,7 @@ from tools.chip import cases, trace
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
-    """The program, and the seconds that tracing and compiling it took: with an empty cache of programs, and from the cache.
+    """Return the program, and the seconds that tracing and compiling took: with an empty cache of programs, and from it.
 
     To be called in a process that has a cache folder of its own (`gpu_check`).
     """
@@ -86,7 +86,7 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
 
 
 def profile(steps: cases.Steps, *, n: int) -> dict[str, Any]:
-    """A trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
+    """Return a trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
     jax.block_until_ready([steps() for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -88,7 +88,7 @@ class Summary(NamedTuple):
 
 
 def summary(operations: Sequence[Operation], *, top: int = 8) -> Summary:
-    """Times of operations that run side by side add up, so that shares are of their sum."""
+    """Return times of operations that run side by side add up, so that shares are of their sum."""
     kinds: dict[str, float] = {}
     by_name: dict[tuple[str, str], list[float]] = {}
     for op in operations:
@@ -115,12 +115,12 @@ def summary(operations: Sequence[Operation], *, top: int = 8) -> Summary:
 
 
 def _plain(name: str) -> str:
-    """The name without the number that distinguishes copies of one operation."""
+    """Return the name without the number that distinguishes copies of one operation."""
     return re.sub(r"([._]\d+)+$", "", name)
 
 
 def advice(found: Summary) -> str:
-    """The first thing to look at, by the longest time without a matrix unit."""
+    """Return the first thing to look at, by the longest time without a matrix unit."""
     lost = {kind: share * (1 - found.idle) for kind, share in found.kinds.items() if kind not in MATRIX}
     lost["gaps"] = found.idle
     worst = max(lost, key=lambda kind: lost[kind])

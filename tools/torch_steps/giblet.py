@@ -61,7 +61,7 @@ def chain(c: giblet.Config, layers: list[giblet.Layer], params: PyTree) -> torch
 
 
 def mean_error(y_bd: torch.Tensor, target_bd: torch.Tensor) -> torch.Tensor:
-    """The mean square, over the standard deviation of the targets."""
+    """Return the mean square, over the standard deviation of the targets."""
     std, mean = torch.std_mean(target_bd)
     return F.mse_loss(y_bd, target_bd) / torch.where(std > 1e-5 * mean.abs(), std + giblet_loss.STD_EPS, 1.0)
 

@@ -70,7 +70,7 @@ class Sides(NamedTuple):
 
 
 def theirs(make: Callable[[bool], Step]) -> dict[str, Callable[[], Step]]:
-    """A step of PyTorch, as it is and by torch.compile."""
+    """Return a step of PyTorch, as it is and by torch.compile."""
     return {"PyTorch, eager": lambda: make(False), "torch.compile": lambda: make(True)}
 
 
@@ -79,7 +79,7 @@ def parameter(x: np.ndarray) -> torch.nn.Parameter:
 
 
 def linear(w_io: np.ndarray, b_o: np.ndarray | None = None, *, transposed: bool = False) -> torch.nn.Linear:
-    """A linear layer of a matrix [inputs, outputs], or transposed [outputs, inputs]. The caller flattens heads."""
+    """Return a linear layer of a matrix [inputs, outputs], or transposed [outputs, inputs]. The caller flattens heads."""
     w_oi = w_io if transposed else w_io.T
     layer = torch.nn.utils.skip_init(torch.nn.Linear, w_oi.shape[1], w_oi.shape[0], bias=b_o is not None)
     layer.weight = parameter(np.ascontiguousarray(w_oi))
@@ -104,7 +104,7 @@ def adamw_step(
     compiled: bool = False,
     spared: tuple[str, ...] = (),
 ) -> Step:
-    """A training step: the loss that the model returns, its gradients clipped by their norm, AdamW.
+    """Return a training step: the loss that the model returns, its gradients clipped by their norm, AdamW.
 
     Args:
       o: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters by their names.

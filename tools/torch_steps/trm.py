@@ -71,7 +71,7 @@ class Recursive(torch.nn.Module):
     def forward(
         self, z_h: torch.Tensor, z_l: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loss, the new states, and the value of halting of each row."""
+        """Return the loss, the new states, and the value of halting of each row."""
         c, n, dtype = self.c, len(inputs), z_h.dtype
         padding = torch.zeros(n, c.puzzle_tokens, c.embed)
         x = math.sqrt(c.embed) * torch.cat([padding, self.cells[inputs]], 1).to(dtype)

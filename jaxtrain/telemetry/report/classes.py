@@ -27,7 +27,7 @@ Z = 1.959964  # of a normal distribution's 95 %
 
 
 def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
-    """The line of counts, which `jaxtrain.types.COUNTS` describes."""
+    """Return the line of counts, which `jaxtrain.types.COUNTS` describes."""
     rows, right, answers = np.rint(counts).astype(int)
     found: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
     if confusions is not None:
@@ -85,7 +85,7 @@ def _is_count(value: object) -> bool:
 
 
 def interval(right: int, of: int) -> tuple[float, float]:
-    """The 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927), or nan, nan of none."""
+    """Return the 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927), or nan, nan of none."""
     if not of:
         return math.nan, math.nan
     p, n = right / of, of
@@ -94,7 +94,7 @@ def interval(right: int, of: int) -> tuple[float, float]:
 
 
 def section(runs: Sequence[Run]) -> str:
-    """The evaluations of a run behind a slider, or the classes in which several runs differ most."""
+    """Return the evaluations of a run behind a slider, or the classes in which several runs differ most."""
     found = [(run, by_step) for run in runs[:MOST_COMPARED] if (by_step := read(run.path / FILE))]
     if not found:
         return ""
@@ -115,13 +115,13 @@ def _names(run: Run) -> list[str]:
 
 
 def _name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
-    """The name of class number ``i`` of a line."""
+    """Return the name of class number ``i`` of a line."""
     own = record["of"][i] if "of" in record else i
     return names[own] if own < len(names) else f"class {own}"
 
 
 def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool) -> str:
-    """The tables of one evaluation. ``whole``: with every class."""
+    """Return the tables of one evaluation. ``whole``: with every class."""
     rows, right, answers = (record[name] for name in ("rows", "right", "answers"))
     known = [i for i in range(len(rows)) if rows[i] or answers[i]]
     recalls = [right[i] / rows[i] for i in known if rows[i]]
@@ -164,7 +164,7 @@ def _line(name: str, rows: int, right: int, answers: int) -> str:
 
 
 def _range(right: int, of: int) -> str:
-    """A share with its interval, in numbers and drawn."""
+    """Return a share with its interval, in numbers and drawn."""
     if not of:
         return '<span class="soft">–</span>'
     low, high = interval(right, of)
@@ -208,7 +208,7 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
-    """The recalls of several runs in the classes in which they differ most."""
+    """Return the recalls of several runs in the classes in which they differ most."""
     recalls: dict[str, dict[int, tuple[int, int]]] = {}
     for k, (run, record) in enumerate(found):
         names = _names(run)

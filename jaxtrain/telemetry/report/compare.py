@@ -12,7 +12,7 @@ from jaxtrain.telemetry.report.run import Run, Score
 
 
 def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]) -> str:
-    """A ranking, the differences of the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
+    """Return a ranking, the differences of the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
     known = [score for score in scores if score]
     shown = [score if score and score.name == known[0].name else None for score in scores]
@@ -37,7 +37,7 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:
-    """The numbers of the runs, the best first. Runs without the first run's score come last."""
+    """Return the numbers of the runs, the best first. Runs without the first run's score come last."""
     known = [score for score in scores if score]
 
     def place(score: Score | None) -> float:
@@ -72,7 +72,7 @@ def _parallel(
 
 
 def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
-    """An axis of parallel coordinates: the place of each value between 0 and 1, logarithmic for a wide range."""
+    """Return an axis of parallel coordinates: the place of each value between 0 and 1, logarithmic for a wide range."""
     texts = [short(value) for value in values]
     if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
         x = np.array([run_lib.number(v) for v in values])

@@ -82,7 +82,7 @@ def _figure(runs: Sequence[Run], chart: int, title: str, name: str, split: str, 
 
 
 def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
-    """Steps and learning rates of schedule.json, or None if it cannot be read."""
+    """Return steps and learning rates of schedule.json, or None if it cannot be read."""
     try:
         found = files.read_json(run.file("schedule.json"))
         step, rate = ([run_lib.number(x) for x in found[name][:5000]] for name in ("step", "lr"))

@@ -14,7 +14,7 @@ def esc(text: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number as a page shows it."""
+    """Return a number as a page shows it."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
@@ -30,13 +30,13 @@ def duration(seconds: float) -> str:
 
 
 def short(value: object) -> str:
-    """A value of a config, on a line."""
+    """Return a value of a config, on a line."""
     text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "…"
 
 
 def identifier(name: str) -> str:
-    """A name as the id of an element."""
+    """Return a name as the id of an element."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "section"
 
 
@@ -46,12 +46,12 @@ def grid(figures: Iterable[str]) -> str:
 
 
 def title(name: str, several: bool) -> str:
-    """The name of a run, on a page of several."""
+    """Return the name of a run, on a page of several."""
     return f"<h3>{esc(name)}</h3>" if several else ""
 
 
 def slider(which: str, n: int, label: str) -> str:
-    """A control that selects one of ``n`` sets below it."""
+    """Return a control that selects one of ``n`` sets below it."""
     kind = "range" if n > 1 else "hidden"
     value = f'min="0" max="{n - 1}" value="{n - 1}"'
     tag = f'<input class="wide" type="{kind}" {value} data-steps="{which}" aria-label="step of {esc(label)}">'

@@ -36,7 +36,7 @@ WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
 
 
 def library() -> str:
-    """The plotting library's code, compressed, as base64. Raises RunError if it is not installed."""
+    """Return the plotting library's code, compressed, as base64. Raises RunError if it is not installed."""
     try:
         code = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -61,7 +61,7 @@ class Page:
                       for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
 
     def html(self, *, plotly: str, every: float = 0.0, version: int = 0) -> str:
-        """The whole page.
+        """Return the whole page.
 
         Args:
           plotly: of `library`.
@@ -213,7 +213,7 @@ POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; sc
 
 
 def _tools(*, several: bool) -> str:
-    """The controls above the curves."""
+    """Return the controls above the curves."""
     key = "lines: train, dotted: test" if several else '<i class="swatch run0"></i>train <i class="swatch run1"></i>test'
     return (
         '<div class="tools"><label><input type="checkbox" id="log"> logarithmic</label><label>smoothing '

@@ -46,7 +46,7 @@ def read(path: pathlib.Path) -> Records:
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    """The file in parts that end with a line, without an incomplete last line."""
+    """Yield the file in parts that end with a line, without an incomplete last line."""
     rest = b""
     while block := file.read(CHUNK):
         whole, newline, rest = (rest + block).rpartition(b"\n")
@@ -135,7 +135,7 @@ def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray,
 
 
 def _first(chosen: np.ndarray, number: np.ndarray, stretches: int) -> np.ndarray:
-    """The first index of every stretch at which ``chosen`` holds."""
+    """Return the first index of every stretch at which ``chosen`` holds."""
     at = np.flatnonzero(chosen)
     _, first = np.unique(number[at], return_index=True)
     assert len(first) == stretches

@@ -50,11 +50,11 @@ class Run:
             return {}
 
     def file(self, name: str) -> pathlib.Path:
-        """The path of a file of the run. Raises FileError if it leads out of the workdir."""
+        """Return the path of a file of the run. Raises FileError if it leads out of the workdir."""
         return files.inside(self.path, name)
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """The value of ``section.field`` in the config."""
+        """Return the value of ``section.field`` in the config."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -122,7 +122,7 @@ class Run:
         return [record for record in found if record and record["split"] == "test"]
 
     def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
-        """The score of the last evaluation and the best one, or None.
+        """Return the score of the last evaluation and the best one, or None.
 
         ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
         """
@@ -193,7 +193,7 @@ class Score:
 
 
 def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
-    """The run in a folder. Raises RunError without one."""
+    """Return the run in a folder. Raises RunError without one."""
     path = pathlib.Path(path)
     if not path.is_dir():
         raise RunError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's workdir")
@@ -215,7 +215,7 @@ def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]
 
 
 def named(path: pathlib.Path, top: pathlib.Path) -> Run:
-    """The run in ``path``, called as it stands below ``top``."""
+    """Return the run in ``path``, called as it stands below ``top``."""
     return Run(path, os.path.relpath(path, top) if path != top else path.resolve().name)
 
 
@@ -264,7 +264,7 @@ def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """A record of metrics.jsonl, or None for another line."""
+    """Return a record of metrics.jsonl, or None for another line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -274,7 +274,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def number(value: Any) -> float:
-    """A value of a record as a float, or nan for another value."""
+    """Return a value of a record as a float, or nan for another value."""
     try:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:

@@ -57,7 +57,7 @@ class Compared:
         self.differs = next((step for step in self.steps if self._wrong(step)), None)
 
     def _wrong(self, step: int) -> list[str]:
-        """The fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
+        """Return the fields that differ at a step, as "loss 2.5 and 2.25". A nan equals a nan."""
         a, b = self._a, self._b
         halves = [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
         numbers = [(name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b))) for name in FIELDS]

@@ -24,7 +24,7 @@ MOST_STARTS = 60  # that are drawn, the latest of them
 
 
 def section(run: Run, *, several: bool) -> str:
-    """The run's part of the page, or "" for a run without a record of its time."""
+    """Return the run's part of the page, or "" for a run without a record of its time."""
     if not run.processes:
         return ""
     seconds = run.seconds
@@ -41,7 +41,7 @@ def section(run: Run, *, several: bool) -> str:
 
 
 def traced(name: str, trace: Trace) -> str:
-    """The time of traced steps, by the parts of a step and by scopes."""
+    """Return the time of traced steps, by the parts of a step and by scopes."""
     rows = "".join(
         f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{esc(scope)}</td></tr>'
         for scope, share, times in trace.scopes
@@ -72,7 +72,7 @@ def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> 
 
 
 def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
-    """A row for each start of a process, on the axis of the wall time, and a table of them."""
+    """Return a row for each start of a process, on the axis of the wall time, and a table of them."""
     if len(starts) < 2:
         return ""
     drawn = starts[-MOST_STARTS:]
@@ -117,7 +117,7 @@ def _ending(start: goodput.Start, alive: bool) -> str:
 
 
 def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
-    """The spread of the step's time between processes, and who holds the others up."""
+    """Return the spread of the step's time between processes, and who holds the others up."""
     newest = {p: each[-1] for p, each in processes.items() if each[-1].timed}
     if not newest:
         return ""

@@ -52,7 +52,7 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
 
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
-    """The trace below a folder, as JAX's profiler wrote it, or None without one. Raises FileError."""
+    """Return the trace below a folder, as JAX's profiler wrote it, or None without one. Raises FileError."""
     found = sorted(path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file())
     return read(files.inside(folder, str(found[-1].relative_to(folder)))) if found else None
 
@@ -104,7 +104,7 @@ def _part(name: str, scope: str) -> str:
 
 
 def _short(name: str, scope: str) -> str:
-    """A scope without JAX's decoration of names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
+    """Return a scope without JAX's decoration of names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
 
     Without a scope, the operation's name without the numbers at its end.
     """
@@ -139,7 +139,7 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
-    """The scope of each instruction in a program, of which a trace has the number, the name or neither.
+    """Return the scope of each instruction in a program, of which a trace has the number, the name or neither.
 
     Args:
       programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of instructions and their own.
@@ -216,7 +216,7 @@ def _scopes(program: memoryview) -> dict[str, str]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a message's fields: an integer, or the bytes of a field with a length."""
+    """Yield (number, value) of a message's fields: an integer, or the bytes of a field with a length."""
     at, end = 0, len(data)
     while at < end:
         key, at = _varint(data, at)

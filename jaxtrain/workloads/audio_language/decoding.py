@@ -25,7 +25,7 @@ class Streams(NamedTuple):
     top_k: tuple[int, ...] = (0,)
 
     def codebook(self, k: int) -> dict[str, Any]:
-        """The arguments of `sampling.choose` for a codebook."""
+        """Return the arguments of `sampling.choose` for a codebook."""
 
         def pick(values: Sequence[Any]) -> Any:
             return values[k if len(values) > 1 else 0]
@@ -52,7 +52,7 @@ class Writing(NamedTuple):
 
 
 def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
-    """The last state [B, D] of each prompt, laid out as rows are, and the cache with ``n_new`` free places."""
+    """Return the last state [B, D] of each prompt, laid out as rows are, and the cache with ``n_new`` free places."""
     x_bud, kept = model.decode(c, params, prompt, shard, keep=True)
     padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
     is_audio_bu = jnp.pad(prompt["slot"] >= prompt["text"].shape[1], [(0, 0), (0, n_new)])
@@ -173,7 +173,10 @@ def generate(
 def draw(
     c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
 ) -> tuple[Array, Array]:
-    """A token [B] and a code of each codebook [B, K] from the last state. Stream s draws by fold_in(fold_in(key, i), s)."""
+    """Return a token [B] and a code of each codebook [B, K] from the last state.
+
+    Stream s draws by fold_in(fold_in(key, i), s).
+    """
     x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
     allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
     allowed_kc = allowed_kc.at[0, grammar.end].set(True)
@@ -192,7 +195,7 @@ def draw(
 
 
 def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
-    """The next place of each row from a drawn token and drawn codes, by its state and which codebooks have begun or ended."""
+    """Return the next place of each row from a drawn token and codes, by its state and which codebooks have begun or ended."""
     # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b
@@ -207,6 +210,6 @@ def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array
 
 
 def _last_tokens(prompt: Batch, length_b: Array) -> Array:
-    """The last token of each prompt. None may end within a recording."""
+    """Return the last token of each prompt. None may end within a recording."""
     slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
     return jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]

@@ -68,12 +68,12 @@ _FILES = ("config.json", "generation_config.json", "preprocessor_config.json", *
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """The released weights' names of a parameter. ``config`` is the saved section ``model``."""
+    """Return the released weights' names of a parameter. ``config`` is the saved section ``model``."""
     return _NAMES.of(path, config["depth"])
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
+    """Return the shape of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
     if path in ("embed_audio", "w_head_audio"):
         return (shape[0] * shape[1], shape[2])
     return hugging_face.folded(path.rpartition("/")[2], shape)
@@ -97,7 +97,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """The card: with the tokenizer, an example that plays an audio sample."""
+    """Return the card: with the tokenizer, an example that plays an audio sample."""
     metrics = ("text", "audio", "text_accuracy", "audio_accuracy_0")
     example = "$ jaxtrain generate-audio . 'a dog' --codec codec.npz --out played" if "tokenizer.json" in files else ""
     return Hub("jaxtrain", "text-to-audio", metrics, example)

@@ -79,7 +79,7 @@ def finish(c: Config, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def measure(c: Config, params: PyTree, x_bud: Array, batch: Batch, shard: Shard) -> tuple[Array, dict[str, Mean]]:
-    """The loss, summed over rows, and the sums of every metric."""
+    """Return the loss, summed over rows, and the sums of every metric."""
     scale = batch["label_scale"].max(0)  # the same in all rows
 
     def sums(x_bnd: Array, w_vd: Array, target_bn: Array) -> tuple[Array, Array, Array]:

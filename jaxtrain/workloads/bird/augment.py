@@ -87,7 +87,7 @@ def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augme
 
 
 def view_key(seed: int, epoch: Array, index: Array, view: Array) -> Key:
-    """The key of one view of one recording in one epoch."""
+    """Return the key of one view of one recording in one epoch."""
     key = jax.random.key(seed ^ STREAM)
     for part in (epoch, index, view):
         key = jax.random.fold_in(key, part)
@@ -109,7 +109,7 @@ def _part(key: Key, i: int) -> Key:
 
 
 def _place(c: Config, x_fw: Array, key: Key) -> Array:
-    """The visible part of the recording, and its place."""
+    """Return the visible part of the recording, and its place."""
     if c.crop < 1:
         x_fw = _crop(c, x_fw, _part(key, 0))
     if c.shift:
@@ -118,7 +118,7 @@ def _place(c: Config, x_fw: Array, key: Key) -> Array:
 
 
 def _crop(c: Config, x_fw: Array, key: Key) -> Array:
-    """A box of a random area, shape and place, interpolated linearly to the whole's size (Szegedy et al. 2015)."""
+    """Return a box of a random area, shape and place, interpolated linearly to the whole's size (Szegedy et al. 2015)."""
     key_area, key_ratio, key_place = jax.random.split(key, 3)
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
     low, high = jnp.log(jnp.array(c.crop_ratio, jnp.float32))
@@ -143,7 +143,7 @@ def _add_background(c: Config, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key)
 
 
 def _own_share(c: Config, key: Key) -> Array:
-    """The share of a row's own recording: at least half, so that its own label stays the stronger one."""
+    """Return the share of a row's own recording: at least half, so that its own label stays the stronger one."""
     share = jax.random.beta(key, c.mixup, c.mixup)
     return jnp.maximum(share, 1 - share)
 

@@ -25,7 +25,7 @@ class Labels(NamedTuple):
 
 
 def specs(c: Settings) -> PyTree:
-    """A linear layer from the features to the classes."""
+    """Return a linear layer from the features to the classes."""
     assert c.n_classes is not None  # `data_problems` asks for it
     return {
         "w": Spec((c.embed, c.n_classes), ("embed", "vocab"), fan_in(c.embed)),
@@ -97,7 +97,7 @@ def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
 
 
 def probe_specs(c: Settings) -> PyTree:
-    """The online probe: layer norm and a linear layer on the features of any objective, which it does not train."""
+    """Return the online probe: layer norm and a linear layer on the features of any objective, which it does not train."""
     d = c.embed
     return {"scale": Spec((d,), ("embed",), ones), "bias": Spec((d,), ("embed",), zeros), **specs(c)}
 

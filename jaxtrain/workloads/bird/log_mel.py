@@ -26,7 +26,7 @@ PARTS = 16  # slices of a frame, at most, given by samples that window and hop s
 
 
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
-    """Samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
+    """Return samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
 
     The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2 std).
     """

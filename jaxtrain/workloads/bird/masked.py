@@ -83,7 +83,7 @@ def rank(x_n: Array) -> Array:
 
 
 def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
-    """The parameters of a decoder that predicts ``size`` values for each patch."""
+    """Return the parameters of a decoder that predicts ``size`` values for each patch."""
     e = d.embed
     return {
         "w_in": Spec((c.embed, e), ("embed", "mlp"), fan_in(c.embed)),

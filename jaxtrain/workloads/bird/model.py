@@ -72,7 +72,7 @@ class Config(Settings):
             yield from objective.data_problems(self, self.section(name), facts)
 
     def section(self, name: str) -> Any:
-        """The fields of an objective."""
+        """Return the fields of an objective."""
         return getattr(self, name)
 
     @property
@@ -86,7 +86,7 @@ class Config(Settings):
 
 
 def make_specs(c: Config) -> PyTree:
-    """encoder, objective/NAME for each that is on, probe if there are classes."""
+    """Return the specs of encoder, objective/NAME for each that is on, probe if there are classes."""
     table = {
         "encoder": vit.make_specs(c),
         "objective": {name: objective.specs(c, c.section(name)) for name, objective in c.on.items()},
@@ -95,7 +95,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, table: PyTree) -> PyTree:
-    """A table for each objective with a state, or ()."""
+    """Return a table for each objective with a state, or ()."""
     return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
 
 
@@ -143,7 +143,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    """The metric of all that the loss has besides the probe's: the objective's own if it is the only one, with weight 1."""
+    """Return the metric of the loss without the probe's: the objective's own if it is the only one, with weight 1."""
     name = next(iter(c.on))
     return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
 
@@ -261,13 +261,13 @@ def inputs(
 
 
 def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
-    """The same with the objective's own parameters and carry."""
+    """Return the same with the objective's own parameters and carry."""
     carry = variables.carry[name] if name in variables.carry else ()
     return shared._replace(params=variables.params["objective"][name], carry=carry)
 
 
 def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
-    """The carry after a step, by the new parameters."""
+    """Return the carry after a step, by the new parameters."""
     c = model.c
     moved = {
         name: objective.advance(c.section(name), params, carry[name], step, model.steps)
@@ -278,7 +278,7 @@ def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
 
 
 def pictures(model: Model, batch: Batch) -> dict[str, Array]:
-    """The first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
+    """Return the first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
     c = model.c
     first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
     shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}
@@ -290,7 +290,7 @@ def pictures(model: Model, batch: Batch) -> dict[str, Array]:
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """The pictures of each objective that draws some, of the first rows of an evaluation."""
+    """Return the pictures of each objective that draws some, of the first rows of an evaluation."""
     c = model.c
     images: dict[str, Array] = {}
     drawing = {name: (o.needs, o.progress) for name, o in c.on.items() if o.progress}

@@ -14,7 +14,7 @@ from jaxtrain.workloads.bird.settings import Settings
 
 
 def with_spectrograms(c: Settings, batch: Batch, shard: Shard) -> Batch:
-    """The batch with spectrograms, which rows of waveforms become here."""
+    """Return the batch with spectrograms, which rows of waveforms become here."""
     if c.form != "waveform":
         return batch
     fields = {"spectrogram": "waveform", **({"background": "background"} if c.augment.background else {})}
@@ -36,7 +36,7 @@ def repeated(c: Settings, x_b: Array) -> Array:
 
 
 def pooled(c: Settings, params: PyTree, encoded: vit.Encoded) -> Array:
-    """The features [R, D] that objectives and probe read, by the encoder's ``params``."""
+    """Return the features [R, D] that objectives and probe read, by the encoder's ``params``."""
     return vit.pooled(c, params, encoded.cls if c.pool == "cls" else encoded.patches)
 
 

@@ -126,7 +126,7 @@ class Config(checks.Section):
 
 
 def from_saved(section: Mapping[str, Any]) -> Config:
-    """The encoder of a run's saved config.json, of which ``section`` is "model"."""
+    """Return the encoder of a run's saved config.json, of which ``section`` is "model"."""
     known = {name: section[name] for name in Config.__dataclass_fields__ if name in section}
     return Config(**{**known, "patch": tuple(known["patch"])})
 
@@ -210,7 +210,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
-    """The encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
+    """Return the encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
 
     With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the requirements of checkpoints.
     """
@@ -271,7 +271,7 @@ def encode(
 
 
 def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
-    """The features [B, D] of some tokens of an `Encoded`, its CLS tokens or its patches: their mean.
+    """Return the features [B, D] of some tokens of an `Encoded`, its CLS tokens or its patches: their mean.
 
     Args:
       params: the encoder's.
@@ -355,7 +355,7 @@ def patchify(c: Config, x_bfw: Array) -> Array:
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:
-    """The patches [B, V, D] that a one-hot matrix names. A product can be split over devices, and a gather cannot."""
+    """Return the patches [B, V, D] that a one-hot matrix names. A product can be split over devices, and a gather cannot."""
     return jnp.einsum("bvn,bnd->bvd", visible_bvn, x_bnd, precision=EXACT)
 
 
@@ -395,6 +395,6 @@ def stack_flops(s: Stack, tokens: int) -> int:
 
 
 def forward_flops(c: Config, visible: int | None = None) -> int:
-    """The same of the encoder for one spectrogram, of which ``visible`` patches (None: all) enter the layers."""
+    """Return the same of the encoder for one spectrogram, of which ``visible`` patches (None: all) enter the layers."""
     seen = c.n_patches if visible is None else visible
     return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)

@@ -107,7 +107,7 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def pictures(c: Config, batch: Batch) -> dict[str, Array]:
-    """The last frames of the first windows, in grey."""
+    """Return the last frames of the first windows, in grey."""
     frame = entry(batch["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
     return {"frame": frame.mean(-1)[:, ::-1]}
 
@@ -123,7 +123,7 @@ def _loss_name(name: str) -> str:
 
 
 def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
-    """The target of each output, float32."""
+    """Return the target of each output, float32."""
     video_bi = batch["video"]
     if c.reconstruct == "frame":
         start = c.frame % c.n_frames * c.frame_size
@@ -134,7 +134,7 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
-    """The divisor of an error: the unbiased standard deviation of all values of the valid rows of the global batch, plus 1e-8.
+    """Return the divisor of an error: the unbiased standard deviation of all valid rows of the global batch, plus 1e-8.
 
     It is 1 if all values are equal (no text in a batch, a dark film).
     """

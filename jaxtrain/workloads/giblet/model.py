@@ -149,7 +149,7 @@ class Layer(NamedTuple):
 
 
 def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
-    """The whole net: part -> branch -> its layers, in order."""
+    """Return the whole net: part -> branch -> its layers, in order."""
 
     def chain(n_in: int, widths: tuple[int, ...], rates: tuple[float, ...], first: Axes = ("embed", "mlp")) -> list[Layer]:
         sizes = zip((n_in, *widths[:-1]), widths, rates, strict=True)
@@ -225,7 +225,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config) -> PyTree:
-    """The running statistics of every norm, float32."""
+    """Return the running statistics of every norm, float32."""
 
     def norm(layer: Layer) -> dict[str, Spec]:
         return {"mean": Spec((layer.n_out,), (None,), zeros), "var": Spec((layer.n_out,), (None,), ones)}
@@ -307,7 +307,7 @@ def run_chain(
     shard: Shard,
     draws: Draws | None,
 ) -> tuple[Array, PyTree]:
-    """The layers of one branch, called ``name``, one after the other: float32 [B, O], and the new running statistics."""
+    """Return the layers of one branch, called ``name``, one after the other: float32 [B, O], and the new running statistics."""
     new, dtype = {}, jnp.dtype(c.dtype)
     for i, layer in enumerate(chain):
         path, w = f"{name}/{i}", params[str(i)]

@@ -110,7 +110,7 @@ class Brain(NamedTuple):
 
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
-    """The mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
+    """Return the mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
     sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with sources.reading(place):
@@ -183,5 +183,5 @@ def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:
 
 
 def _packed(content: bytes) -> bytes:
-    """A member of a .gz file, the same at any time. Members in sequence are one file."""
+    """Return a member of a .gz file, the same at any time. Members in sequence are one file."""
     return gzip.compress(content, 4, mtime=0)

@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 
 def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
-    """The first ``limit`` prompts of an environment. Raises BadEnvironment."""
+    """Return the first ``limit`` prompts of an environment. Raises BadEnvironment."""
     try:
         environment = importlib.import_module(module).load_environment(**arguments)
     except (ImportError, AttributeError, TypeError) as error:

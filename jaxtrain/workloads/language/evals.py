@@ -20,7 +20,7 @@ MAX_LINES = 8  # [prompts] of an environment that samples.jsonl shows
 
 
 def trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
-    """The generative evaluations that a config asks for."""
+    """Yield the generative evaluations that a config asks for."""
     if c.samples.prompts:
 
         def show(texts: Sequence[str]) -> Judged:

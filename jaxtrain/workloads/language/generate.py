@@ -62,7 +62,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file: of .jsonl the "prompt" of each line, or a line that is a string, else each line.
+    """Return the prompts of a file: of .jsonl the "prompt" of each line, or a line that is a string, else each line.
 
     Raises DataError.
     """

@@ -69,7 +69,7 @@ _GENERATION = "generation_config.json"
 
 
 def _family(model: Mapping[str, Any]) -> str | None:
-    """The Hugging Face model_type of a model section, or None."""
+    """Return the Hugging Face model_type of a model section, or None."""
     plain = (model["norm"], model["activation"], model["positions"], model["bias"])
     kinds = {"mistral": model["window"], "qwen3": model["qk_norm"], "qwen2": model["qkv_bias"]}
     if plain != ("rms", "swiglu", "rope", False) or sum(map(bool, kinds.values())) > 1:
@@ -86,7 +86,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one exported array: Hugging Face has heads and their dimensions as one axis."""
+    """Return the shape of one exported array: Hugging Face has heads and their dimensions as one axis."""
     if _family(config) is None:
         return shape
     return hugging_face.folded(path.rpartition("/")[2], shape)
@@ -118,7 +118,7 @@ def _json(tree: Any) -> bytes:
 
 
 def _folder(place: Any) -> pathlib.Path | None:
-    """The folder of a path in a config, which may be a file in it."""
+    """Return the folder of a path in a config, which may be a file in it."""
     if not place or place == "bytes":
         return None
     path = pathlib.Path(str(place)).expanduser()
@@ -126,7 +126,10 @@ def _folder(place: Any) -> pathlib.Path | None:
 
 
 def _tokenizer_files(folders: Sequence[pathlib.Path | None], base: pathlib.Path | None) -> dict[str, bytes]:
-    """The files of the first tokenizer: the run's own, else that of its base weights. Its companions may lie at either."""
+    """Return the files of the first tokenizer: the run's own, else that of its base weights.
+
+    Its companions may lie at either.
+    """
     found: dict[str, bytes] = {}
     for folder in (*folders, base):
         if folder and (more := hugging_face.read_files(folder, tokenizer.FILES)):
@@ -181,7 +184,7 @@ print(ids[0].tolist())"""
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """The card: transformers loads the architectures that it has, and the tokenizer if there is one."""
+    """Return the card: transformers loads the architectures that it has, and the tokenizer if there is one."""
     metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
     with_text = "tokenizer.json" in files
     of_bytes = not model.get("symbols") and "bytes" in (model.get("tokenizer"), config["data"].get("tokenizer"))
@@ -194,7 +197,7 @@ def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
-    """The head, if the embedding takes its place. ``config`` is the saved section ``model``."""
+    """Return the head, if the embedding takes its place. ``config`` is the saved section ``model``."""
     return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
 
 
@@ -202,7 +205,7 @@ EXPORT = Export(export_names, export_shape, export_files, export_hub, tied=tied)
 
 
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
-    """A model section as fields of config.json."""
+    """Return a model section as fields of config.json."""
     rope = model["rope"]
     scaling = {"rope_type": "llama3", **{theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()}}
     return {
@@ -227,7 +230,7 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """The fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
+    """Return the fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
 
     Raises:
       HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window that this model lacks.

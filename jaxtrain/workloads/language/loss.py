@@ -73,7 +73,7 @@ def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dic
 def measure(
     c: Config, shard: Shard, params: PyTree, x_bsd: Array, batch: Batch, mask_bs: Array
 ) -> tuple[Mean, dict[str, Mean]]:
-    """The loss over the targets of ``mask_bs``, and metrics."""
+    """Return the loss over the targets of ``mask_bs``, and metrics."""
     w_vd = transformer.head(c, params)
     sums = cross_entropy(x_bsd, w_vd, batch["targets"], mask_bs, shard, z_loss=c.z_loss, chunk=c.chunk, axes=transformer.TABLE)
     n = mask_bs.sum()

@@ -115,14 +115,14 @@ class Config(transformer.Decoder):
             )
 
     def _fewer(self, where: str) -> str:
-        """The remedy for continuations of ``where`` that the context does not hold."""
+        """Return the remedy for continuations of ``where`` that the context does not hold."""
         half = max(self.context // 2, 1)
         if where == "samples":
             return f"set config.model.samples.tokens={half}, or write nothing: config.model.samples.prompts=()"
         return f"set tokens to {half} in config.model.targets, or score nothing: config.model.targets=()"
 
     def _writers(self) -> Iterator[tuple[str, Samples | Target]]:
-        """The sections that have the model write: (path, section)."""
+        """Yield the sections that have the model write: (path, section)."""
         yield "samples", self.samples
         yield from ((f"targets[{i}]", target) for i, target in enumerate(self.targets))
 

@@ -17,7 +17,7 @@ class Codec(NamedTuple):
     ends: tuple[int, ...] = ()  # tokens that end a text
 
     def continuation(self, prompt: Sequence[int], new: Sequence[int], text: str = "") -> tuple[str, int, bool]:
-        """The text that ``new`` tokens add to a prompt, its number of tokens, and whether one of `ends` ended it."""
+        """Return the text that ``new`` tokens add to a prompt, its number of tokens, and whether one of `ends` ended it."""
         n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
         return tokenizer_lib.continuation(self.decode, prompt, new[:n], text), n, n < len(new)
 

@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished ro
 
 
 def begin(carry: PyTree, batch: Batch) -> PyTree:
-    """The slots of a step. A slot whose row is done starts again on the batch's row."""
+    """Return the slots of a step. A slot whose row is done starts again on the batch's row."""
     done_b = carry["halted"]
 
     def pick(new: Array, old: Array) -> Array:
@@ -166,7 +166,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
 
 
 def exploration(model: Model, step: Array) -> Array | float:
-    """The probability of exploring at a step, annealed linearly."""
+    """Return the probability of exploring at a step, annealed linearly."""
     c = model.c
     if c.explore_end is None:
         return c.explore
@@ -212,7 +212,7 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """The first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
+    """Return the first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
     n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
     first = {name: x[:n] for name, x in batch.items()}
     _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))

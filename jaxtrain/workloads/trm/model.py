@@ -153,7 +153,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """A slot for each row of the batch, all done at first, the fixed initial states, and the step for the annealing."""
+    """Return a slot for each row of the batch, all done at first, the fixed initial states, and the step for the annealing."""
     z = Spec((batch, c.n_tokens, c.embed), ("batch", "seq", None), zeros, c.dtype)
     cells = Spec((batch, c.n_cells), ("batch", None), zeros, "int32")
     count = Spec((batch,), ("batch",), zeros, "int32")
@@ -205,7 +205,7 @@ def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None)
 
 
 def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
-    """The feed-forward net along a row's tokens, with its norm."""
+    """Return the feed-forward net along a row's tokens, with its norm."""
     axes = ("batch", None, "mlp")
     if shard.devices[0] != "tpu":  # tokens last, or each product is written out once more, transposed
         x_bdt = x_btd.swapaxes(1, 2)
@@ -217,7 +217,10 @@ def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
 
 
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
-    """The net, on the sum of the state that it refines and the inputs that it reads. ``w`` has the activations' dtype."""
+    """Return the net, on the sum of the state that it refines and the inputs that it reads.
+
+    ``w`` has the activations' dtype.
+    """
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":

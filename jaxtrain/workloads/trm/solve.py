@@ -80,7 +80,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
 
 
 def read_puzzles(path: str, side: int) -> list[Puzzle]:
-    """The puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
+    """Return the puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
 
     Raises DataError, with the line.
     """

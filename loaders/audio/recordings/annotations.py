@@ -92,7 +92,7 @@ class Annotation:
 
 
 def shown(text: str) -> str:
-    """A text in one line, in which accents of their own, odd blanks and invisible characters are escaped.
+    """Return a text in one line, in which accents of their own, odd blanks and invisible characters are escaped.
 
     Two names that differ then look different, although a terminal shows them alike.
     """
@@ -134,7 +134,7 @@ class Mistakes:
         return self._policy[kind]
 
     def report(self) -> list[str]:
-        """A line for each kind, with its count, and a few examples below it."""
+        """Return a line for each kind, with its count, and a few examples below it."""
         out = []
         done = {REFUSE: "refused", DROP: "dropped", KEEP: "kept"}
         for kind in KINDS:
@@ -157,11 +157,11 @@ class Mistakes:
         atomic_write.write(path, text.getvalue().encode("utf-8", "backslashreplace").decode())
 
     def refused(self) -> list[str]:
-        """The kinds that were met and are refused."""
+        """Return the kinds that were met and are refused."""
         return [kind for kind in KINDS if self.counts[kind] and self._policy[kind] == REFUSE]
 
     def summary(self, listed: str = "") -> str:
-        """The count of each kind, in a line, and the name of the list."""
+        """Return the count of each kind, in a line, and the name of the list."""
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS if self.counts[kind])
         return f"{counts}{f', listed in {listed}' if listed else ''}" if counts else "nothing passed over"
 

@@ -18,7 +18,7 @@ class Classes(NamedTuple):
     known: Mapping[str, str]
 
     def of(self, label: str) -> str | None:
-        """The class of a label, or None if it is unknown."""
+        """Return the class of a label, or None if it is unknown."""
         return self.known.get(" ".join(label.split()).casefold()) if self.known else label
 
 

@@ -108,7 +108,7 @@ ELSEWHERE = ("ytid", "slicefilename")
 
 
 def words(name: str) -> list[str]:
-    """The words of a column's name in lower case, without marks between them."""
+    """Return the words of a column's name in lower case, without marks between them."""
     text = unicodedata.normalize("NFKC", name).strip("\ufeff")
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).casefold())
 
@@ -133,7 +133,7 @@ def is_other(name: str) -> bool:
 
 
 def meaning_of(name: str) -> tuple[str, int, float] | None:
-    """The meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
+    """Return the meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
     parts = words(name)
     whole = "".join(parts)
     if whole in KNOWN:
@@ -156,7 +156,7 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
 
 
 def what(name: str) -> str:
-    """The meaning of a column, or ""."""
+    """Return the meaning of a column, or ""."""
     found = meaning_of(name)
     return found[0] if found else ""
 
@@ -195,14 +195,14 @@ class Layout:
         return next(iter(self.used.get(meaning, ())), None)
 
     def text(self, row: Mapping[str, str], meaning: str) -> str:
-        """The value of a row, "" if it has none."""
+        """Return the value of a row, "" if it has none."""
         for name in self.used.get(meaning, ()):
             if row[name] not in values.MISSING:
                 return row[name]
         return ""
 
     def describe(self) -> list[str]:
-        """The columns that were found, a meaning a line."""
+        """Return the columns that were found, a meaning a line."""
         units = {1e-3: "ms", 60.0: "min", 3600.0: "h", 1e3: "kHz"}
         lines = [f"{self.table.path}: {len(self.table.rows())} lines, {self.table.encoding}"]
         found = {
@@ -224,7 +224,7 @@ FLAGS = {
 
 
 def find(table: Table, options: Options) -> Layout:
-    """The columns of a table.
+    """Return the columns of a table.
 
     Raises DataError: an option names a column that is not there, or times or labels would be lost.
     """
@@ -274,7 +274,7 @@ def find(table: Table, options: Options) -> Layout:
 
 
 def _named(table: Table, option: str, flag: str) -> list[str]:
-    """The column that an option names, or the columns between commas. Raises DataError."""
+    """Return the column that an option names, or the columns between commas. Raises DataError."""
     if option == "none" and not table.find("none"):
         return []
     if column := table.find(option):
@@ -331,7 +331,7 @@ def _choose_labels(used: dict[str, list[str]], options: Options) -> None:
 
 
 def _classes(table: Table, names: Sequence[str]) -> list[str]:
-    """The columns of a wide table whose names are labels: they hold nothing but yes and no. Raises DataError.
+    """Return the columns of a wide table whose names are labels: they hold nothing but yes and no. Raises DataError.
 
     A column of other numbers next to them might be a class, too.
     """
@@ -365,7 +365,7 @@ def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
 
 
 def _looks_like(table: Table, name: str, used: Mapping[str, list[str]]) -> str:
-    """The likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class" or ""."""
+    """Return the likely meaning of an unused column, by its name and values: "a time", "a label", "a class" or ""."""
     its = [value for value in table.values(name) if values.given(value)]
     if not its or is_other(name):
         return ""

@@ -68,7 +68,7 @@ class Names:
                 self._any_case.setdefault(key.casefold(), []).append(name)
 
     def match(self, name: str) -> tuple[list[str], list[str]]:
-        """The recordings that a name may mean, and others of the same file name, whose folders contradict it.
+        """Return the recordings that a name may mean, and others of the same file name, whose folders contradict it.
 
         Folders are compared from the right, as far as both names have some. Of several that agree, those count that agree
         longest. The file name may lack its ending, or have another one.
@@ -97,7 +97,7 @@ def _one_form(name: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """The parts of a path of any system."""
+    """Return the parts of a path of any system."""
     parts = [part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")]
     return parts[1:] if parts and re.fullmatch(r"[A-Za-z]:", parts[0]) else parts
 
@@ -112,7 +112,7 @@ class Finder:
         self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
-        """The absolute path of a recording. None for none or several, which is counted once for each name."""
+        """Return the absolute path of a recording. None for none or several, which is counted once for each name."""
         key = (name, str(table.parent))
         if key not in self._found:
             self._found[key] = self._find(name.removeprefix("file://").replace("\\", "/"), table, where)
@@ -152,7 +152,7 @@ class Finder:
         return paths[0]
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
-        """The recording that a table without file names is about: the one whose name it begins with."""
+        """Return the recording that a table without file names is about: the one whose name it begins with."""
         stem = table.name
         while stem:
             for folder in (table.parent, *([self.folder] if self.folder else [])):
@@ -182,7 +182,7 @@ class Finder:
         return any(os.path.dirname(name) == ("" if where == "." else where) for name in self._of(folder).all)
 
     def _of(self, folder: pathlib.Path) -> Names:
-        """The recordings below a folder."""
+        """Return the recordings below a folder."""
         if folder not in self._names:
             top = os.path.abspath(folder)
             self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Mistakes()) if is_audio(path))

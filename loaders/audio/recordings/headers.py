@@ -44,7 +44,7 @@ class Header:
 def read_all(
     paths: Iterable[str], known: Mapping[str, Header], mistakes: Mistakes, threads: int = 0
 ) -> tuple[dict[str, Header], int]:
-    """The headers of all recordings that can be read, by path, and how many were read now and not ``known`` before."""
+    """Return the headers of all recordings that can be read, by path, and how many were read now and not ``known`` before."""
     paths = sorted(set(paths))
     found: dict[str, Header] = {}
     n_read = 0
@@ -74,7 +74,7 @@ def read_all(
 
 
 def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
-    """The header of a recording, or the kind of mistake and its text."""
+    """Return the header of a recording, or the kind of mistake and its text."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -127,7 +127,7 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
 
 
 def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
-    """A digest of a few bytes, and date and place."""
+    """Return a digest of a few bytes, and date and place."""
     with open(path, "rb") as file:
         digest = hashlib.blake2b(digest_size=16)
         first = file.read(SAMPLE)

@@ -33,7 +33,7 @@ class Line:
 
 
 def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]:
-    """The lines of a table. Lines that cannot be understood are mistakes.
+    """Yield the lines of a table. Lines that cannot be understood are mistakes.
 
     Raises DataError: nothing tells day and month of its dates apart.
     """
@@ -96,7 +96,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
 
 @functools.lru_cache(1 << 14)
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """The labels of a field: one, several in brackets, or several between separators, in one line each."""
+    """Return the labels of a field: one, several in brackets, or several between separators, in one line each."""
     text = " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", unicodedata.normalize("NFC", text or "")).split())
     if not values.given(text):
         return ()
@@ -154,7 +154,7 @@ def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
 
 
 def _file(layout: Layout, row: Row) -> str:
-    """The name of the recording, after the folders that the table names in columns of their own."""
+    """Return the name of the recording, after the folders that the table names in columns of their own."""
     name = layout.text(row, "file").replace("\\", "/")
     folders = [
         row[column].replace("\\", "/").rstrip("/") for column in layout.used.get("folder", ()) if values.given(row[column])
@@ -163,7 +163,7 @@ def _file(layout: Layout, row: Row) -> str:
 
 
 def _answer(layout: Layout, row: Row) -> str | None:
-    """The answer of `jaxtrain review`, or of a person in Arbimon, about the label. None: it is none."""
+    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. None: it is none."""
     text = layout.text(row, "answer")
     if not text or text.casefold() in values.OPEN:
         return "skip" if text else ""
@@ -184,7 +184,7 @@ class _About:
             raise DataError(f"{layout.table.path}: in its dates, {error}, or omit them: --date-column none") from error
 
     def of(self, row: Row) -> dict[str, str]:
-        """Raises ValueError: a date or a time that is none."""
+        """Return the place's facts. Raises ValueError: a date or a time that is none."""
         about = {key: self._layout.text(row, key) for key in self._given}
         for meaning in ("datetime", "date"):
             if text := self._layout.text(row, meaning):

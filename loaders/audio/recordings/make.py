@@ -87,7 +87,7 @@ def make(
 
 
 def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The tar archives in a folder. Raises DataError for one that a link leads out to."""
+    """Return the tar archives in a folder. Raises DataError for one that a link leads out to."""
     found = [path for path in sorted(folder.rglob("*.tar*")) if path.is_file()]
     remedy = "; name that archive itself, or the folder that it lies in"
     return [files.inside(folder, str(path.relative_to(folder)), remedy=remedy) for path in found]

@@ -77,7 +77,7 @@ def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
 
 
 def other_day(name: str, stated: str) -> str:
-    """The date in a file's name if it is more than a day from the one that is stated elsewhere, or ""."""
+    """Return the date in a file's name if it is more than a day from the one that is stated elsewhere, or ""."""
     own, other = _when(from_name(name)), _when({"date": stated})
     far = own and other and abs(own.date() - other.date()) > timedelta(days=1)
     return own.date().isoformat() if own and far else ""

@@ -63,7 +63,7 @@ class Plan:
     options: Options
 
     def rows(self, split: str) -> Iterator[Row]:
-        """The rows of a split, by recording and time."""
+        """Yield the rows of a split, by recording and time."""
         numbers = {name: number for number, name in enumerate(self.names)}
         for path in sorted(self.events, key=lambda path: os.path.relpath(path, self.root)):
             if self.splits[path] == split:
@@ -106,7 +106,7 @@ class Splitter:
         return self.value.partition(":")[0] if self.kind == "column" else ""
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
-        """The split of a recording with this name below the root, or None if its decisive value is unknown."""
+        """Return the split of a recording with this name below the root, or None if its decisive value is unknown."""
         if self.kind == "column":
             wanted = self.value.partition(":")[2]
             return stated or None if not wanted else "test" if stated == values.whole(wanted) else "train" if stated else None
@@ -212,7 +212,7 @@ def plan(
 
 
 def leads_out(path: str, root: str) -> str:
-    """The target of a path below ``root`` if links lead out of there, else ""."""
+    """Return the target of a path below ``root`` if links lead out of there, else ""."""
     led = os.path.realpath(path)
     return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
 
@@ -220,7 +220,7 @@ def leads_out(path: str, root: str) -> str:
 def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
-    """An annotation whose times lie in its recording, with classes for labels, or None if it is left out."""
+    """Return an annotation whose times lie in its recording, with classes for labels, or None if it is left out."""
     if each.start is not None and each.end is not None:
         times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:
@@ -249,7 +249,7 @@ def _checked(
 
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
-    """The annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
+    """Return the annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
     seen: dict[tuple[Any, ...], Annotation] = {}
     for each in sorted(events, key=_order):
         key = (each.start, each.end, each.channel, each.low, each.high, each.labels, each.split)
@@ -273,7 +273,7 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
 
 
 def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:
-    """The annotations, of which those with the same times and other labels become one with all labels."""
+    """Yield the annotations, of which those with the same times and other labels become one with all labels."""
     places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
     for each in events:
         places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
@@ -295,7 +295,7 @@ def _order(each: Annotation) -> tuple[Any, ...]:
 
 
 def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
-    """The names of the classes in their order, without rare ones; events that have only rare ones are left out."""
+    """Return the names of the classes in their order, without rare ones; events that have only rare ones are left out."""
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
     dropped = {

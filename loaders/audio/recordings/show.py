@@ -35,7 +35,7 @@ class Split(NamedTuple):
 
 
 def report(folder: pathlib.Path) -> list[str]:
-    """The lines that describe an index. Raises DataError."""
+    """Return the lines that describe an index. Raises DataError."""
     about = store.read(folder)
     names = about["classes"]
     lines = [f"{folder}: {len(names)} classes; recordings below {shards.index_root(folder / 'index.json')}"]
@@ -119,7 +119,7 @@ def _bins(lengths: np.ndarray) -> str:
 
 
 def _bars(names: Sequence[str], counts: np.ndarray) -> Image.Image:
-    """A bar for each of the commonest classes."""
+    """Return a bar for each of the commonest classes."""
     order = np.argsort(-counts, kind="stable")[:60]
     image = Image.new("RGB", (640, 16 * max(1, len(order)) + 8), "white")
     draw = ImageDraw.Draw(image)

@@ -27,7 +27,7 @@ TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".ods", ".data", ".textgrid",
 
 
 def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda text: None) -> Iterator[Annotation]:
-    """The annotations of a folder, a table, metadata or a list of paths.
+    """Yield the annotations of a folder, a table, metadata or a list of paths.
 
     Args:
       note: is called with the lines that describe a table's columns.
@@ -50,7 +50,7 @@ def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda 
 
 
 def root_of(path: pathlib.Path) -> str:
-    """The folder of the recordings that a table or folder of `jaxtrain detect` is about, or ""."""
+    """Return the folder of the recordings that a table or folder of `jaxtrain detect` is about, or ""."""
     path = pathlib.Path(os.path.abspath(path))
     for folder in (path, *path.parents)[:8]:
         if (folder / "detect.json").is_file():
@@ -193,7 +193,7 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
 
 
 def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """A list of recordings, one a line."""
+    """Yield a list of recordings, one a line."""
     for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
         if line.startswith("#") and not is_audio(line.strip()):
@@ -203,7 +203,7 @@ def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> 
 
 
 def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
-    """A table with a recording, or a part of one, a line."""
+    """Yield a table with a recording, or a part of one, a line."""
     layout = columns.find(table, options)
     for text in layout.describe():
         note(text)
@@ -228,7 +228,7 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
 def _audacity(
     path: pathlib.Path, text: str, encoding: str, separator: str, mistakes: Mistakes, finder: Finder
 ) -> Iterator[Annotation]:
-    """A label track of Audacity: start, end and label between tabs, and below it, after a backslash, the frequencies."""
+    """Yield a label track of Audacity: start, end and label between tabs, and below it, after a backslash, the frequencies."""
     audio = finder.next_to(path, str(path))
     if not audio:
         return
@@ -302,7 +302,7 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
 
 
 def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """The metadata of one split of BirdSet: recordings in train, events of recordings in test, clips of 5 s in test_5s."""
+    """Yield the metadata of a split of BirdSet: recordings in train, events of recordings in test, clips of 5 s in test_5s."""
     import pyarrow.csv as pc
     import pyarrow.parquet as pq
 

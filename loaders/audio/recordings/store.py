@@ -35,7 +35,7 @@ PLACES = ("latitude", "longitude")
 
 
 def schema(names: list[str]) -> pa.Schema:
-    """The columns of an index, with the names of its classes as Hugging Face's `datasets` declares them."""
+    """Return the columns of an index, with the names of its classes as Hugging Face's `datasets` declares them."""
     audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     fields = {
         "audio": audio,
@@ -142,7 +142,7 @@ def _is_counted(split: Any) -> bool:
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
-    """The headers that an index keeps, by absolute path, or none without any of this version."""
+    """Return the headers that an index keeps, by absolute path, or none without any of this version."""
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
         rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()

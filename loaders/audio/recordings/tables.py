@@ -18,12 +18,12 @@ _SEVERAL = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}|[\xf0-
 
 
 def text_of(path: pathlib.Path) -> str:
-    """The text of a file. Raises DataError if it is no text."""
+    """Return the text of a file. Raises DataError if it is no text."""
     return read_text(path)[0]
 
 
 def read_text(path: pathlib.Path) -> tuple[str, str]:
-    """The text of a file, and the encoding that its bytes tell.
+    """Return the text of a file, and the encoding that its bytes tell.
 
     Raises DataError: it is no text, or no encoding fits.
     """
@@ -51,13 +51,13 @@ def read_text(path: pathlib.Path) -> tuple[str, str]:
 
 
 def said_separator(line: str) -> str | None:
-    """The separator in a table's first line, as Excel writes it: "sep=;". None for every other line."""
+    """Return the separator in a table's first line, as Excel writes it: "sep=;". None for every other line."""
     found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
     return found[1] if found else None
 
 
 def separator(header: str) -> str:
-    """The separator that a header line has most of."""
+    """Return the separator that a header line has most of."""
     return max("\t;,|", key=header.count)
 
 
@@ -65,7 +65,7 @@ class Table:
     """A table's columns and rows. A column is found by its name in any case, without blanks, points and underscores."""
 
     def __init__(self, path: pathlib.Path, text: str, encoding: str = "UTF-8"):
-        """Raises DataError: a quoted field does not end."""
+        """Open the table. Raises DataError: a quoted field does not end."""
         self.path, self.encoding = path, encoding
         lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
         stated = said_separator(lines[0]) if lines else None
@@ -83,7 +83,7 @@ class Table:
         self._rows = list(self._read(lines[n + 1 :], n + 1))
 
     def _reader(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, list[str]]]:
-        """The number of each line, and its cells."""
+        """Yield the number of each line, and its cells."""
         text = io.StringIO("\n".join(lines))
         reader = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
         begins = before + 1
@@ -114,12 +114,12 @@ class Table:
                 yield number, dict(zip(self.columns, cells, strict=True))
 
     def find(self, *names: str) -> str | None:
-        """The first column that has one of these names, or None."""
+        """Return the first column that has one of these names, or None."""
         known = {_plain(name): name for name in reversed(self.columns)}
         return next((known[_plain(name)] for name in names if _plain(name) in known), None)
 
     def rows(self) -> Sequence[tuple[int, Mapping[str, str]]]:
-        """The number of each line in the file, and its values by column, without empty lines, comments and wrong ones."""
+        """Return the number of each line in the file, and its values by column, but no empty, comment or wrong lines."""
         return self._rows
 
     def values(self, column: str) -> list[str]:

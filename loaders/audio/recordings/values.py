@@ -17,7 +17,7 @@ def given(text: str) -> bool:
 
 
 def number(text: str | None, comma: bool = True) -> float | None:
-    """A number with a point, or with a comma if the table allows it, or None for an empty field. Raises ValueError."""
+    """Return a number with a point, or with a comma if the table allows it, or None for an empty field. Raises ValueError."""
     if text is None or (text := text.strip()) in MISSING:
         return None
     value = float(text.replace(",", ".") if comma and "," in text and "." not in text else text)
@@ -27,7 +27,7 @@ def number(text: str | None, comma: bool = True) -> float | None:
 
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
-    """A time in s of a number, or of h:mm:ss; None for an empty field. Raises ValueError."""
+    """Return a time in s of a number, or of h:mm:ss; None for an empty field. Raises ValueError."""
     if text and ":" in text and (found := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text.strip())):
         return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3].replace(",", "."))
     value = number(text, comma)
@@ -62,7 +62,7 @@ def are_answers(texts: Iterable[str]) -> bool:
 
 
 def whole(text: str) -> str:
-    """A whole number as it is counted: "5" for 5.0, which pandas makes of 5 next to an empty field."""
+    """Return a whole number as it is counted: "5" for 5.0, which pandas makes of 5 next to an empty field."""
     return text.partition(".")[0] if "." in text and re.fullmatch(r"-?\d+\.0+", text) else text
 
 
@@ -70,7 +70,10 @@ class Dates:
     """The dates of a column, which together decide whether the day or the month is first."""
 
     def __init__(self, texts: Sequence[str], order: str = ""):
-        """Raises ValueError: nothing tells, and ``order`` ("day-first", "month-first") is empty."""
+        """Find the order of days and months.
+
+        Raises ValueError: nothing tells, and ``order`` ("day-first", "month-first") is empty.
+        """
         pairs = [(int(found[1]), int(found[2])) for text in texts if (found := self._slashed(text))]
         day_first, month_first = any(a > 12 for a, _ in pairs), any(b > 12 for _, b in pairs)
         if day_first and month_first:
@@ -122,7 +125,7 @@ class Dates:
 
 
 def time_of_day(text: str) -> str:
-    """A time of day as 05:30:00, with its zone if it has one. Raises ValueError."""
+    """Return a time of day as 05:30:00, with its zone if it has one. Raises ValueError."""
     found = re.fullmatch(
         r"(\d{1,2})[:h.](\d\d)(?:[:.](\d\d)(?:[.,]\d+)?)? ?([AaPp])?\.?[Mm]?\.?(?: ?(Z|UTC|[+-]\d\d:?\d\d))?(?:/.*)?",
         text.strip(),

@@ -110,7 +110,7 @@ def cut(
     mistakes: Mistakes,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
-    """The windows of recordings: files, folders of them, indexes, and tables or lists that name some.
+    """Return the windows of recordings: files, folders of them, indexes, and tables or lists that name some.
 
     Args:
       seconds, hop: of the windows.
@@ -161,7 +161,10 @@ def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]
 def _recordings_of(
     given: str, root: str, known: dict[str, Header], reading: columns.Options, mistakes: Mistakes
 ) -> tuple[str, set[str]]:
-    """The folder that a source stands for ("" without one), and its recordings. ``known`` takes headers that an index has."""
+    """Return the folder that a source stands for ("" without one), and its recordings.
+
+    ``known`` takes headers that an index has.
+    """
     path = pathlib.Path(given).expanduser()
     if (path / "index.json").is_file():
         of_index: Mapping[str, Header] = store.read_recordings(path)

@@ -114,7 +114,7 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
-    """The folders of embeddings, of which those of indexes are made, or made to their end."""
+    """Return the folders of embeddings, of which those of indexes are made, or made to their end."""
     from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
     from loaders.audio.recordings import store
     from loaders.io import machine

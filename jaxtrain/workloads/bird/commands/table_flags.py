@@ -20,6 +20,6 @@ def add(parser: argparse._ArgumentGroup, names: Sequence[str] = tuple(FLAGS)) ->
 
 
 def of(args: argparse.Namespace) -> Options:
-    """The options that were given."""
+    """Return the options that were given."""
     named = vars(args)
     return Options(**{name: named[name] for name in Options.__dataclass_fields__ if name in named and name != "labels"})

@@ -28,12 +28,12 @@ print(*features[0].tolist())
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """The model's part of an encoder's card."""
+    """Return the model's part of an encoder's card."""
     return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
 
 
 def task(config: Mapping[str, Any]) -> str:
-    """The Hub's task of a run's model: classification if it was trained with labels."""
+    """Return the Hub's task of a run's model: classification if it was trained with labels."""
     supervised = (config.get("model") or {}).get("supervised") or {}
     return "audio-classification" if supervised.get("weight", 0) > 0 else "feature-extraction"
 

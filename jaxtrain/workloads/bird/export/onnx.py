@@ -133,7 +133,7 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
 
 
 def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
-    """The front end of the run, and the samples of a clip. Raises StoredError."""
+    """Return the front end of the run, and the samples of a clip. Raises StoredError."""
     try:
         of = front_end.saved(data)
     except ValueError as error:
@@ -161,7 +161,7 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
 
 
 def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
-    """The arrays of a table, float32. Raises StoredError with all that are missing or of another shape."""
+    """Return the arrays of a table, float32. Raises StoredError with all that are missing or of another shape."""
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     there = {path: (one.shape if (one := arrays.get(f"{folder}/{path}")) else None, spec.shape) for path, spec in leaves}
     if wrong := [
@@ -172,7 +172,7 @@ def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
 
 
 def _head(arrays: Mapping[str, Stored], c: Config) -> tuple[str, dict[str, np.ndarray]] | None:
-    """The head that makes the run's scores: that of its labels, else its probe, else None."""
+    """Return the head that makes the run's scores: that of its labels, else its probe, else None."""
     for kind, (folder, names) in HEADS.items():
         if not all(f"{folder}/{name}" in arrays for name in names):
             continue
@@ -235,7 +235,7 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
 
 
 def _layer(graph: Graph, c: Config, w: Mapping[str, np.ndarray], x_btd: str, turns: list[str] | None, name: str) -> str:
-    """A layer of `vit.run_stack`, by its weights ``w``."""
+    """Return a layer of `vit.run_stack`, by its weights ``w``."""
     d, h = c.embed, c.heads
     k = d // h
 

@@ -50,7 +50,7 @@ def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
 
 
 def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The section ``model``, patterns of arrays that have no use, and the problems."""
+    """Return the section ``model``, patterns of arrays that have no use, and the problems."""
     there = timm_names.unprefixed(arrays)
     patch = there[timm_names.PATCH]
     ours = timm_names.as_ours(arrays, folder)
@@ -145,7 +145,7 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
 
 
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config of a run that would have made a folder of others: its model, and which spectrograms it reads.
+    """Return the config of a run that would have made a folder of others: its model, and which spectrograms it reads.
 
     The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512 frames and 128 mels.
 
@@ -251,7 +251,7 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """The model's part of the card of an export for timm."""
+    """Return the model's part of the card of an export for timm."""
     return Hub("timm", export.task(config), export.METRICS, "$ python example.py bird.wav")
 
 

@@ -72,7 +72,7 @@ def _prefix(arrays: Mapping[str, Stored]) -> str | None:
 
 
 def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The arrays by timm's own paths, if all are below one folder (``encoder/``, ``model/``)."""
+    """Return the arrays by timm's own paths, if all are below one folder (``encoder/``, ``model/``)."""
     prefix = _prefix(arrays) or ""
     return {path.removeprefix(prefix): one for path, one in arrays.items()}
 
@@ -124,7 +124,7 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """The encoder's parameters of a folder that `is_one`, by our paths. Other arrays keep their own.
+    """Return the encoder's parameters of a folder that `is_one`, by our paths. Other arrays keep their own.
 
     Nothing is read. An array of a wrong shape stays as it is: the reader of the table refuses it.
 
@@ -206,12 +206,12 @@ def _indexed(read: Any) -> Any:
 
 
 def _view(one: Stored, shape: tuple[int, ...], change: Any) -> Stored:
-    """An array that is read whole and then changed."""
+    """Return an array that is read whole and then changed."""
     return Stored(shape, one.dtype, _indexed(lambda: change(one.read(()))), one.keys, shape)
 
 
 def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str, Stored]:
-    """The encoder of a run, and its supervised head, by timm's paths and in its shapes.
+    """Return the encoder of a run, and its supervised head, by timm's paths and in its shapes.
 
     Args:
       arrays: the run's parameters.
@@ -283,7 +283,7 @@ def _one_layer(name: str, one: Stored, i: int) -> Stored:
 
 
 def with_head(arrays: dict[str, Stored]) -> dict[str, Stored]:
-    """The arrays of an export of ours by `as_ours`, with its head if the run has one."""
+    """Return the arrays of an export of ours by `as_ours`, with its head if the run has one."""
     if not {"head/weight", "head/bias"} <= arrays.keys():
         return arrays
     rest = dict(arrays)

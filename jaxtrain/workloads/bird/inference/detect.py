@@ -72,7 +72,7 @@ class Parts(NamedTuple):
             return False
 
     def read(self, number: int) -> np.ndarray:
-        """The scores of a part, float32 [windows, classes], nan if a window cannot be decoded. Raises InferenceError."""
+        """Return the scores of a part, float32 [windows, classes], nan if a window cannot be decoded. Raises InferenceError."""
         start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:
@@ -89,7 +89,7 @@ class Parts(NamedTuple):
 
 
 def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
-    """The head that a run was trained with: its own, else its online probe.
+    """Return the head that a run was trained with: its own, else its online probe.
 
     Args:
       names: of its classes; empty: as the run, or else its data, name them.
@@ -117,7 +117,7 @@ def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
 
 
 def class_names(model: encoder.Model) -> tuple[str, ...]:
-    """The names of a run's classes: its own, or those of its data, or empty."""
+    """Return the names of a run's classes: its own, or those of its data, or empty."""
     if model.config.class_names:
         return tuple(model.config.class_names)
     section = model.run.get("data") or {}
@@ -219,7 +219,7 @@ def score(
 def _computed(
     setup: encoder.Setup, data: spectrogram.Config, parts: Parts, todo: Sequence[int], batch: int, meter: "_Meter"
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The scores of parts, in their order."""
+    """Yield the scores of parts, in their order."""
     steps = parts.rows // batch
     for first, last in _runs(todo):
         loader = setup.loader

@@ -68,7 +68,7 @@ class Options(NamedTuple):
 
 
 def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> np.ndarray:
-    """A threshold for each class.
+    """Return a threshold for each class.
 
     Args:
       given: a number, or a table with the columns class and threshold; empty = the model's thresholds, or 0.5.
@@ -105,7 +105,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
 
 
 def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
-    """The detections in the windows of one recording, by time and class.
+    """Return the detections in the windows of one recording, by time and class.
 
     Args:
       scores: start, end and scores [classes] of each window, in order. nan counts as silence.
@@ -215,7 +215,7 @@ def _write_tables(
 
 
 def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
-    """The file of a recording. A name that would be too long is cut, and ends in a digest of the whole."""
+    """Return the file of a recording. A name that would be too long is cut, and ends in a digest of the whole."""
     place = folder / f"{name}{ending}"
     if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
         return place
@@ -231,7 +231,7 @@ def _put_text(path: pathlib.Path, lines: Sequence[str]) -> None:
 
 
 def _plain(text: str) -> str:
-    """A name that keeps to its column."""
+    """Return a name that keeps to its column."""
     return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
 
 
@@ -242,7 +242,7 @@ def seconds(value: float) -> str:
 
 @contextlib.contextmanager
 def _text(path: pathlib.Path) -> Iterator[IO[str]]:
-    """A text file that takes its name when it is whole."""
+    """Yield a text file that takes its name when it is whole."""
     with atomic_write.file(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8", newline="", write_through=True)
         yield text
@@ -252,7 +252,7 @@ def _text(path: pathlib.Path) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder that takes the place of an older one when it is whole."""
+    """Yield a folder that takes the place of an older one when it is whole."""
     fresh = path.with_name(f".{path.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)

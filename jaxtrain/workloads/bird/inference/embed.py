@@ -114,7 +114,7 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
 
 
 def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
-    """The number of rows that an earlier attempt embedded, 0 for a new folder."""
+    """Return the number of rows that an earlier attempt embedded, 0 for a new folder."""
     path = out / PROGRESS
     if not path.exists():
         return 0
@@ -199,7 +199,7 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
 
 
 def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
-    """The root of the recordings, "" if they are in shards, and path, start, end and clock of all rows of a split."""
+    """Return the root of the recordings, "" if they are in shards, and path, start, end and clock of all rows of a split."""
     paths = _shards(data, split)
     index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
     of_index = shards.index_file(paths[0])

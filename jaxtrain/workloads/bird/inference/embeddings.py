@@ -58,7 +58,7 @@ class Embeddings(NamedTuple):
         return (self.folder / f"{name}.npy").exists()
 
     def array(self, name: str, *dimensions: int) -> np.ndarray:
-        """The array NAME.npy, mapped, of one of so many dimensions (1 or 2). Raises InferenceError."""
+        """Return the array NAME.npy, mapped, of one of so many dimensions (1 or 2). Raises InferenceError."""
         path = self.folder / f"{name}.npy"
         if not path.exists():
             there = ", ".join(sorted(p.stem for p in self.folder.glob("*.npy")))
@@ -72,14 +72,14 @@ class Embeddings(NamedTuple):
         return x
 
     def features(self, kind: str, rows: np.ndarray) -> np.ndarray:
-        """The features of some rows, float32 [n, …]. Raises InferenceError."""
+        """Return the features of some rows, float32 [n, …]. Raises InferenceError."""
         x = np.asarray(self.array(kind, 4 if kind == "patches" else 2)[rows], np.float32)
         if not (np.abs(x) < MAX_FEATURE).all():
             raise InferenceError(f"{self.folder} holds features that are no numbers, or too large ones; embed again")
         return x
 
     def labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """The classes of every row, uint8 [n, C], and whether they are known, bool [n]. Raises InferenceError."""
+        """Return the classes of every row, uint8 [n, C], and whether they are known, bool [n]. Raises InferenceError."""
         known = np.array(self.array("weight", 1)) > 0
         if self.about["multilabel"]:
             return (np.array(self.array("labels", 2)) > 0).astype(np.uint8), known

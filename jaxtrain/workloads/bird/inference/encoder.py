@@ -97,7 +97,10 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
 
 
 def _leaves(arrays: dict[str, stored.Stored], folder: str, width: int, *names: str) -> PyTree | None:
-    """The arrays of a head for features [width], or None if one is missing. Raises InferenceError: they do not fit together."""
+    """Return the arrays of a head for features [width], or None if one is missing.
+
+    Raises InferenceError: they do not fit together.
+    """
     if any(f"{folder}/{name}" not in arrays for name in names):
         return None
     classes = arrays[f"{folder}/b"].shape
@@ -119,12 +122,12 @@ def _read(arrays: dict[str, stored.Stored], path: str) -> np.ndarray:
 
 
 def pool_of(model: Model) -> str:
-    """The kind of features that a run's own head reads: "cls" or "mean"."""
+    """Return the kind of features that a run's own head reads: "cls" or "mean"."""
     return "cls" if model.config.pool == "cls" else "mean"
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
-    """The run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
+    """Return the run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
 
     The run may be anyone's: ``changes`` alone says which files are recordings, whether links are followed, and which addresses
     are read.
@@ -148,12 +151,12 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
 
 
 def clips(data: spectrogram.Config) -> dict[str, Any]:
-    """The settings besides the front end that decide how a recording reaches the encoder."""
+    """Return the settings besides the front end that decide how a recording reaches the encoder."""
     return {name: getattr(data, name) for name in CLIPS}
 
 
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
-    """A data section whose training split is ``split``, any that the data have, and which reads no other.
+    """Return a data section whose training split is ``split``, any that the data have, and which reads no other.
 
     "train" and "test" are the splits of the section.
     """

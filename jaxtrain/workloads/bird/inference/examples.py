@@ -41,7 +41,7 @@ class Examples(NamedTuple):
 
 
 def own(folders: Sequence[Embeddings]) -> Examples:
-    """The labels that the embeddings have. Raises InferenceError."""
+    """Return the labels that the embeddings have. Raises InferenceError."""
     names = folders[0].names
     rows, ys, groups = [], [], []
     for each in folders:
@@ -70,7 +70,7 @@ def of_table(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> Examples:
-    """The rows that a table speaks of, and ``background`` others, drawn by ``seed``, that are taken to have no class.
+    """Return the rows that a table speaks of, and ``background`` others, drawn by ``seed``, that are taken to have no class.
 
     Args:
       reading: the columns of the table.
@@ -128,7 +128,7 @@ def refuse_one_sided(given: Examples) -> None:
 
 
 def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]:
-    """The labels of each line. Raises InferenceError: a line that cannot be understood."""
+    """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = pathlib.Path(path).expanduser()
     table = tables.Table(place, *tables.read_text(place))
     layout = columns.find(table, reading)
@@ -152,7 +152,7 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
 
 
 def _matches(places: Places, root: str, parts: Iterable[Part]) -> Iterable[tuple[int, Part]]:
-    """The rows that hold enough of a part."""
+    """Yield the rows that hold enough of a part."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
@@ -173,7 +173,7 @@ def _matches(places: Places, root: str, parts: Iterable[Part]) -> Iterable[tuple
 
 
 def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
-    """The recording of each row, or a number of its own if the embeddings have none."""
+    """Return the recording of each row, or a number of its own if the embeddings have none."""
     try:
         paths = folder.places().paths
     except InferenceError:

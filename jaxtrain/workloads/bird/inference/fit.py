@@ -126,7 +126,7 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
 
 
 def folds_of(given: Examples, seed: int) -> np.ndarray:
-    """The fold of each row, int64 [n]: rows of a recording in one fold, classes spread. All 0 if too few allow none.
+    """Return the fold of each row, int64 [n]: rows of a recording in one fold, classes spread. All 0 if too few allow none.
 
     If some class is in one recording only, its rows are spread instead.
     """
@@ -156,7 +156,7 @@ def _cross_validated(
     fold: np.ndarray,
     softmax: bool,
 ) -> tuple[float, np.ndarray]:
-    """The penalty with the least loss on held-out rows, and its logits [n, C] of them."""
+    """Return the penalty with the least loss on held-out rows, and its logits [n, C] of them."""
     out = np.zeros((len(penalties), *y.shape), np.float32)
     for k in range(int(fold.max()) + 1):
         for i, arrays in enumerate(solve(known * (fold != k)[:, None], penalties)):
@@ -191,7 +191,7 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """The score from which on the share of ``y`` reaches ``precision`` and most of ``y`` is found, or a score above all.
+    """Return the score from which on the share of ``y`` reaches ``precision`` and most of ``y`` is found, or a score above all.
 
     Of the scores that find as much, it is the highest: between the last of ``y`` and what is below it.
     """
@@ -204,7 +204,7 @@ def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
 
 
 def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: float) -> dict[str, np.ndarray]:
-    """The arrays of a head whose logits are ``scale`` × those + ``offset``."""
+    """Return the arrays of a head whose logits are ``scale`` × those + ``offset``."""
     name = "w" if method == "linear" else "scale"
     out = {**arrays, name: arrays[name] * scale, "b": arrays["b"] * scale + offset}
     return {key: np.asarray(value, np.float32) for key, value in out.items()}
@@ -213,7 +213,7 @@ def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: fl
 def _solver(
     method: str, x: np.ndarray, y: np.ndarray, softmax: bool, prototypes: int, seed: int
 ) -> tuple[Solve, Sequence[float]]:
-    """The function that fits arrays to rows by their weights, and the penalties to try."""
+    """Return the function that fits arrays to rows by their weights, and the penalties to try."""
     if method == "linear":
         mean, std = x.mean(0), x.std(0) + 1e-6
         standard = ((x - mean) / std).astype(np.float32)
@@ -259,7 +259,7 @@ def _mean_loss(z: jax.Array, y: jax.Array, weight: jax.Array, softmax: bool) -> 
 
 
 def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int) -> np.ndarray:
-    """The ``k`` patches of each class that are nearest to its rows and farthest from others', float32 [C, K, D]."""
+    """Return the ``k`` patches of each class that are nearest to its rows and farthest from others', float32 [C, K, D]."""
     rng = np.random.default_rng(seed)
     found = []
     for c in range(y.shape[1]):
@@ -283,7 +283,7 @@ def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, 
 
 
 def _nearest(tried: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """The cosine of each row's nearest patch, [rows, tried]."""
+    """Return the cosine of each row's nearest patch, [rows, tried]."""
     parts = [(directions[i : i + 32] @ tried.T).max(1) for i in range(0, len(directions), 32)]
     return np.concatenate(parts) if parts else np.zeros((0, len(tried)), np.float32)
 

@@ -159,7 +159,7 @@ def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str,
 
 
 def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[int]:
-    """The numbers of classes by their names. Raises InferenceError with the nearest spelling."""
+    """Return the numbers of classes by their names. Raises InferenceError with the nearest spelling."""
     numbers = {name: i for i, name in enumerate(known)}
     for name in given:
         if name not in numbers:

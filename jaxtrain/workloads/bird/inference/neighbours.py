@@ -66,7 +66,7 @@ class Neighbours:
         return int((self._at < 0).sum())
 
     def near(self, number: int, n: int) -> list[tuple[int, float]]:
-        """The ``n`` windows nearest to window ``number``, the best first, with their cosine, without overlapping ones."""
+        """Return the ``n`` windows nearest to window ``number``, best first, with their cosine, without overlapping ones."""
         at = self._at[number]
         if at < 0:
             return []

@@ -189,7 +189,7 @@ def _comparable(score: np.ndarray) -> np.ndarray:
 
 
 def folds_of(features: Features) -> list[tuple[Features, Features]]:
-    """A pair for each fold: its rows to test on, all others to train on."""
+    """Return a pair for each fold: its rows to test on, all others to train on."""
 
     def part(rows: np.ndarray) -> Features:
         def cut(z: np.ndarray | None) -> np.ndarray | None:

@@ -82,7 +82,7 @@ class Session:
         return item.name, detections.seconds(item.start), detections.seconds(item.end), item.label
 
     def about(self, number: int) -> dict[str, Any]:
-        """The content of the page for a window. Raises IndexError."""
+        """Return the content of the page for a window. Raises IndexError."""
         item = self.items[number]
 
         def distance(i: int) -> float:
@@ -111,7 +111,7 @@ class Session:
         return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
 
     def first_open(self) -> int:
-        """The first window without an answer, or the last one."""
+        """Return the first window without an answer, or the last one."""
         with self._lock:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
@@ -157,7 +157,7 @@ def read(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> list[Item]:
-    """The windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
+    """Return the windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
 
     Args:
       root: the folder that every recording must lie below; empty: of a search, that of its embeddings; else the nearest folder
@@ -227,7 +227,7 @@ def _score(text: str) -> float:
 
 
 def _root_of(folder: pathlib.Path) -> str:
-    """The root of the recordings that a folder of `jaxtrain detect` is about, or ""."""
+    """Return the root of the recordings that a folder of `jaxtrain detect` is about, or ""."""
     try:
         found = files.read_json(files.inside(folder, detect.ABOUT)).get("root")
     except files.FileError as error:
@@ -256,7 +256,7 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
-    """The sound of a window and a little around it: float32 [n], its rate, and the window's begin in it [s].
+    """Return the sound of a window and a little around it: float32 [n], its rate, and the window's begin in it [s].
 
     Raises InferenceError.
     """
@@ -286,7 +286,7 @@ def _part(item: Item, rate: int, n: int) -> tuple[int, int]:
 
 
 def sound(item: Item) -> bytes:
-    """A WAV of 16 bits of `wave`, as loud as it can be. Raises InferenceError."""
+    """Return a WAV of 16 bits of `wave`, as loud as it can be. Raises InferenceError."""
     x, rate, _ = wave(item)
     if rate > RATE:
         x, rate = _rust.resample(np.ascontiguousarray(x), rate, RATE), RATE
@@ -296,7 +296,7 @@ def sound(item: Item) -> bytes:
 
 
 def picture(item: Item) -> bytes:
-    """A PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines at the window's begin and end.
+    """Return a PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines at the window's begin and end.
 
     It has all frequencies of the recording, also those that the encoder does not see. Raises InferenceError.
     """

@@ -37,7 +37,7 @@ class Hit(NamedTuple):
 
 
 def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
-    """The ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D], the best first.
+    """Return the ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D], the best first.
 
     Raises InferenceError.
     """
@@ -73,7 +73,7 @@ def nearest_by_index(
 
 
 def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
-    """The index over a folder's rows, made at its first use and kept in the user's cache.
+    """Return the index over a folder's rows, made at its first use and kept in the user's cache.
 
     It is never read out of the folder, which may come from anyone.
     """
@@ -113,7 +113,7 @@ def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str)
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
-    """The ``top`` rows by a head's score of a class, the best first. Raises InferenceError."""
+    """Return the ``top`` rows by a head's score of a class, the best first. Raises InferenceError."""
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
@@ -153,7 +153,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def split_query(text: str) -> tuple[str, float | None]:
-    """A query's file or folder, and the part after its last @: seconds, or a row. Raises InferenceError."""
+    """Return a query's file or folder, and the part after its last @: seconds, or a row. Raises InferenceError."""
     name, at, number = text.rpartition("@")
     if not at or pathlib.Path(text).expanduser().exists():
         return text, None
@@ -167,7 +167,7 @@ def split_query(text: str) -> tuple[str, float | None]:
 
 
 def run_of(folder: Embeddings) -> str:
-    """The run that a folder says it was made by. Raises InferenceError: it names none, or an address."""
+    """Return the run that a folder says it was made by. Raises InferenceError: it names none, or an address."""
     run = folder.about.get("model")
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
@@ -180,7 +180,7 @@ def run_of(folder: Embeddings) -> str:
 
 
 def of_row(folder: Embeddings, row: float, kind: str) -> np.ndarray:
-    """The features of a row, float32 [D]. Raises InferenceError."""
+    """Return the features of a row, float32 [D]. Raises InferenceError."""
     if row != int(row) or not 0 <= row < folder.n:
         raise InferenceError(f"{folder.folder} has no row {row:g}; its rows are 0 to {folder.n - 1}")
     return np.array(folder.array(kind, 2)[int(row)], np.float32)
@@ -202,7 +202,7 @@ class Encoder:
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
-        """The features of the window that begins at ``start`` [s], or of the file's centre if it is None: float32 [D].
+        """Return the features of the window that begins at ``start`` [s], or of the file's centre if it is None: float32 [D].
 
         Raises DataError: the file cannot be read, or ends before.
         """

@@ -72,7 +72,7 @@ def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
 
 
 def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, smoothing: float) -> Array:
-    """The loss of each spectrogram, [R]."""
+    """Return the loss of each spectrogram, [R]."""
     if s.loss == "asymmetric":
         return classes.asymmetric_loss(
             logits_rc, targets(c, labels), gamma_positive=s.gamma_positive, gamma_negative=s.gamma_negative, clip=s.clip

@@ -33,12 +33,12 @@ def specs(c: Settings, s: Teacher) -> PyTree:
 
 
 def carry(params: PyTree) -> PyTree:
-    """The average has the shape of the encoder."""
+    """Return the specs of the average, which has the shape of the encoder."""
     return params["encoder"]
 
 
 def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
-    """The teacher is the student after the first step, and a slower and slower average of it from then on."""
+    """Make the teacher the student after the first step, and a slower and slower average of it from then on."""
     momentum = jnp.where(step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0))
     return jax.tree.map(lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"])
 
@@ -56,7 +56,7 @@ def evaluate(s: Teacher, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
 
 
 def flops(c: Settings, s: Teacher) -> int:
-    """The teacher itself has no backward pass."""
+    """Return the FLOPs. The teacher itself has no backward pass."""
     return 3 * masked.decoder_flops(c, s.decoder, c.embed) + vit.forward_flops(c)
 
 
