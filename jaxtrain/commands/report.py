@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(paths: Sequence[str], out: str, metric: str) -> int:
+    from jaxtrain.telemetry import glossary
     from jaxtrain.telemetry.report import page
     from jaxtrain.telemetry.report import run as run_lib
 
@@ -44,6 +45,9 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
     finally:
         partial.unlink(missing_ok=True)
     print(f"{out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
+    for name in sorted({str(run.setting("workload", "")) for run in runs} - {""}):
+        if not glossary.is_known(name):
+            print(f"the metrics of {name} have no meanings here: with --workload {name} they have, if you trust its code")
     return 0
 
 

@@ -81,7 +81,7 @@ def _row(run: Any, metric: str) -> dict[str, Any]:
         "run": run.name, "workdir": str(run.path), "state": run.state, "step": run.step, "steps": run.steps,
         "eta_seconds": None if math.isnan(run.eta) else run.eta, "metric": score and score.name,
         "last": score and score.last, "best": score and score.best, "best_step": score and score.step,
-        "restarts": max(len(run.starts) - 1, 0), "goodput": None if math.isnan(share) else round(share, 4), "disk": run.disk,
+        "restarts": goodput.restarts(run.starts), "goodput": None if math.isnan(share) else round(share, 4), "disk": run.disk,
     }  # fmt: skip
 
 

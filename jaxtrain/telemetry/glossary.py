@@ -58,10 +58,14 @@ SAVE = (
 )
 
 
+def is_known(workload: str) -> bool:
+    """Say whether this package ships a workload, or this process has imported it. No other is imported."""
+    return workload in workload_lib.shipped() or workload in sys.modules
+
+
 def of_workload(name: str) -> tuple[Entry, ...]:
-    """Return the entries of a workload that this package ships, or that this process has imported. No other is imported."""
-    known = name in workload_lib.shipped() or name in sys.modules
-    return workload_lib.of(name).get("glossary") if known else ()
+    """Return the entries of a workload that `is_known`."""
+    return workload_lib.of(name).get("glossary") if is_known(name) else ()
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:

@@ -33,7 +33,7 @@ log = logging.getLogger("jaxtrain")
 FOLDER = "goodput"
 # The phases, in the order of a run.
 QUEUE, IMPORTS, OTHERS, MODEL, PLAN = "queue", "imports and config", "other processes", "devices and model", "plan"
-INDEX, RESTORE, COMPILATION = "data index", "restore", "compilation"
+INDEX, RESTORE, COMPILATION = "data index", "init or restore", "compilation"
 STEPS, AGAIN, WAIT, SAVES, EVALUATION = "steps", "steps made again", "waiting for data", "saves", "evaluation"
 ENDING, STOPPED = "ending", "stopped"
 PHASES = (
@@ -235,6 +235,11 @@ class Start:
         """Standard deviation of a step's time [s]."""
         mean = self.total / self.timed if self.timed else math.nan
         return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
+
+
+def restarts(each: Sequence[Start]) -> int:
+    """Return how many starts after the first made a step, or were killed before one. Refused ones do not count."""
+    return sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each[1:])
 
 
 def starts(path: pathlib.Path) -> list[Start]:

@@ -225,3 +225,15 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
     ):
         assert cli.main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
         assert text in capsys.readouterr().err and not (tmp_path / "x.html").exists()
+
+
+def test_a_workload_of_the_users_own_explains_its_metrics_if_it_is_named(tmp_path, monkeypatch, capsys):
+    value = "from jaxtrain.telemetry.glossary import Entry\nfrom jaxtrain.workload import Workload\n"
+    value += 'WORKLOAD = Workload(None, None, glossary=(Entry("loss", "loss", "a sum of squares of ours"),))\n'
+    (tmp_path / "own_squares.py").write_text(value)
+    monkeypatch.syspath_prepend(tmp_path)
+    run, out = make(tmp_path / "run", workload="own_squares"), tmp_path / "report.html"
+    assert cli.main(["report", str(run), "--out", str(out)]) == 0
+    assert "with --workload own_squares they have" in capsys.readouterr().out and "of ours" not in out.read_text()
+    assert cli.main(["--workload", "own_squares", "report", str(run), "--out", str(out)]) == 0
+    assert "own_squares" not in capsys.readouterr().out and "a sum of squares of ours" in out.read_text()

@@ -34,9 +34,11 @@ def test_states_scores_and_restarts_are_in_the_table(tmp_path, capsys):
     (top / "export" / "jaxtrain.json").write_text("{}")
     (top / "empty").mkdir()
     (top / "loop").symlink_to(top)
-    again = goodput.Clock()  # a second start
-    again.open(str(top / "ended"), process=0, processes=1, facts={})
-    again.close("ended")
+    for again, step, end in ((goodput.Clock(), None, "ConfigError: model.width"), (goodput.Clock(), 100, "ended")):
+        again.open(str(top / "ended"), process=0, processes=1, facts={})
+        if step is not None:  # the first one is refused, which is no restart
+            again.steps(step)
+        again.close(end)
     rows = {row["run"]: row for row in map(json.loads, shown(top, capsys, "--json").splitlines())}
     states = {name: (row["state"], row["step"], row["steps"]) for name, row in rows.items()}
     assert states == {

@@ -136,7 +136,11 @@ class Page:
             cards.append((number(run_lib.number(run.latest["loss"])), f"training loss at step {run.latest['step']:,}"))
         if run.seconds:
             wall = sum(goodput.totals(run.starts).values())
-            cards += [(duration(wall), "wall time"), (f"{share:.1%}", "goodput"), (str(len(run.starts) - 1), "restarts")]
+            cards += [
+                (duration(wall), "wall time"),
+                (f"{share:.1%}", "goodput"),
+                (str(goodput.restarts(run.starts)), "restarts"),
+            ]
         for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
             value = run_lib.number(run.latest.get(rate))
             if math.isfinite(value):
