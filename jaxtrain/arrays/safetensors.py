@@ -175,7 +175,8 @@ def export(
             (partial / name).write_bytes(content)
             sums[name] = hashlib.sha256(content).hexdigest()
         (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    return f"{target}: {group} of step {step}, {len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+    size = f"{len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+    return f"{target}: {group} of step {step}, {size}, loaded by {hub.library}"
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:

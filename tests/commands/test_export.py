@@ -219,6 +219,7 @@ def test_an_upload_sends_what_was_exported_alone_in_one_commit(saved, tmp_path, 
     out = tmp_path / "out"
     assert call(saved, "--license", "cc-by-4.0", "--shard-size", "60kB", "--out", out) == 0
     made = content(out)
+    assert "file(s), loaded by jaxtrain;" in capsys.readouterr().out
     (out / "mine").write_text("not exported")
     hub = Hub(breaks=True)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
