@@ -125,7 +125,7 @@ def sudoku_solve(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
     """Solve sudoku boards, counting their solutions.
 
-    boards: uint8 [n, 16 or 81], row by row, 0 for a blank.
+    boards: uint8 [n, 16, 36 or 81], row by row, 0 for a blank.
 
     Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
     the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
@@ -138,12 +138,32 @@ def sudoku_generate(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
     """Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
 
-    side: 4 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
+    side: 4, 6 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
     removing another digit would allow a second solution.
 
     Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
     guesses that the solver makes.
     Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than 1024 threads.
+    """
+
+def sudoku_grade(boards: NDArray[np.uint8], *, threads: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Grade sudoku boards by the steps that they need, and count the guesses that lead to no solution.
+
+    boards: as of `sudoku_solve`.
+
+    Returns (grades, backtracks): int64 [n], 0 singles, 1 pairs, 2 chains, 3 guesses, defined in
+    rust/core/src/sudoku_grades.rs; int64 [n], of the guesses that `sudoku_solve` counts.
+    Raises ValueError for boards of another size, and for more than 1024 threads.
+    """
+
+def sudoku_invariant(boards: NDArray[np.uint8], *, threads: int = 1) -> NDArray[np.uint64]:
+    """Hash sudoku boards so that symmetric copies of a board have the same number.
+
+    boards: as of `sudoku_solve`. Symmetries: digits renamed, bands and rows in them, stacks and columns in them permuted,
+    transposed.
+
+    Returns uint64 [n].
+    Raises ValueError for boards of another size, digits above the side, and more than 1024 threads.
     """
 
 class Index:

@@ -162,7 +162,11 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["embed", "run", "--out", "x", "--batch", "0"], "'0'; it must be an integer of at least 1"),
         (["export", "run", "--out=x", "--only=("], "'(' is not a regular expression"),
         (["export", "run", "--out=x", "--shard-size=big"], "'big' is not a size; expected for example 5GB"),
-        (["sudoku", "out", "--kind=maze"], "--kind is maze, and a CSV holds Sudoku only; add --format=npy"),
+        (
+            ["sudoku", "out", "--kind=lights", "--side=5"],
+            "--side is 5, at which lights have no answer or several; expected one of [6",
+        ),
+        (["sudoku", "out", "--kind=maze", "--grade=hard"], "--grade is 'hard', of a generated Sudoku alone"),
         (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
         (["plan", "gpu:h100x8"], "file is missing; for example --config=xcm"),
         (["train", "--config"], "the config has a mistake: --config is given without a value"),

@@ -1,17 +1,14 @@
-"""Boards with exactly one solution: Sudoku of 9 × 9 and 4 × 4, mazes, and mixtures of them, read or generated.
+"""Boards with exactly one solution: Sudoku of 9 × 9, 6 × 6 and 4 × 4, mazes, lights, and mixtures of them, read or generated.
 
 A source is a folder or, if its path is empty, a generator. There are three formats, each with the splits "train" and "test":
 
-  CSV    train.csv, test.csv: columns source, question, answer, rating; 81 or 16 characters a board, row by row, "." or 0 for
-         a blank. Of train, ``n_train`` rows are drawn by config.seed. An answer that is no solution is an error.
+  CSV    train.csv, test.csv: columns source, question, answer, rating; a board's characters row by row (`puzzles`). Of train,
+         ``n_train`` rows are drawn by config.seed. A question with several solutions, and an answer that is none, is an error.
   npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
          (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
          group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
-  none   generated: see `rust/core/src/sudoku.rs` and `make_maze`. A solution is in "train" or in "test" by its hash, so that no
-         test board has the solution of a training board. Kept in $JAXTRAIN_CACHE/puzzles (or ~/.cache/jaxtrain/puzzles), by
-         the options of their generation. Their `facts` follow from these alone, without generating anything.
-
-Symbols of Sudoku: 0 padding, 1 blank, d + 1 for the digit d. Of a maze: 0 padding, then "# SGo": wall, free, start, goal, path.
+  none   generated: see `puzzle_generators`. Kept in $JAXTRAIN_CACHE/puzzles (or ~/.cache/jaxtrain/puzzles), by the options of
+         their generation. Their `facts` follow from these alone, without generating anything.
 
 Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s = position × its rows in a
 batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentation is a function of (seed, epoch, index).
@@ -21,47 +18,27 @@ batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentat
 import functools
 import hashlib
 import logging
-import math
 import os
 import pathlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow.csv
 
-from loaders import _rust, order
-from loaders.base import DataError, Facts, Field, Loader, Rows, narrowed, refuse_problems
-from loaders.io import checks, columnar, files, machine
+from loaders import order
+from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
+from loaders.io import checks, files, machine
+from loaders.sudoku import puzzles as kinds
+from loaders.sudoku.puzzle_files import read_csv, read_npy
+from loaders.sudoku.puzzle_generators import GENERATOR, generate
+from loaders.sudoku.puzzles import BOXES, EDGES, GRADES, KINDS, VIEW, Puzzles, Source, augment, n_symbols
 
 log = logging.getLogger("jaxtrain")
 
-KINDS = {"sudoku": 9, "sudoku4": 4, "maze": 0}  # name -> side. A maze's is Source.side
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
-GENERATOR = 1  # changes whenever the same (source, seed) would generate other puzzles
 IGNORED = -100  # the label of a cell that is not predicted
-MAZE = "# SGo"
-# Domains of the hashes: two uses of the same numbers draw independently.
-PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)
-TEST_SHARE = 0.2  # of the solutions that a generator finds
-# Difficulty classes begin at these guesses of the solver (or ratings of a CSV), and at these lengths of a maze's path.
-EDGES = {"sudoku": (1, 4, 16, 64), "sudoku4": (1, 4, 16, 64), "maze": (40, 80, 120, 160)}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Puzzles of one kind."""
-
-    kind: str = "sudoku"  # [name] sudoku (9 × 9), sudoku4 (4 × 4) or maze
-    path: str = ""  # [path] folder of CSV or npy files; empty = generated
-    share: float = 1.0  # [1] of a batch, relative to the other sources
-    n_train: int = 1000  # [puzzles] to train on, generated or drawn from a CSV; 0 = all of a CSV
-    n_test: int = 1000  # [puzzles] generated to test on
-    blanks: tuple[int, int] = (46, 64)  # [cells] fewest and most blanks of a generated Sudoku
-    views: int = 1000  # [views] augmentations of a training puzzle besides itself, one in an epoch; 0 = none
-    side: int = 30  # [cells] of a generated maze
 
 
 @dataclass(frozen=True)
@@ -83,18 +60,15 @@ class Config(checks.DataSection):
             yield from checks.under(where, checks.at_least(s, 5, "side"))
             if not 0 <= s.blanks[0] <= s.blanks[1]:
                 yield f"{where}.blanks", f"is {s.blanks}; expected the fewest and the most, for example (46, 64)"
+            if s.grade:
+                yield from checks.under(where, checks.choice(s, GRADES, "grade"))
+                if s.path or s.kind not in BOXES:
+                    yield f"{where}.grade", f"is {s.grade!r}, of a generated Sudoku alone; leave it empty"
+            if s.kind == "lights" and not s.path and 5 <= s.side <= 30 and not kinds.has_one_answer(s.side):
+                near = [side for side in range(5, 31) if kinds.has_one_answer(side)]
+                yield f"{where}.side", f"is {s.side}, at which lights have no answer or several; expected one of {near}"
             if s.path and not pathlib.Path(s.path).expanduser().is_dir():
                 yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"
-
-
-class Puzzles(NamedTuple):
-    """One split of one source."""
-
-    inputs: np.ndarray  # uint8 [n, cells]
-    labels: np.ndarray  # uint8 [n, cells]; 0: not predicted
-    puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source
-    rating: np.ndarray  # int64 [n] guesses, or a path's length
-    groups: np.ndarray  # int64 [g + 1] first row of each group. Training takes one row of a group in an epoch
 
 
 class Boards(Loader):
@@ -232,59 +206,15 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
     return Boards(config, split=split, rows=rows, seed=seed)
 
 
-def n_symbols(kind: str) -> int:
-    """Return the number of symbols of a cell, padding included."""
-    return 6 if kind == "maze" else KINDS[kind] + 2
-
-
-def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Augments each [k, cells] array in the same way, as a function of (seed, index, view) alone.
-
-    Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are permuted, and half of the
-    boards are transposed. A maze: one of the eight symmetries of the square. View 0 is the puzzle itself.
-    """
-    if kind == "maze":
-        side = round(boards[0].shape[1] ** 0.5)
-        grid = np.arange(side * side).reshape(side, side)
-        turned = np.stack([np.rot90(g, q) for g in (grid, grid.T) for q in range(4)]).reshape(8, -1)
-        which = np.where(view == 0, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)).astype(int)
-        return tuple(np.take_along_axis(x, turned[which], axis=1) for x in boards)
-
-    side = KINDS[kind]
-    root, unchanged = round(side**0.5), np.asarray(view) == 0
-
-    def shuffled(domain: int, n: int, m: int = 1) -> np.ndarray:
-        """[k, m, n]: m permutations of n for each board."""
-        keys = order.hash_of(domain, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
-        return np.where(unchanged[:, None, None], np.arange(n), np.argsort(keys, axis=2))
-
-    def lines(bands: int, inside: int) -> np.ndarray:
-        """[k, side]: rows (or columns) that stay in their bands, and bands in any order."""
-        band, line = shuffled(bands, root)[:, 0], shuffled(inside, root, root)
-        return (band[:, :, None] * root + line).reshape(-1, side)
-
-    rows, columns = lines(BANDS, LINES), lines(STACKS, COLUMNS)
-    digits = np.concatenate([np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1)
-    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~unchanged
-    which = np.arange(len(index))[:, None, None]
-
-    def apply(x: np.ndarray) -> np.ndarray:
-        grid = np.take_along_axis(digits, x.astype(np.int64), axis=1).reshape(-1, side, side)
-        grid = grid[which, rows[:, :, None], columns[:, None, :]]
-        return np.where(turn[:, None, None], grid.transpose(0, 2, 1), grid).reshape(x.shape).astype(x.dtype)
-
-    return tuple(apply(x) for x in boards)
-
-
 def _n_cells(source: Source, seed: int) -> int:
     if source.path:
         return _split(source, seed, "train").inputs.shape[1]
-    return (source.side if source.kind == "maze" else KINDS[source.kind]) ** 2
+    return (KINDS[source.kind] or source.side) ** 2
 
 
 def _n_ids(source: Source, seed: int) -> int:
     if not source.path:
-        return 1  # `_singles`
+        return 1  # `singles`
     return 1 + max(int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test"))
 
 
@@ -294,9 +224,9 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
     if not source.path:
         return _kept(source, seed)[split]
     if (folder / f"{split}.csv").is_file():
-        return _read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
+        return read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():
-        return _read_npy(folder / split, source)
+        return read_npy(folder / split, source)
     content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
     raise DataError(f"{source.path} has neither {split}.csv nor {split}/all__inputs.npy; it holds {content or 'nothing'}")
 
@@ -304,7 +234,7 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
 @functools.lru_cache(maxsize=8)
 def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
     """Both splits of a generated source, out of the cache if they were generated before. Raises DataError."""
-    made_of = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, seed)
+    made_of = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, source.grade, seed)
     name = f"{source.kind}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.npz"
     path = machine.cache_folder("puzzles", name)
     try:
@@ -327,193 +257,3 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
     except OSError as error:
         log.warning("generated %d %s puzzles in %.1f s; %s cannot keep them: %s", n, source.kind, seconds, path, error.strerror)
     return splits
-
-
-def _singles(inputs: np.ndarray, labels: np.ndarray, rating: np.ndarray) -> Puzzles:
-    """Puzzles of which each is a group of its own, and all share one id."""
-    n = len(inputs)
-    return Puzzles(inputs, labels, np.zeros(n, np.int32), rating.astype(np.int64), np.arange(n + 1))
-
-
-def _read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
-    try:
-        text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
-        with columnar.native(files.inside(path.parent, path.name, remedy="; copy the file there")) as file:
-            table = pyarrow.csv.read_csv(file, convert_options=text)
-        questions, answers = (table[name].to_pylist() for name in ("question", "answer"))
-        rating = np.zeros(len(questions)) if "rating" not in table.column_names else np.asarray(table["rating"]).astype(float)
-    except (KeyError, OSError, ValueError) as error:
-        if isinstance(error, files.FileError):
-            raise
-        raise DataError(f"{path}: {files.said(error)}; expected the columns source, question, answer, rating") from error
-    if not questions:
-        raise DataError(f"{path} has no boards: no row follows its header; make some with `jaxtrain sudoku`")
-    if not (np.abs(rating) < 2**53).all():
-        raise DataError(f"{path}: the rating of row {int(np.argmin(np.abs(rating) < 2**53))} is no number")
-    chosen = np.arange(len(questions))
-    if draw and draw < len(chosen):
-        chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
-    side = KINDS[source.kind]
-    if not side:
-        raise DataError(f"{path} is a table, and mazes are in {path.stem}/all__inputs.npy")
-    sides = []
-    for texts in (questions, answers):
-        picked = [texts[i] for i in chosen]
-        if (wrong := next((i for i, t in zip(chosen, picked, strict=True) if len(t or "") != side * side), None)) is not None:
-            raise DataError(f"{path}: row {wrong} has {len(texts[wrong] or '')} characters; expected {side * side}")
-        codes = np.frombuffer("".join(picked).replace(".", "0").encode("ascii", "replace"), np.uint8).reshape(-1, side * side)
-        if ((codes < ord("0")) | (codes > ord("0") + side)).any():
-            raise DataError(f"{path} has characters other than . and 0 to {side}")
-        sides.append(codes - ord("0") + 1)
-    inputs, labels = sides
-    if (bad := np.flatnonzero(((inputs != 1) & (inputs != labels)).any(1) | (labels == 1).any(1))).size:
-        raise DataError(f"{path}: the answer of row {chosen[bad[0]]} has blanks, or does not solve its question")
-    if (bad := np.flatnonzero(~_are_solutions(labels - 2, side))).size:
-        raise DataError(
-            f"{path}: the answer of row {chosen[bad[0]]} is no solution: a row, column or box of it lacks a digit; correct or "
-            "remove that row"
-        )
-    return _singles(inputs, labels, rating[chosen])
-
-
-def _are_solutions(digits: np.ndarray, side: int) -> np.ndarray:
-    """uint8 [n, cells], digits from 0 on -> bool [n]: whether every row, column and box holds each digit once."""
-    root = math.isqrt(side)
-    right = np.ones(len(digits), bool)
-    for start in range(0, len(digits), 8192):  # boards on the last axis, as many as a cache holds: numpy works on them at once
-        some = slice(start, start + 8192)
-        bits = np.left_shift(np.uint16(1), np.ascontiguousarray(digits[some].T), dtype=np.uint16)
-        grid = bits.reshape(root, root, root, root, -1)  # band, row in it, stack, column in it, board
-        for axes in ((0, 1), (2, 3), (1, 3)):
-            right[some] &= (np.bitwise_or.reduce(grid, axes) == (1 << side) - 1).all((0, 1))
-    return right
-
-
-def _read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
-    names = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
-    try:
-        loaded = [files.array(files.inside(folder, f"all__{name}.npy")) for name in names]
-    except DataError as error:
-        raise DataError(f"{folder}: {error}") from error
-    for name, x in zip(names, loaded, strict=True):
-        if x.ndim != (2 if name in names[:2] else 1) or x.dtype.kind not in "iu" or not len(x):
-            raise DataError(f"{folder}: all__{name}.npy holds {x.dtype} {x.shape}; expected integers")
-    inputs, labels, ids, puzzles, groups = loaded
-    symbols, cells = n_symbols(source.kind), inputs.shape[1]
-    side = KINDS[source.kind] or math.isqrt(cells)
-    for name, x in (("inputs", inputs), ("labels", labels)):
-        if not 0 < x.shape[1] == side * side == cells:
-            expected = f"{side * side}" if KINDS[source.kind] else f"a square, and the {cells} of all__inputs.npy"
-            raise DataError(f"{folder}: all__{name}.npy has {x.shape[1]} cells in a row; expected {expected}")
-        if x.max() >= symbols or x.min() < 0:
-            raise DataError(
-                f"{folder}: all__{name}.npy has symbols {x.min()} to {x.max()}; a {source.kind} has 0 to {symbols - 1}"
-            )
-    if any((np.diff(x.astype(np.int64)) < 0).any() or x[0] != 0 for x in (puzzles, groups)):
-        raise DataError(f"{folder}: puzzle_indices and group_indices must increase from 0")
-    if len(inputs) != len(labels) or puzzles[-1] != len(inputs) or groups[-1] != len(ids) or len(puzzles) != len(ids) + 1:
-        raise DataError(f"{folder}: rows, puzzles and groups differ in number")
-    if (empty := np.flatnonzero(np.diff(puzzles[groups]) == 0)).size:  # of which training could take no row
-        raise DataError(f"{folder}: group {empty[0]} has no row; leave it out of all__group_indices.npy")
-    puzzle = np.repeat(narrowed(ids, np.int32, f"the puzzles of {folder}"), np.diff(puzzles))
-    return Puzzles(inputs, labels, puzzle, np.zeros(len(inputs), np.int64), np.asarray(puzzles, np.int64)[groups])
-
-
-def generate(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Generate both splits of a source: no board twice, and no solution in both splits. Raises DataError."""
-    sizes = {"train": source.n_train, "test": source.n_test}
-    chosen: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
-    seen: set[bytes] = set()
-    start, idle, chunk = 0, 0, min(4096, 64 + source.n_train + source.n_test)
-    while any(len(chosen[split]) < sizes[split] for split in chosen):
-        if idle > 20:
-            have = ", ".join(f"{len(chosen[split])} of {n} for {split}" for split, n in sizes.items())
-            raise DataError(
-                f"no more different {source.kind} puzzles with blanks={source.blanks}, after {have}; lower n_train and n_test"
-            )
-        boards, answers, rating = _chunk(source, seed, start, chunk)
-        weights = np.arange(1, answers.shape[1] + 1, dtype=np.uint64)
-        held = order.hash_of(HELD_OUT, (order.mix(weights) * answers).sum(1, dtype=np.uint64))
-        is_test = (held >> np.uint64(11)).astype(np.float64) < TEST_SHARE * 2.0**53
-        idle += 1
-        for board, answer, rate, test in zip(boards, answers, rating, is_test, strict=True):
-            split = "test" if test else "train"
-            if len(chosen[split]) < sizes[split] and (key := board.tobytes()) not in seen:
-                seen.add(key)
-                chosen[split].append((board, answer, rate))
-                idle = 0
-        start += chunk
-    cells = _chunk(source, seed, 0, 1)[0].shape[1]
-    return {
-        split: _singles(
-            np.array([b for b, _, _ in rows], np.uint8).reshape(-1, cells),
-            np.array([a for _, a, _ in rows], np.uint8).reshape(-1, cells),
-            np.array([r for _, _, r in rows], np.int64),
-        )
-        for split, rows in chosen.items()
-    }
-
-
-def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Generate puzzles start … start + n - 1 of a seed, as symbols: boards, answers, ratings."""
-    if source.kind == "maze":
-        mazes = [make_maze(source.side, seed, i) for i in range(start, start + n)]
-        boards, answers = (np.stack([m[i].reshape(-1) for m in mazes]) for i in range(2))
-        return boards, answers, (answers == 1 + MAZE.index("o")).sum(1)
-    side = KINDS[source.kind]
-    boards, answers, guesses = _rust.sudoku_generate(
-        n, side=side, seed=seed, start=start, blanks=source.blanks, threads=machine.cores()
-    )
-    return boards + np.uint8(1), answers + np.uint8(1), guesses
-
-
-def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generate maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
-
-    A random spanning tree over every second cell (depth first), so that exactly one path joins two cells. Start and goal are
-    the two ends of a longest path.
-    """
-    wall, free, begin, goal, path = (np.uint8(1 + i) for i in range(len(MAZE)))
-    rng = np.random.default_rng([PUZZLE, seed, index])
-    n = (side - 1) // 2
-    board = np.full((side, side), wall)
-    first = int(rng.integers(n * n))
-    turns = rng.permuted(np.tile(np.arange(4), (n * n, 1)), axis=1).tolist()
-    seen, stack = {first}, [first]
-    joined: dict[int, list[int]] = {cell: [] for cell in range(n * n)}
-    while stack:
-        cell = stack[-1]
-        if not turns[cell]:
-            stack.pop()
-            continue
-        y, x = divmod(cell, n)
-        dy, dx = ((0, 1), (1, 0), (0, -1), (-1, 0))[turns[cell].pop()]
-        if not (0 <= y + dy < n and 0 <= x + dx < n) or (neighbour := (y + dy) * n + x + dx) in seen:
-            continue
-        seen.add(neighbour)
-        joined[cell].append(neighbour)
-        joined[neighbour].append(cell)
-        stack.append(neighbour)
-        board[1 + 2 * y + dy, 1 + 2 * x + dx] = free
-    board[1 : 2 * n : 2, 1 : 2 * n : 2] = free
-
-    def farthest(start: int) -> list[int]:
-        """Return the path from the cell farthest from ``start`` back to it."""
-        before, queue = {start: start}, [start]
-        for cell in queue:
-            for neighbour in joined[cell]:
-                if neighbour not in before:
-                    before[neighbour] = cell
-                    queue.append(neighbour)
-        cells = [queue[-1]]
-        while cells[-1] != start:
-            cells.append(before[cells[-1]])
-        return cells
-
-    line, column = np.divmod(np.array(farthest(farthest(first)[0])), n)
-    answer = board.copy()
-    answer[1 + 2 * line, 1 + 2 * column] = path
-    answer[1 + line[1:] + line[:-1], 1 + column[1:] + column[:-1]] = path
-    for grid in (board, answer):
-        grid[1 + 2 * line[0], 1 + 2 * column[0]], grid[1 + 2 * line[-1], 1 + 2 * column[-1]] = begin, goal
-    return board, answer

@@ -3,27 +3,30 @@
 import csv
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.workloads.trm.commands import sudoku as sudoku_command
 from loaders import _rust
 from loaders.base import DataError, Rows
-from loaders.sudoku import sudoku
+from loaders.sudoku import puzzles, sudoku
 
 SMALL = sudoku.Source(n_train=40, n_test=12, blanks=(20, 40))
 SOURCES = {
     "sudoku": SMALL,
     "sudoku4": sudoku.Source(kind="sudoku4", n_train=40, n_test=12, blanks=(3, 8)),
+    "sudoku6": sudoku.Source(kind="sudoku6", n_train=40, n_test=12, blanks=(10, 24)),
     "maze": sudoku.Source(kind="maze", n_train=6, n_test=2, side=12),
+    "lights": sudoku.Source(kind="lights", n_train=40, n_test=12, side=6),
 }
 
 
 def valid_sudoku(board, answer, side):
     """By the rules: every digit once in each row, column and box, and the clues kept."""
-    root, digits = round(side**0.5), set(range(2, side + 2))
+    (high, wide), digits = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[side], set(range(2, side + 2))
     grid = answer.reshape(side, side)
-    boxes = grid.reshape(root, root, root, root).transpose(0, 2, 1, 3).reshape(side, side)
+    boxes = grid.reshape(side // high, high, side // wide, wide).transpose(0, 2, 1, 3).reshape(side, side)
     units = all(set(unit) == digits for units in (grid, grid.T, boxes) for unit in units.tolist())
     return units and all(b in (1, a) for b, a in zip(board.tolist(), answer.tolist(), strict=True))
 
@@ -32,7 +35,7 @@ def valid_maze(board, answer):
     """The path runs from start to goal, over what is free, without a branch."""
     side = round(len(board) ** 0.5)
     board, answer = board.reshape(side, side), answer.reshape(side, side)
-    start, goal, path = (1 + sudoku.MAZE.index(symbol) for symbol in "SGo")
+    start, goal, path = (1 + puzzles.MAZE.index(symbol) for symbol in "SGo")
     if not ((board == answer) | ((board == 2) & (answer == path))).all():
         return False
     here, seen = tuple(np.argwhere(answer == start)[0]), set()
@@ -46,22 +49,43 @@ def valid_maze(board, answer):
     return len(seen) == (answer == path).sum() + 1
 
 
+def valid_lights(board, answer):
+    """Pressed one after the other, on a grid with a border that nobody sees."""
+    side = round(len(board) ** 0.5)
+    grid = np.pad(board.reshape(side, side) == 2, 1)
+    for y, x in np.argwhere(answer.reshape(side, side) == 2) + 1:
+        for at in ((y, x), (y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
+            grid[at] ^= True
+    return not grid[1:-1, 1:-1].any()
+
+
+def valid(kind, board, answer):
+    if kind in puzzles.BOXES:
+        return valid_sudoku(board, answer, puzzles.KINDS[kind])
+    return {"maze": valid_maze, "lights": valid_lights}[kind](board, answer)
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_view_of_every_puzzle_is_valid(kind):
     """The property that augmentation must keep; for Sudoku also that the solution stays the only one."""
-    puzzles = sudoku.generate(SOURCES[kind], 3)["train"]
-    n, views = len(puzzles.inputs), 25
+    made = sudoku.generate(SOURCES[kind], 3)["train"]
+    n, views = len(made.inputs), 25
     index, view = np.repeat(np.arange(n), views), np.tile(np.arange(views), n).astype(np.uint64)
-    boards, answers = sudoku.augment(kind, 5, index, view, puzzles.inputs[index], puzzles.labels[index])
-    for board, answer in zip(boards, answers, strict=True):
-        assert valid_maze(board, answer) if kind == "maze" else valid_sudoku(board, answer, sudoku.KINDS[kind])
-    np.testing.assert_array_equal(boards[::views], puzzles.inputs)
+    boards, answers = sudoku.augment(kind, 5, index, view, made.inputs[index], made.labels[index])
+    assert all(valid(kind, board, answer) for board, answer in zip(boards, answers, strict=True))
+    assert puzzles.is_solved(kind, boards, answers).all()
+    np.testing.assert_array_equal(boards[::views], made.inputs)
     different = len({b.tobytes() for b in boards[:views]})
-    assert different > (3 if kind == "maze" else 20)
-    if kind != "maze":
+    assert different > (20 if kind in puzzles.BOXES else 3)
+    text = [puzzles.to_text(kind, board) for board in boards]
+    np.testing.assert_array_equal(puzzles.to_symbols(kind, round(boards.shape[1] ** 0.5), text, str), boards)
+    if kind in puzzles.BOXES:
         count, _, first = _rust.sudoku_solve(boards - np.uint8(1))
         assert (count == 1).all()
         np.testing.assert_array_equal(first + 1, answers)
+        some = boards.reshape(n, views, -1)[:20, :9].reshape(180, -1) - np.uint8(1)
+        for numbers in (_rust.sudoku_invariant(some), _rust.sudoku_grade(some)[0]):
+            assert (numbers.reshape(20, 9) == numbers[::9, None]).all(), "symmetric copies have one number"
 
 
 def test_a_view_is_a_function_of_seed_index_and_number_alone():
@@ -96,6 +120,98 @@ def test_splits_are_generated_apart(kind):
     assert len({b.tobytes() for p in splits.values() for b in p.inputs}) == sum(len(p.inputs) for p in splits.values())
 
 
+def least(board):
+    """The first of all symmetric copies of a 4 × 4 board, by trying each."""
+    swaps = [np.array([[0, 1], [1, 0]])[list(k)] for k in np.ndindex(2, 2, 2)]
+    lines = [(2 * band[:, None] + np.stack([first, second])[band]).ravel() for band, first, second in swaps]
+    copies = []
+    for grid in (board.reshape(4, 4), board.reshape(4, 4).T):
+        for rows in lines:
+            for columns in lines:
+                copy = grid[rows][:, columns].ravel().tolist()
+                names = {1: 1}
+                copies.append(tuple(names.setdefault(s, len(names) + 1) for s in copy))
+    return min(copies)
+
+
+@pytest.mark.parametrize("kind, grade", [("sudoku4", "easy"), ("sudoku6", ""), ("sudoku", "extreme"), ("lights", "")])
+def test_no_symmetric_copy_is_in_both_splits(kind, grade):
+    blanks = (40, 60) if kind == "sudoku" else (8, 20)
+    n_train, n_test = (12, 4) if grade == "extreme" else (150, 60)  # of 9 × 9 boards, one in 80 is extreme
+    splits = sudoku.generate(sudoku.Source(kind=kind, grade=grade, n_train=n_train, n_test=n_test, blanks=blanks, side=6), 1)
+    if kind == "lights":
+        copies = lambda board: min(x.tobytes() for g in (board, board.T) for x in map(np.rot90, [g] * 4, range(4)))  # noqa: E731
+        numbers = {s: {copies(b.reshape(6, 6)) for b in p.inputs} for s, p in splits.items()}
+    else:
+        which = "labels" if kind == "sudoku" else "inputs"
+        numbers = {s: set(_rust.sudoku_invariant(getattr(p, which) - np.uint8(1)).tolist()) for s, p in splits.items()}
+    assert not numbers["train"] & numbers["test"]
+    if kind == "sudoku4":
+        both = np.concatenate([p.inputs for p in splits.values()])
+        classes = [least(board) for board in both]
+        assert len(set(zip(classes, _rust.sudoku_invariant(both - np.uint8(1)).tolist(), strict=True))) == len(set(classes))
+        assert len(set(classes)) == len(set(_rust.sudoku_invariant(both - np.uint8(1)).tolist())), "one number, one class"
+    if grade:
+        grades, _ = _rust.sudoku_grade(splits["test"].inputs - np.uint8(1))
+        assert (grades == puzzles.GRADES.index(grade)).all()
+        assert (splits["test"].rating > 0).all() == (grade == "extreme"), "singles need no guess of the solver, a guess does"
+
+
+def test_symmetric_solutions_are_those_that_are_known():
+    """Of 4 × 4 there are 2 different ones, of 6 × 6 49 (Pettersen), of 9 × 9 billions."""
+    for side, fewest, most in ((4, 2, 2), (6, 45, 49), (9, 2000, 2000)):
+        _, answers, _ = _rust.sudoku_generate(2000, side=side, blanks=(0, 0))
+        assert fewest <= len(set(_rust.sudoku_invariant(answers).tolist())) <= most
+
+
+def test_grades_are_what_a_slow_solver_needs():
+    """Of a 9 × 9 board: singles alone, then with the removals of pairs, written out cell by cell."""
+    boards, _, guesses = _rust.sudoku_generate(60, side=9, blanks=(50, 60), seed=4)
+    grades, backtracks = _rust.sudoku_grade(boards)
+    assert set(grades.tolist()) == {0, 1, 2, 3} and (backtracks <= guesses).all()
+    units = [[(i, j) for j in range(9)] for i in range(9)] + [[(j, i) for j in range(9)] for i in range(9)]
+    units += [[(3 * a + i, 3 * b + j) for i in range(3) for j in range(3)] for a in range(3) for b in range(3)]
+
+    def reduce(marks, pairs):
+        before = {cell: set(m) for cell, m in marks.items()}
+        for unit in units:
+            for cell in unit:
+                if len(marks[cell]) == 1:
+                    for other in unit:
+                        if other != cell:
+                            marks[other] -= marks[cell]
+            places = {d: {cell for cell in unit if d in marks[cell]} for d in range(1, 10)}
+            for d, cells in places.items():
+                if len(cells) == 1:
+                    marks[next(iter(cells))] &= {d}
+                if not pairs:
+                    continue
+                for other in units:
+                    if cells <= set(other):
+                        for cell in set(other) - cells:
+                            marks[cell] -= {d}
+                for e in places:
+                    if len(cells) == 2 and d != e and places[e] == cells:
+                        for cell in cells:
+                            marks[cell] &= {d, e}
+            for a in unit if pairs else ():
+                for b in unit:
+                    if a != b and len(marks[a]) == 2 and marks[a] == marks[b]:
+                        for cell in set(unit) - {a, b}:
+                            marks[cell] -= marks[a]
+        return marks != before
+
+    for board, grade in zip(boards.reshape(-1, 9, 9), grades, strict=True):
+        marks = {(i, j): {int(board[i, j])} if board[i, j] else set(range(1, 10)) for i in range(9) for j in range(9)}
+        found = 2
+        for needed, pairs in ((0, False), (1, True)):
+            while reduce(marks, pairs):
+                pass
+            if all(len(m) == 1 for m in marks.values()):
+                found = min(found, needed)
+        assert found == min(grade, 2)
+
+
 def test_more_boards_than_there_are_is_an_error():
     with pytest.raises(DataError, match="no more different sudoku4 puzzles"):
         sudoku.generate(replace(SOURCES["sudoku4"], blanks=(0, 0), n_train=400), 0)
@@ -104,7 +220,8 @@ def test_more_boards_than_there_are_is_an_error():
 def test_a_4_by_4_maze_and_9_by_9_by_the_numbers():
     facts = {kind: sudoku.facts(sudoku.Config((source,))) for kind, source in SOURCES.items()}
     found = {kind: (f["n_cells"], f["vocab"], f["n_puzzles"]) for kind, f in facts.items()}
-    assert found == {"sudoku": (81, 11, 1), "sudoku4": (16, 6, 1), "maze": (144, 6, 1)}
+    sizes = {"sudoku": (81, 11, 1), "sudoku6": (36, 8, 1), "sudoku4": (16, 6, 1), "maze": (144, 6, 1), "lights": (36, 3, 1)}
+    assert found == sizes and [puzzles.kind_of(*size[:2]) for size in sizes.values()] == list(sizes)
 
 
 # The loader
@@ -186,19 +303,19 @@ def test_what_a_checkpoint_checks():
 # Folders, through the command that writes them
 
 
-@pytest.mark.parametrize("kind", ["csv", "npy"])
-def test_what_the_command_writes_is_what_is_read(tmp_path, kind):
-    arguments = ["--kind=sudoku", "--train=30", "--test=9", "--blanks", "20", "40", "--seed=3", f"--format={kind}"]
-    assert sudoku_command.main([str(tmp_path / "out"), *arguments]) == 0
-    made = sudoku.generate(sudoku.Source(n_train=30, n_test=9, blanks=(20, 40)), 3)
-    source = sudoku.Source(path=str(tmp_path / "out"), n_train=0)
+@pytest.mark.parametrize("kind, what", [("csv", "sudoku"), ("npy", "sudoku"), ("csv", "maze"), ("csv", "lights")])
+def test_what_the_command_writes_is_what_is_read(tmp_path, kind, what):
+    arguments = ["--train=30", "--test=9", "--blanks", "20", "40", "--seed=3", "--side=8", f"--format={kind}"]
+    assert sudoku_command.main([str(tmp_path / "out"), f"--kind={what}", *arguments]) == 0
+    made = sudoku.generate(sudoku.Source(kind=what, n_train=30, n_test=9, blanks=(20, 40), side=8), 3)
+    source = sudoku.Source(kind=what, path=str(tmp_path / "out"), n_train=0)
     for split in made:
         read = sudoku._split(source, 0, split)
         np.testing.assert_array_equal(read.inputs, made[split].inputs)
         np.testing.assert_array_equal(read.labels, made[split].labels)
         if kind == "csv":
             np.testing.assert_array_equal(read.rating, made[split].rating)
-    assert sudoku.facts(sudoku.Config((source,)))["vocab"] == 11
+    assert sudoku.facts(sudoku.Config((source,)))["vocab"] == puzzles.n_symbols(what)
 
 
 def write_csv(folder, rows):
@@ -209,7 +326,8 @@ def write_csv(folder, rows):
 
 def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
     answer = "1234341221434321"
-    rows = [(str(i), "." * i + answer[i:], answer, i) for i in range(10)]
+    blank = (0, 1, 2, 3, 4, 5, 8, 10, 12, 15)  # in this order, one solution is left
+    rows = [(str(i), "".join("." if c in blank[:i] else d for c, d in enumerate(answer)), answer, i) for i in range(10)]
     write_csv(tmp_path, rows)
     source = sudoku.Source(kind="sudoku4", path=str(tmp_path), n_train=4)
     found = [sudoku._split(source, seed, "train") for seed in range(3)]
@@ -217,13 +335,20 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
     assert len(sudoku._split(source, 0, "test").inputs) == 10
     assert [(p.inputs == 1).sum(1).tolist() == p.rating.tolist() for p in found] == [True] * 3
     for broken, message in (
-        ([("0", "." * 15, answer, 0)], "row 0 has 15 characters"),
-        ([("0", "2" + answer[1:], answer, 0)], "row 0 .* does not solve its question"),
-        ([("0", "7" + answer[1:], answer, 0)], "other than . and 0 to 4"),
-        ([("0", "²" + answer[1:], answer, 0)], "other than . and 0 to 4"),
+        ([("0", "." * 15, answer, 0)], "train.csv:2: '[.]{15}' has 15 characters; a board of this kind has 16"),
+        ([("0", "2" + answer[1:], answer, 0)], "train.csv:2: .* row 1, column 1 is blank, or not as in the question"),
+        ([("0", answer[:5] + "7" + answer[6:], answer, 0)], "train.csv:2: row 2, column 2 is '7'; expected 1 to 4"),
+        ([("0", "²" + answer[1:], answer, 0)], "train.csv:2: row 1, column 1 is '²'; expected 1 to 4"),
+        (
+            [("0", answer, answer, 0), ("1", "." * 16, answer, 0)],
+            "csv:3: the board has several solutions, which differ in row 1",
+        ),
         ([("0", answer, answer, "hard")], "could not convert string to float"),
-        ([("0", answer, answer, 0), ("0", answer, answer, "1e30")], "the rating of row 1 is no number"),
-        ([("0", answer, answer, 0), ("1", "." * 16, "1" * 16, 0)], r"train.csv: the answer of row 1 is no solution"),
+        ([("0", answer, answer, 0), ("0", answer, answer, "1e30")], "train.csv:3: the rating is no number"),
+        (
+            [("0", answer, answer, 0), ("1", "." * 16, "1" * 16, 0)],
+            "csv:3: .* no solution: row 1, column 1 and row 1, column 2 are both",
+        ),
         ([], r"train.csv has no boards: no row follows its header"),
     ):
         write_csv(tmp_path, broken)
@@ -232,20 +357,27 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
             sudoku._split(source, 0, "train")
 
 
-@pytest.mark.parametrize("side", [4, 9])
+@pytest.mark.parametrize("side", [4, 6, 9])
 def test_an_answer_is_a_solution_only_by_its_rows_and_columns_and_boxes(side):
     """Each of the rules is broken alone, so that none can be left out."""
-    root = round(side**0.5)
+    kind = next(kind for kind, of in puzzles.KINDS.items() if of == side)
+    high, wide = puzzles.BOXES[kind]
     line = np.arange(side)
-    solution = (line[:, None] % root * root + line[:, None] // root + line) % side
+    solution = (line[:, None] % high * wide + line[:, None] // high + line) % side
     only_columns, only_rows = np.tile(line[:, None], side), np.tile(line, (side, 1))
     no_box = (line[:, None] + line) % side  # a Latin square
     swapped = solution.copy()
     swapped[0, :2] = swapped[0, 1::-1]  # its row and its box are right, two columns are not
-    boards = np.array([solution, only_columns, only_rows, no_box, swapped, swapped.T, solution[::-1]], np.uint8)
-    found = sudoku._are_solutions(boards.reshape(len(boards), -1), side)
-    assert found.tolist() == [True, False, False, False, False, False, True]
-    assert [valid_sudoku(board + 2, board + 2, side) for board in boards.reshape(len(boards), -1)] == found.tolist()
+    turned = swapped.T if high == wide else only_rows
+    boards = 2 + np.array([solution, only_columns, only_rows, no_box, swapped, turned, solution[::-1]], np.uint8)
+    boards = boards.reshape(len(boards), -1)
+    expected = [True, False, False, False, False, False, True]
+    for blank in (np.ones_like(boards), np.where(line.repeat(side) % 2, boards, 1)):
+        assert puzzles.is_solved(kind, blank, boards).tolist() == expected
+        assert np.asarray(puzzles.is_solved(kind, jnp.array(blank), jnp.array(boards))).tolist() == expected
+    assert [valid_sudoku(board, board, side) for board in boards] == expected
+    boards[0, 0] = 1
+    assert not puzzles.is_solved(kind, boards, boards)[0], "a blank is no digit"
 
 
 @pytest.mark.parametrize("kind, shape", [("sudoku4", (5, 0)), ("sudoku4", (5, 15)), ("maze", (5, 15)), ("maze", (5, 0))])
@@ -282,9 +414,12 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
 
 
 def test_mistakes_of_the_config_are_named():
-    config = sudoku.Config((sudoku.Source(kind="chess", share=0, path="no such folder"), replace(SMALL, blanks=(9, 3))))
+    wrong = sudoku.Source(kind="chess", share=0, path="no such folder")
+    config = sudoku.Config(
+        (wrong, replace(SMALL, blanks=(9, 3)), replace(SMALL, grade="hardest"), replace(SOURCES["maze"], grade="easy"))
+    )
     assert [where for where, _ in config.problems()] == [
-        "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks",
+        "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks", "sources[2].grade", "sources[3].grade",
     ]  # fmt: skip
 
 
@@ -295,9 +430,9 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
     monkeypatch.setattr(sudoku, "generate", lambda *a: times.append(a) or generate(*a))
     config = sudoku.Config(tuple(SOURCES.values()), seed=11)
     known = sudoku.facts(config)
-    assert sudoku.fields(config)["inputs"].shape == (144,) and known["n_test"] == (12, 12, 2)
+    assert sudoku.fields(config)["inputs"].shape == (144,) and known["n_test"] == (12, 12, 12, 2, 12)
     assert not times and not list(tmp_path.iterdir())
-    rows = Rows(30, ((0, 30),))
+    rows = Rows(50, ((0, 50),))
 
     def first():
         sudoku._kept.cache_clear()
@@ -307,20 +442,20 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
         return loader.fingerprint, next(loader)[1]
 
     once, kept = first(), len(times)
-    assert kept == 3 and len(list((tmp_path / "puzzles").iterdir())) == 3
+    assert kept == 5 and len(list((tmp_path / "puzzles").iterdir())) == 5
     again = first()
-    assert len(times) == 3 and again[0] == once[0]
+    assert len(times) == 5 and again[0] == once[0]
     for name, parts in once[1].items():
         np.testing.assert_array_equal(parts[0], again[1][name][0])
     for path in (tmp_path / "puzzles").iterdir():  # as a full disk leaves it
         path.write_bytes(path.read_bytes()[:500])
-    assert first()[0] == once[0] and len(times) == 6
+    assert first()[0] == once[0] and len(times) == 10
     # What the facts said is what was generated.
     generated = [generate(s, 11) for s in SOURCES.values()]
     assert known["n_train"] == tuple(len(g["train"].inputs) for g in generated)
     assert known["n_cells"] == max(g["train"].inputs.shape[1] for g in generated)
     assert known["vocab"] > max(int(g[s].labels.max()) for g in generated for s in g)
-    assert known["n_puzzles"] == 3
+    assert known["n_puzzles"] == 5
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, caplog):

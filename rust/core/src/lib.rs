@@ -21,3 +21,4 @@ pub mod resample;
 pub mod slab;
 pub mod source;
 pub mod sudoku;
+pub mod sudoku_grades;

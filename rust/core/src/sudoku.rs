@@ -1,6 +1,7 @@
 //! Sudoku boards: a solver that counts solutions and guesses, and a generator of puzzles with one solution.
 //!
-//! A board is `side`² cells, row by row, 0 for a blank and 1 … side for a digit; side is 4 or 9. Candidates are bits. The
+//! A board is `side`² cells, row by row, 0 for a blank and 1 … side for a digit; side is 4, 6 (boxes of 2 rows and 3 columns)
+//! or 9. Candidates are bits. `grades` says which steps of reasoning a puzzle needs. The
 //! solver fills forced cells (a cell with one candidate; a digit with one possible cell in a row, column or box) until
 //! there are none, then guesses in the cell with the fewest candidates. The number of guesses, over the whole search that
 //! also proves that the solution is unique, is the puzzle's difficulty: 0 means that forced cells alone solve it.
@@ -10,20 +11,25 @@ use crate::order::{hash, mix};
 /// Domain separation of hashes; see `order`.
 const PUZZLE: u64 = 16;
 
-const MOST_CELLS: usize = 81;
+pub(crate) const MOST_CELLS: usize = 81;
 
 /// Rows, columns and boxes of a board, and the units of each cell.
 pub struct Rules {
-    side: usize,
-    units: Vec<Vec<usize>>,
-    units_of: Vec<[usize; 3]>,
+    pub(crate) side: usize,
+    /// Rows and columns of a box.
+    pub(crate) boxed: (usize, usize),
+    pub(crate) units: Vec<Vec<usize>>,
+    pub(crate) units_of: Vec<[usize; 3]>,
     all: u16,
 }
 
-/// The result of a search: the number of solutions (it stops at the limit), the guesses, and the first solution.
+/// The result of a search: the number of solutions (it stops at the limit), the guesses, those of them that led to no
+/// solution, and the first solution.
+#[derive(Default)]
 pub struct Search {
     pub solutions: u32,
     pub guesses: u32,
+    pub backtracks: u32,
     pub first: Option<Vec<u8>>,
 }
 
@@ -36,9 +42,9 @@ pub struct Puzzle {
 
 /// Candidates of every cell (0 once it is filled) and digits of every cell.
 #[derive(Clone)]
-struct State {
-    open: [u16; MOST_CELLS],
-    digit: [u8; MOST_CELLS],
+pub(crate) struct State {
+    pub(crate) open: [u16; MOST_CELLS],
+    pub(crate) digit: [u8; MOST_CELLS],
     used: [u16; 27],
     left: usize,
 }
@@ -60,14 +66,15 @@ impl Random {
 }
 
 impl Rules {
-    /// The rules for a side of 4 or 9; None for any other.
+    /// The rules for a side of 4, 6 or 9; None for any other.
     pub fn new(side: usize) -> Option<Self> {
-        let root = match side {
-            4 => 2,
-            9 => 3,
+        let (high, wide) = match side {
+            4 => (2, 2),
+            6 => (2, 3),
+            9 => (3, 3),
             _ => return None,
         };
-        let boxed = |cell: usize| cell / side / root * root + cell % side / root;
+        let boxed = |cell: usize| cell / side / high * high + cell % side / wide;
         let units_of: Vec<_> = (0..side * side).map(|i| [i / side, side + i % side, 2 * side + boxed(i)]).collect();
         let mut units = vec![Vec::with_capacity(side); 3 * side];
         for (cell, cell_units) in units_of.iter().enumerate() {
@@ -75,7 +82,7 @@ impl Rules {
                 units[unit].push(cell);
             }
         }
-        Some(Self { side, units, units_of, all: (1 << side) - 1 })
+        Some(Self { side, boxed: (high, wide), units, units_of, all: (1 << side) - 1 })
     }
 
     pub fn n_cells(&self) -> usize {
@@ -84,7 +91,7 @@ impl Rules {
 
     /// Searches for up to `limit` solutions. A board that breaks the rules, or has a digit above `side`, has none.
     pub fn solve(&self, board: &[u8], limit: u32) -> Search {
-        let mut result = Search { solutions: 0, guesses: 0, first: None };
+        let mut result = Search::default();
         if let Some(state) = self.start(board) {
             self.search(state, limit, &mut result, &mut None);
         }
@@ -98,7 +105,7 @@ impl Rules {
         let mut random = Random(hash(&[PUZZLE, seed, index]));
         let most = most.min(n);
         let target = fewest.min(most) + random.below(most - fewest.min(most) + 1);
-        let mut result = Search { solutions: 0, guesses: 0, first: None };
+        let mut result = Search::default();
         let empty = self.start(&vec![0; n]).expect("an empty board breaks no rule");
         self.search(empty, 1, &mut result, &mut Some(&mut random));
         let solution = result.first.expect("an empty board has solutions");
@@ -125,12 +132,12 @@ impl Rules {
     fn other_solution(&self, board: &[u8], cell: usize, digit: u8) -> bool {
         let Some(mut state) = self.start(board) else { return false };
         state.open[cell] &= !(1 << (digit - 1));
-        let mut result = Search { solutions: 0, guesses: 0, first: None };
+        let mut result = Search::default();
         self.search(state, 1, &mut result, &mut None);
         result.solutions > 0
     }
 
-    fn start(&self, board: &[u8]) -> Option<State> {
+    pub(crate) fn start(&self, board: &[u8]) -> Option<State> {
         let mut state =
             State { open: [self.all; MOST_CELLS], digit: [0; MOST_CELLS], used: [0; 27], left: self.n_cells() };
         for (cell, &digit) in board.iter().enumerate() {
@@ -155,13 +162,13 @@ impl Rules {
         true
     }
 
-    fn candidates(&self, state: &State, cell: usize) -> u16 {
+    pub(crate) fn candidates(&self, state: &State, cell: usize) -> u16 {
         let [row, column, square] = self.units_of[cell];
         state.open[cell] & !(state.used[row] | state.used[column] | state.used[square])
     }
 
     /// Fills forced cells. None for a contradiction, otherwise the open cell with the fewest candidates, if any is left.
-    fn propagate(&self, state: &mut State) -> Option<Option<usize>> {
+    pub(crate) fn propagate(&self, state: &mut State) -> Option<Option<usize>> {
         loop {
             let (mut moved, mut best, mut fewest) = (false, None, u32::MAX);
             for cell in 0..self.n_cells() {
@@ -237,10 +244,12 @@ impl Rules {
                     random.shuffle(&mut bits[..n]);
                 }
                 for &bit in &bits[..n] {
+                    let before = result.solutions;
                     result.guesses += 1;
                     let mut next = state.clone();
                     self.place(&mut next, cell, bit);
                     self.search(next, limit, result, random);
+                    result.backtracks += u32::from(result.solutions == before);
                     if result.solutions >= limit {
                         return;
                     }

@@ -9,10 +9,11 @@ use jaxtrain_loader::sudoku::Rules;
 const BOARD: Bounds = Bounds { memory: 1 << 20, memory_per_byte: 0, seconds: 5.0, seconds_per_byte: 0.0 };
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    for side in [4, 9] {
+    for side in [4, 6, 9] {
         let Some(board) = data.get(..side * side) else { continue };
-        let rules = Rules::new(side).expect("4 and 9 are sides");
+        let rules = Rules::new(side).expect("4, 6 and 9 are sides");
         within(&BOARD, board.len(), || {
+            rules.grade(board);
             let search = rules.solve(board, 2);
             assert!(search.solutions <= 2 && search.first.is_some() == (search.solutions > 0));
             let Some(first) = search.first else { return };

@@ -29,6 +29,8 @@ fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(order::block_order, module)?)?;
     module.add_function(wrap_pyfunction!(sudoku::sudoku_solve, module)?)?;
     module.add_function(wrap_pyfunction!(sudoku::sudoku_generate, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku::sudoku_grade, module)?)?;
+    module.add_function(wrap_pyfunction!(sudoku::sudoku_invariant, module)?)?;
     module.add("ORDER_VERSION", jaxtrain_loader::order::VERSION)?;
     module.add("STAGES", jaxtrain_loader::pipeline::STAGES)?;
     module.add_class::<audio::FilterBank>()?;

@@ -18,6 +18,12 @@ fn check_threads(threads: usize) -> PyResult<()> {
     }
 }
 
+fn rules_of(cells: usize, threads: usize) -> PyResult<Rules> {
+    check_threads(threads)?;
+    let rules = Rules::new(cells.isqrt()).filter(|rules| rules.n_cells() == cells);
+    rules.ok_or_else(|| PyValueError::new_err(format!("boards have {cells} cells; expected 16, 36 or 81")))
+}
+
 /// Solve sudoku boards, counting their solutions.
 #[pyfunction]
 #[pyo3(signature = (boards, *, limit = 2, threads = 1))]
@@ -28,9 +34,7 @@ pub fn sudoku_solve<'py>(
     threads: usize,
 ) -> PyResult<(Counts<'py>, Counts<'py>, Boards<'py>)> {
     let (n, cells) = boards.as_array().dim();
-    let rules = Rules::new(cells.isqrt()).filter(|rules| rules.n_cells() == cells);
-    let rules = rules.ok_or_else(|| PyValueError::new_err(format!("boards have {cells} cells; expected 16 or 81")))?;
-    check_threads(threads)?;
+    let rules = rules_of(cells, threads)?;
     let boards = boards.as_slice()?;
     let searches = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
     let solutions: Vec<i64> = searches.iter().map(|search| search.solutions.into()).collect();
@@ -52,7 +56,7 @@ pub fn sudoku_generate(
     blanks: (usize, usize),
     threads: usize,
 ) -> PyResult<(Boards<'_>, Boards<'_>, Counts<'_>)> {
-    let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4 or 9")))?;
+    let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4, 6 or 9")))?;
     check_threads(threads)?;
     if n > MOST || start.checked_add(n as u64).is_none() {
         return Err(PyValueError::new_err(format!(
@@ -68,4 +72,43 @@ pub fn sudoku_generate(
     }
     let shape = [n, side * side];
     Ok((boards.into_pyarray(py).reshape(shape)?, solutions.into_pyarray(py).reshape(shape)?, guesses.into_pyarray(py)))
+}
+
+/// Grade sudoku boards by the steps that they need, and count the guesses that lead to no solution.
+#[pyfunction]
+#[pyo3(signature = (boards, *, threads = 1))]
+pub fn sudoku_grade<'py>(
+    py: Python<'py>,
+    boards: PyReadonlyArray2<'py, u8>,
+    threads: usize,
+) -> PyResult<(Counts<'py>, Counts<'py>)> {
+    let (n, cells) = boards.as_array().dim();
+    let rules = rules_of(cells, threads)?;
+    let boards = boards.as_slice()?;
+    let of = |i: usize| {
+        let board = &boards[i * cells..(i + 1) * cells];
+        (i64::from(rules.grade(board)), i64::from(rules.solve(board, 2).backtracks))
+    };
+    let (grades, backtracks): (Vec<i64>, Vec<i64>) = py.detach(|| parallel(n, threads, of)).into_iter().unzip();
+    Ok((grades.into_pyarray(py), backtracks.into_pyarray(py)))
+}
+
+/// Hash sudoku boards so that symmetric copies of a board have the same number.
+#[pyfunction]
+#[pyo3(signature = (boards, *, threads = 1))]
+pub fn sudoku_invariant<'py>(
+    py: Python<'py>,
+    boards: PyReadonlyArray2<'py, u8>,
+    threads: usize,
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    let (n, cells) = boards.as_array().dim();
+    let rules = rules_of(cells, threads)?;
+    let boards = boards.as_slice()?;
+    if let Some(digit) = boards.iter().find(|&&digit| usize::from(digit) > cells.isqrt()) {
+        return Err(PyValueError::new_err(format!(
+            "a board has the digit {digit}; expected at most {}",
+            cells.isqrt()
+        )));
+    }
+    Ok(py.detach(|| parallel(n, threads, |i| rules.invariant(&boards[i * cells..(i + 1) * cells]))).into_pyarray(py))
 }
