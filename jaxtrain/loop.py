@@ -26,6 +26,7 @@ from jaxtrain.schedule import Schedule
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics
 from jaxtrain.telemetry.metrics_logger import MetricsLogger
+from jaxtrain.verify import Verifier, WrongStepError
 from loaders.base import DataError
 from loaders.io import machine
 
@@ -46,6 +47,7 @@ USER_ERRORS = (
     checkpoint.CheckpointError,
     warm_start.WarmStartError,
     DataError,
+    WrongStepError,
 )
 
 
@@ -100,6 +102,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             metrics_logger = closing.enter_context(MetricsLogger(assembly, data, process, first=step, peak=peak))
             programs.ready(step)
             machine.give_back_freed_memory()  # what compiling and restoring took
+            verify = Verifier(assembly, data, programs, metrics_logger)
             evaluate = Evaluator(assembly, data, programs, metrics_logger, checkpoints, process)
         with process.phase(goodput.OTHERS):
             process.meet("compiled")
@@ -112,8 +115,11 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             #    batch: that step is a no-op that only carries the stop flag.
             batch = data.next(unless=process.stopping)
             step, stop = batch.step, programs.stop[process.stopping()]
-            with jax.transfer_guard("disallow"):
-                state, out = programs.at(batch)(state, batch.arrays, stop)
+            if verify.is_due(step):
+                state, out = verify(programs.at(batch), state, batch, stop)
+            else:
+                with jax.transfer_guard("disallow"):
+                    state, out = programs.at(batch)(state, batch.arrays, stop)
             # 2. Read the step before this one, while the device computes this one. All processes agree to stop inside a step.
             if metrics_logger.push(out, batch, state):
                 break

@@ -97,10 +97,15 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     wrong = next(line for line in lines if line["split"] == "train" and line["step"] == 4)
     wrong["digest_low"] ^= 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = (runs / "changed" / "digests.jsonl").read_text().splitlines()[:2]
+    named, line = json.loads(first)["names"], json.loads(second)
+    at = 16 * named.index(wrong_name := next(name for name in named if name.startswith("params/")))
+    line["arrays"] = line["arrays"][:at] + "0" * 16 + line["arrays"][at + 16 :]
+    (runs / "changed" / "digests.jsonl").write_text(first + "\n" + json.dumps(line) + "\nodd\n")
     assert replay("changed", "--step", "6") == 1
     said = capsys.readouterr().out
     assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps" in said
-    assert "step 4 differs: digest" in said and "the same digest to step 2" in said
+    assert f"(1 of {len(named)} arrays: {wrong_name})" in said and "the same digest to step 2" in said
 
 
 def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):

@@ -133,13 +133,14 @@ class StepCompiler:
             return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
 
         self._lowered = lowered
-        self._steps = CompileAhead(self._key_of, lambda key: self._compile(lowered(key)))
+        self._steps = CompileAhead(self._key_of, lambda key: self.compile(lowered(key)))
         self.stop = {asked: step_lib.put_stop(assembly.layout, asked) for asked in (False, True)}
         if likely < assembly.config.train.steps:
             first = lowered(self._key_of(likely))  # by this thread, which has the time
             self._steps.expect(likely, program_cache.earlier(first, self._options))
 
-    def _compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
+    def compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
+        """Compile a program with the options of the run."""
         own = self._assembly.config.compiler
         return program_cache.keep(lowered, self._options, lambda: xla_options.compile(lowered, self._options, own))
 
@@ -168,7 +169,7 @@ class StepCompiler:
         log.info("compiling; slow programs are cached for the next start")
         # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
-        others = [functools.partial(lambda x, f: f or self._compile(x), *each) for each in zip(evaluations, found, strict=True)]
+        others = [functools.partial(lambda x, f: f or self.compile(x), *each) for each in zip(evaluations, found, strict=True)]
         self._steps.begin(first, steps, others=others)
         if len(starts := self._steps.starts) > 1:
             log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)

@@ -84,11 +84,12 @@ def between_sections(config: Config) -> Problems:
             f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not "
             f"divide; the nearest that do are {low or devices * parts} and {low + devices * parts}",
         )
-    if config.metrics.digest and optim.offload:
-        yield (
-            "metrics.digest",
-            "is True, and optim.offload keeps a part of the state where no digest is computed; unset one of them",
-        )
+    for name in ("metrics.digest", "guard.verify_every"):
+        if optim.offload and (value := operator.attrgetter(name)(config)):
+            yield (
+                name,
+                f"is {value}, and optim.offload keeps a part of the state where no digest is computed; unset one of them",
+            )
     if train.patience and not config.checkpoint.best:
         yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
     yield from _allowed_problems(config)

@@ -412,12 +412,15 @@ class Guard(Section):
     settle: int = 100  # [steps] at the start, during which no spike is looked for
     patience: int = 10  # [steps] skipped in a row after which the run rewinds, or stops
     rewinds: int = 0  # [times] to return to the last checkpoint instead of stopping; all batches since count as skipped
+    verify_every: int = 0  # [steps] between steps that are computed twice, to find a device that computes wrong; 0 = none
+    on_mismatch: str = "stop"  # [name] when the two differ: stop the run, or continue with the result that a third confirms
 
     def problems(self) -> Problems:
         if self.spike and self.spike <= 1:
             yield "spike", f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit"
         yield from checks.within(self, "[0, 1)", "decay")
-        yield from checks.not_negative(self, "settle", "rewinds")
+        yield from checks.not_negative(self, "settle", "rewinds", "verify_every")
+        yield from checks.choice(self, ("stop", "continue"), "on_mismatch")
         yield from checks.at_least(self, 1, "patience")
 
 

@@ -19,16 +19,27 @@ from jaxtrain import specs
 from jaxtrain.types import Array, PyTree
 
 WORD = np.uint32
+BATCH = "batch"  # first name in the path of a batch's arrays, which are no part of the state's digest
 
 
 def of(tree: PyTree) -> Array:
     """Return the digest of all arrays of a tree, uint32 [2]. To be jitted."""
-    total = jnp.zeros(2, WORD)
+    return of_each(tree).sum(0, dtype=WORD)
+
+
+def of_each(tree: PyTree) -> Array:
+    """Return the part of each array of a tree, uint32 [arrays, 2]. Their sum is the digest."""
+    parts = [jnp.zeros((0, 2), WORD)]
     for path, x in jax.tree.leaves_with_path(tree):
         words = _words(x, jax.lax.bitcast_convert_type)
         places = [jax.lax.broadcasted_iota(WORD, words.shape, axis) for axis in range(words.ndim)]
-        total += jnp.stack(_sums(specs.path_name(path), words, places))
-    return total
+        parts.append(jnp.stack(_sums(specs.path_name(path), words, places))[None])
+    return jnp.concatenate(parts)
+
+
+def of_batch_and_state(batch: PyTree, state: PyTree) -> Array:
+    """Return the parts of the arrays of a batch and then of a state, uint32 [arrays, 2]."""
+    return jnp.concatenate([of_each({BATCH: batch}), of_each(state)])
 
 
 def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.ndarray:

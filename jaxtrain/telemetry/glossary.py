@@ -27,6 +27,7 @@ STEP = (
     Entry("update_norm, update_norm_X", r"update_norm(_.+)?", "norm of the step's update of the parameters"),
     Entry("param_norm_before, param_norm_after", r"param_norm_(before|after)(_.+)?", "norm of the parameters around the step"),
     Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
+    Entry("miscomputed", "miscomputed", "1 if the two computations of a step differed (guard.verify_every)"),
     Entry("steps_per_second, samples_per_second", r"(steps|samples)_per_second", "pace since the record before"),
     Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
     Entry("mfu_full_attention", "mfu_full_attention", "mfu with attention counted as if no mask or window applied"),

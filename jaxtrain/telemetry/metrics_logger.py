@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxtrain import config as config_lib
-from jaxtrain import optim
+from jaxtrain import optim, specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import Saved
 from jaxtrain.checkpoint.checkpointer import saved_parts
@@ -25,9 +25,9 @@ from jaxtrain.process_context import ProcessContext
 from jaxtrain.step import digest
 from jaxtrain.step.guard import Streak
 from jaxtrain.step.state import TrainState
-from jaxtrain.telemetry import console, metrics, traces, writers
+from jaxtrain.telemetry import console, jsonl, metrics, traces, writers
 from jaxtrain.telemetry.report import classes
-from jaxtrain.telemetry.report.steps import DIGEST
+from jaxtrain.telemetry.report.steps import DIGEST, DIGESTS
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -48,14 +48,19 @@ class MetricsLogger:
         self._everywhere = assembly.layout.replicated()
         self.streak = Streak(config.guard, step=first)
         self._pending: tuple[Mapping[str, Mean], Item, jax.Array | None] | None = None
-        digested = jax.jit(lambda state: digest.of(saved_parts(state)), out_shardings=self._everywhere)
-        self._digest = digested if config.metrics.digest else None
+        self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere) if config.metrics.digest else None
         process.confirm()
         if cluster.is_main():
             config_lib.save(config, config.workdir)
             rates = functools.partial(optim.learning_rates, config.optim, config.train.steps)
             writers.write_schedule(config.workdir, config.train.steps, rates)
         self._writers = writers.make_writers(config, first) if cluster.is_main() else []
+        self._digests: list[writers.Writer] = []
+        if config.metrics.digest and cluster.is_main():
+            self._digests = [writers.JsonlWriter(config.workdir, first, DIGESTS, jsonl.step_problem)]
+        abstract = assembly.abstract
+        self._digested = specs.paths({digest.BATCH: abstract.batch}) + specs.paths(saved_parts(abstract.state))
+        self._unnamed = True  # whether no line of them names the arrays yet
         self._lines = writers.Lines(config.workdir)
         self._traces = traces.Traces(config.workdir, config.metrics.profile, process=jax.process_index())
         self._read_last = first
@@ -77,6 +82,7 @@ class MetricsLogger:
         self._traces.close(self._read_last)
         closing: list[writers.Writer | writers.Lines] = [
             *reversed(self._writers),
+            *self._digests,
             *[self._lines] * (not self._process.has_lost),
         ]
         for writer in closing:
@@ -101,7 +107,8 @@ class MetricsLogger:
         """
         if self.flush():
             return True
-        self._pending = (out, item, self._digest(state) if self._digest and self._is_recorded(item.step) else None)
+        digested = self._digest and self._is_recorded(item.step)
+        self._pending = (out, item, self._digest(dict(item.arrays), saved_parts(state)) if self._digest and digested else None)
         if self._traces.is_due(item.step):  # a trace has whole steps: here the host waits for this one
             stopped = self.flush()
             self._traces.turn(item.step)
@@ -121,9 +128,17 @@ class MetricsLogger:
         if record.pop("stopped"):
             return True
         if digested is not None:
-            record |= dict(zip(DIGEST, map(int, jax.device_get(digested)), strict=True))
+            record |= self._read_digest(step, jax.device_get(digested))
         self._read(step, record, item)
         return False
+
+    def _read_digest(self, step: int, parts: np.ndarray) -> dict[str, int]:
+        """Write the digests of the arrays. Return the state's, for the record."""
+        line = {"arrays": parts.astype(">u4").tobytes().hex(), **({"names": self._digested} if self._unnamed else {})}
+        self._unnamed = False
+        self._write(step, "train", line, self._digests)
+        of_state = parts[[not name.startswith(f"{digest.BATCH}/") for name in self._digested]]
+        return dict(zip(DIGEST, map(int, of_state.sum(0, dtype=digest.WORD)), strict=True))
 
     def _is_recorded(self, step: int) -> bool:
         return step % self._config.metrics.every == 0 or step == self._config.train.steps
@@ -182,6 +197,10 @@ class MetricsLogger:
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
         self._process.beat(f"step {step + 1}")
 
+    def verified(self, step: int, *, wrong: bool) -> None:
+        """Write whether the two computations of a step differed."""
+        self._write(step, "verify", {"miscomputed": float(wrong)})
+
     def _inputs(self, item: Item) -> None:
         """Draw the inputs of the run's first batch, while the next step is computed."""
         self._process.starting("its pictures")  # which are compiled
@@ -205,9 +224,10 @@ class MetricsLogger:
                 for writer in self._writers:
                     writer.pictures(step, host)
 
-    def _write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+    def _write(self, step: int, split: str, record: Mapping[str, Any], into: Sequence[writers.Writer] | None = None) -> None:
+        into = self._writers if into is None else into
         with self._process.writing():
-            if self._writers and not self._process.has_lost:
+            if into and not self._process.has_lost:
                 self._process.lease.confirm()
-                for writer in self._writers:
+                for writer in into:
                     writer.write(step, split, record)

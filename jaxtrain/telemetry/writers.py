@@ -50,7 +50,7 @@ class Writer(Protocol):
 
 
 class JsonlWriter(Writer):
-    """workdir/metrics.jsonl, continued after ``step``. Lines that are no records are moved to metrics.jsonl.odd.
+    """A file of records in the workdir, continued after ``step``. Lines that are no records are moved to its neighbour .odd.
 
     Attributes:
       reached: split -> the last step that was written before, also after ``step``.
@@ -58,16 +58,16 @@ class JsonlWriter(Writer):
     Raises WorkdirError: something else than a file has that name, or the file is gone when it is written or closed.
     """
 
-    def __init__(self, workdir: str, step: int):
-        self._path = path = pathlib.Path(workdir) / "metrics.jsonl"
-        records, odd = jsonl.read(path, jsonl.record_problem)
-        self.reached = {record["split"]: record["step"] for record, _ in records}
+    def __init__(self, workdir: str, step: int, name: str = "metrics.jsonl", problem: jsonl.Check = jsonl.record_problem):
+        self._path = path = pathlib.Path(workdir) / name
+        records, odd = jsonl.read(path, problem)
+        self.reached = {record.get("split", ""): record["step"] for record, _ in records}
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
         self._file = _Appended(path)
 
-    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+    def write(self, step: int, split: str, record: Mapping[str, Any]) -> None:
         line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
         self._confirm()
         self._file.write(line.encode())
@@ -376,7 +376,7 @@ def is_written(workdir: str, step: int, split: str) -> bool:
     return any(record["step"] == step and record["split"] == split for record, _ in records)
 
 
-def _rounded(value: float) -> float | None:
-    if isinstance(value, int):  # of a digest, which has all its digits
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float | np.floating):  # of a digest, which has all its digits
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None  # nan and inf are no JSON; 9 digits hold a float32

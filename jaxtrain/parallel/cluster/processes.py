@@ -147,6 +147,13 @@ def versions() -> dict[str, str]:
     return {"jaxtrain": jaxtrain.__version__} | {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
+def devices() -> str:
+    """Describe the devices of all processes, for example "8 × NVIDIA H100 of 2 processes"."""
+    found = jax.devices()
+    kinds = " and ".join(sorted({device.device_kind for device in found}))
+    return f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+
+
 def digest_of_files() -> str:
     """Hash the Python files of jaxtrain and loaders.
 

@@ -30,7 +30,7 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
             for name, values in columns.items():
                 if name in HIDDEN or name.startswith("digest_") or (split == "data" and name.endswith("_expected")):
                     continue
-                if np.isfinite(values).any() and (name != "skipped" or np.nansum(values)):
+                if np.isfinite(values).any() and (name not in ("skipped", "miscomputed") or np.nansum(values)):
                     curves = found.setdefault((name, "" if split in ("train", "test") else split), [])
                     curves.append((i, split, columns["step"], values))
                     expected = columns.get(f"{name}_expected")
@@ -50,7 +50,7 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
             x, y = records_lib.thinned(step, values, most)
             drawn.append({"run": i, "split": of, "x": [int(s) for s in x], "y": [float(f"{v:.5g}") for v in y]})
         restarts = sorted({s.first for s in runs[0].starts if s.first}) if len(runs) == 1 else []
-        title = f"{name} ({split})" if split not in ("", "data", "save") else name
+        title = f"{name} ({split})" if split not in ("", "data", "save", "verify") else name
         charts.append({"title": title, "curves": drawn, "restarts": restarts})
         groups.setdefault(group, []).append((_figure(runs, len(charts) - 1, title, name, split, drawn), name))
     for group in GROUPS:
@@ -95,10 +95,10 @@ def _schedule(run: Run) -> tuple[np.ndarray, np.ndarray] | None:
 def _group(name: str, split: str, tested: bool) -> str:
     if split == "save":
         return "Saves"
-    if split:
+    if split and split != "verify":
         return "Order of the examples"
     if name in RATES:
         return "Speed"
-    if re.match(r"(grad|update|param)_norm", name) or name == "skipped":
+    if re.match(r"(grad|update|param)_norm", name) or name in ("skipped", "miscomputed"):
         return "Gradients and parameters"
     return "Results" if tested or name in ("loss", "learning_rate") else "Losses and metrics"

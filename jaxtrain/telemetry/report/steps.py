@@ -8,9 +8,14 @@ import numpy as np
 
 from jaxtrain.telemetry.report import records
 from jaxtrain.telemetry.report.run import Run, RunError
+from loaders.io import files
 
 FIELDS = ("loss", "grad_norm")  # that each record of a training step has
 DIGEST = ("digest_high", "digest_low")  # the halves of `jaxtrain.step.digest` in a record with one
+# The digest of each array at each record: {"step": 10, "arrays": 16 hexadecimal digits for each, "names": of the arrays}. A
+# start of the run writes the names in its first line.
+DIGESTS = "digests.jsonl"
+SHOWN = 3  # arrays that a line names
 
 
 class Steps(NamedTuple):
@@ -19,6 +24,7 @@ class Steps(NamedTuple):
     name: str
     values: dict[str, dict[int, float]]  # of `FIELDS`
     digests: dict[int, str]
+    arrays: dict[int, dict[str, str]]  # step -> the digest of each array
 
 
 def read(run: Run) -> Steps:
@@ -32,7 +38,24 @@ def read(run: Run) -> Steps:
     if all(name in columns for name in DIGEST):
         halves = zip(*(columns[name].tolist() for name in DIGEST), strict=True)
         digests = {step: digest_text(pair) for step, pair in zip(steps, halves, strict=True) if np.isfinite(pair).all()}
-    return Steps(run.name, values, digests)
+    return Steps(run.name, values, digests, _arrays(run))
+
+
+def _arrays(run: Run) -> dict[int, dict[str, str]]:
+    """Read the digests of arrays. Lines that are none are left out."""
+    found: dict[int, dict[str, str]] = {}
+    names: list[str] = []
+    path = run.file(DIGESTS)
+    if not path.exists():
+        return found
+    for line in files.read(path, most=1 << 31).split(b"\n"):
+        try:
+            record = files.parse(line.decode(), DIGESTS)
+            step, names, text = record["step"], record.get("names", names), record["arrays"]
+            found[step] = {name: text[16 * i : 16 * (i + 1)] for i, name in enumerate(names)}
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def digest_text(halves: Iterable[float]) -> str:
@@ -62,7 +85,17 @@ class Compared:
         halves = [("digest", a.digests.get(step), b.digests.get(step))] if self.by == "digest" else []
         numbers = [(name, *(run.values.get(name, {}).get(step, math.nan) for run in (a, b))) for name in FIELDS]
         different = [f"{name} {x:.9g} and {y:.9g}" for name, x, y in numbers if x != y and not (x != x and y != y)]
-        return [f"{name} {x} and {y}" for name, x, y in halves if x != y] + different
+        return [f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y] + different
+
+    def arrays(self, step: int) -> list[str]:
+        """List the arrays of a step that differ, if both runs have their digests. Those of the batch come first."""
+        a, b = self._a.arrays.get(step, {}), self._b.arrays.get(step, {})
+        return [name for name in a if name in b and a[name] != b[name]]
+
+    def _where(self, step: int) -> str:
+        found, n = self.arrays(step), len(self._a.arrays.get(step, {}))
+        more = " …" if len(found) > SHOWN else ""
+        return f" ({len(found)} of {n} arrays: {', '.join(found[:SHOWN])}{more})" if found else ""
 
     def summary(self) -> str:
         """One line: identical to a step, or the first step that differs."""

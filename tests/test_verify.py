@@ -1,0 +1,106 @@
+"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named, its step mended."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.compile import step_compiler
+from jaxtrain.verify import Verifier
+from tests.support.pages import examples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify")
+    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
+        (folder / name).write_text(examples()[name])
+    return folder
+
+
+@pytest.fixture
+def train(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+    def run(name, *options):
+        command = ["train", "--config=my_config.py", f"--config.workdir={name}", "--config.train.steps=8"]
+        command += ["--config.metrics.every=1", "--config.metrics.digest=true", "--config.checkpoint.every=8"]
+        code = cli.main([*command, *options])
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        return code, lines
+
+    return run
+
+
+def with_a_flip(monkeypatch, calls):
+    """The programs of a step get one bit of new parameters wrong. ``calls``: number of the call -> device."""
+    count = iter(range(1000))
+    at, second = step_compiler.StepCompiler.at, Verifier._program
+
+    def flipped(x, device):
+        parts = [np.array(part.data) for part in x.addressable_shards]
+        device = [shard.device.id for shard in x.addressable_shards].index(device)
+        parts[device].reshape(-1).view(np.uint32)[:1] ^= np.uint32(1 << 7)
+        placed = [jax.device_put(p, s.device) for p, s in zip(parts, x.addressable_shards, strict=True)]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+
+    def wrapped(program):
+        def step(*arguments):
+            state, out = program(*arguments)
+            if (call := next(count)) in calls:
+                leaves, tree = jax.tree.flatten(state.variables.params)
+                params = jax.tree.unflatten(tree, [flipped(leaves[0], calls[call]), *leaves[1:]])
+                state = state.replace(variables=state.variables._replace(params=params))
+            return state, out
+
+        return step
+
+    monkeypatch.setattr(step_compiler.StepCompiler, "at", lambda self, item: wrapped(at(self, item)))
+    monkeypatch.setattr(Verifier, "_program", lambda self, *which: wrapped(second(self, *which)))
+
+
+def digests(lines):
+    return [(line["step"], line["digest_high"], line["digest_low"]) for line in lines if line["split"] == "train"]
+
+
+def test_verified_steps_are_the_same_steps_and_raise_no_alarm(train):
+    code, plain = train("plain")
+    assert code == 0
+    code, lines = train("verified", "--config.guard.verify_every=2")
+    assert code == 0 and digests(lines) == digests(plain)
+    assert [(x["step"], x["miscomputed"]) for x in lines if x["split"] == "verify"] == [(2, 0), (4, 0), (6, 0), (8, 0)]
+
+
+def test_a_wrong_step_stops_the_run_or_is_replaced_and_its_device_is_named(train, monkeypatch, capsys, folder):
+    with monkeypatch.context() as patch:
+        with_a_flip(patch, {4: 5})
+        code, _ = train("stopped", "--config.guard.verify_every=4")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and "step 4 was computed twice from the same state, and 1 of" in said
+    assert "the first was wrong, on cpu 5 of process 0. Nothing of it is saved" in said
+    with monkeypatch.context() as patch:
+        with_a_flip(patch, {4: 5})
+        code, lines = train("mended", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
+    assert code == 0 and [x["miscomputed"] for x in lines if x["split"] == "verify"] == [1, 0]
+    plain = [json.loads(line) for line in (folder / "plain" / "metrics.jsonl").read_text().splitlines()]
+    assert digests(lines) == digests(plain), "the run took the right result"
+    with monkeypatch.context() as patch:
+        with_a_flip(patch, {4: 5, 5: 2})
+        code, _ = train("none", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
+    assert code == 2 and "A third computation agrees with neither" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_device_that_always_errs_is_found_by_the_other_placement(train, monkeypatch, capsys):
+    class OnItsPlace(dict):
+        def __contains__(self, call):
+            return True
+
+        def __missing__(self, call):
+            return 5
+
+    with_a_flip(monkeypatch, OnItsPlace())
+    code, _ = train("always", "--config.guard.verify_every=4")
+    assert code == 2 and "again and again: cpu 5 of process 0" in capsys.readouterr().err.splitlines()[-1]
