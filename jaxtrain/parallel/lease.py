@@ -105,9 +105,8 @@ class Folder:
     """A folder on a disk or in an object store, and its lease."""
 
     def __init__(self, name: str, me: Process, choose: str):
-        self._choose = choose
         self.name, self.path, self.is_disk = name, f"{name.rstrip('/')}/{NAME}", "://" not in name
-        self._me, self._ours = me, b""
+        self._me, self._ours, self._choose = me, b"", choose
 
     def take(self, leave: Callable[[], Any]) -> None:
         import tensorstore as ts
