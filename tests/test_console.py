@@ -161,3 +161,11 @@ def test_an_interlude_is_shown_and_the_line_before_it_comes_back(clock, logger):
     assert screen(terminal.getvalue()) == ["evaluated", "step 1", "ended", ""]
     assert "batch 2 of 2" in terminal.getvalue()
     assert file.getvalue().splitlines() == ["step 1", "batch 1 of 2", "evaluated", "step 1", "ended"]
+
+
+def test_a_log_that_was_closed_and_whose_folder_is_gone_loses_its_line(tmp_path):
+    log = console.LogFile(str(tmp_path / "logs"), process=0)
+    log.close()
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    log.emit(logging.makeLogRecord({"msg": "of a thread that outlives the run"}))
+    assert not (tmp_path / "logs").exists()

@@ -140,8 +140,15 @@ class LogFile(logging.FileHandler):
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or lose it if the file cannot be opened."""
+        try:
+            super().emit(record)  # opens the file again, if a thread still logs after it was closed
+        except OSError:
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose lines of this file if the disk is full, without tracebacks on the console."""
+        """Lose lines of this file if the disk is full or the workdir moved, without tracebacks on the console."""
 
 
 def progress_line(
