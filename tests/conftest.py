@@ -104,10 +104,10 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with tiny.py, a small run of the bird encoder."""
+    """A folder with toy.py, a run of the toy workload, and tiny.py, a small run of the bird encoder."""
     from tests.support import small_runs
 
-    return small_runs.tiny(tmp_path)
+    return small_runs.toy(small_runs.tiny(tmp_path))
 
 
 @pytest.fixture

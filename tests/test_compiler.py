@@ -87,10 +87,10 @@ def test_a_run_says_what_is_wrong_before_any_data_is_read(tmp_path):
 
 
 @pytest.mark.slow  # it compiles all anew: programs in the cache leave no dump
-def test_a_run_compiles_its_step_with_them(folder, corpus):
+def test_a_run_compiles_its_step_with_them(folder):
     run(
         folder,
-        f"tiny.py:{corpus}",
+        "toy.py",
         f"--config.compiler.xla_dump_to={folder / 'hlo'}",
         "--config.compiler.xla_tpu_scoped_vmem_limit_kib=98304",  # another platform's
         "--config.compiler.xla_backend_optimization_level=0",

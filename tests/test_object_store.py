@@ -15,7 +15,7 @@ from loaders.io import files
 from tests.support import object_store, runs
 from tests.support.processes import ROOT, cluster, free_port, records, run, wait_for
 
-RUN = "gs://bucket/tiny/checkpoints"
+RUN = "gs://bucket/toy/checkpoints"
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def tool(folder, environment, *arguments):
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):
+def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
     """Killed while the objects of a step are written: that step is not there, and the run ends as the undisturbed one."""
     environment, store = bucket
-    args = (folder, f"tiny.py:{corpus}", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
+    args = (folder, "toy.py", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
     run(*args, "--config.workdir=whole")
 
     def there(name):
-        return any(about["name"].startswith(f"tiny/checkpoints/{name}") for about in store.all("bucket"))
+        return any(about["name"].startswith(f"toy/checkpoints/{name}") for about in store.all("bucket"))
 
     (process,) = cluster(*args, f"--config.checkpoint.folder={RUN}", processes=1, only0=environment)
     wait_for(lambda: there("4/"), watch=[process])
@@ -52,7 +52,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, corpus, bucket):
     output = run(*args, f"--config.checkpoint.folder={RUN}", **environment)
     assert f"resuming from step {2 if torn else 4}: {RUN}" in output
     for split in ("train", "test"):
-        assert records(folder / "runs" / "tiny", split) == records(folder / "whole", split)
+        assert records(folder / "runs" / "toy", split) == records(folder / "whole", split)
 
     verified = tool(folder, environment, "jaxtrain.cli", "checkpoint", "verify", f"{RUN}/6")
     assert verified.returncode == 0, verified.stderr
@@ -106,9 +106,9 @@ def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypa
 
 
 @pytest.mark.slow
-def test_promise_4_two_processes_share_a_bucket(folder, corpus, bucket):
+def test_promise_4_two_processes_share_a_bucket(folder, bucket):
     environment, _ = bucket
-    args = (folder, f"tiny.py:{corpus}", f"--config.checkpoint.folder={RUN}", "--config.train.eval_every=0")
+    args = (folder, "toy.py", f"--config.checkpoint.folder={RUN}", "--config.train.eval_every=0")
     both = cluster(*args, "--config.train.steps=2", processes=2, only0=environment, only1=environment)
     outputs = [p.communicate(timeout=200)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs

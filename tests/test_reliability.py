@@ -12,26 +12,26 @@ import pytest
 from tests.support.processes import at, cluster, command, free_port, hashes, ids, records, run, step_of, wait_for
 
 
-def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder, corpus):
+def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder):
     """NaN in one row of one of four devices. The steps around it are those of a run that never had it."""
     overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
-    output = run(folder, f"tiny.py:{corpus}", *overrides, devices=4, POISON="3")
+    output = run(folder, "toy.py", *overrides, devices=4, POISON="3")
     assert "step 3 skipped" in output and "examples [" in output
-    found = records(folder / "runs" / "tiny", "train")
+    found = records(folder / "runs" / "toy", "train")
     assert [found[s]["skipped"] for s in (1, 2, 3, 4)] == [0, 0, 1, 0]
     assert found[3]["loss"] is None and found[4]["loss"] > 0
     assert found[4]["param_norm_after"] == pytest.approx(found[2]["param_norm_after"], rel=1e-3)
 
 
-def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(folder, corpus):
-    output = run(folder, f"tiny.py:{corpus}", "--config.guard.patience=3", POISON="2,3,4,5,6", code=1)
+def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(folder):
+    output = run(folder, "toy.py", "--config.guard.patience=3", POISON="2,3,4,5,6", code=1)
     assert "3 steps in a row after 1 were skipped" in output
 
 
 @pytest.mark.slow
-def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(folder, corpus):
+def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(folder):
     """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the way changes nothing."""
-    args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=6")
+    args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=6")
     args = (*args, "--config.train.steps=18")
     rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
     output = run(*rewinding, "--config.workdir=rewound", POISON="8,9,10")
@@ -52,69 +52,69 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(f
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
-def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, corpus, name):
+def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name):
     """And what goes on from there ends where the undisturbed run does, bit for bit."""
     overrides = ("--config.train.steps=30", "--config.checkpoint.every=1000", "--config.train.eval_every=0")
     each = {"JAXTRAIN_CACHE": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     caches = {"only0": each, "only1": each}
-    both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2, **caches)
-    wait_for(lambda: step_of(folder / "runs" / "tiny") >= 3, watch=both)
+    both = cluster(folder, "toy.py", *overrides, processes=2, **caches)
+    wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
     both[1].send_signal(getattr(signal, name))
     outputs = [p.communicate(timeout=120)[0] for p in both]
     assert [p.returncode for p in both] == [75, 75], outputs
     assert name in outputs[1] and "saved in" in outputs[0]
-    again = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2, **caches)
+    again = cluster(folder, "toy.py", *overrides, processes=2, **caches)
     outputs = [p.communicate(timeout=240)[0] for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
-    logs = [(folder / "runs" / "tiny" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
+    logs = [(folder / "runs" / "toy" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
     # A program that one process alone could read back would have its collectives in another order than the others'.
     assert all("is that of an earlier start" in log for log in logs)
     kept = sorted((folder / "cache" / "xla-processes").iterdir())[0]
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
-    whole = cluster(folder, f"tiny.py:{corpus}", *overrides, "--config.workdir=whole", processes=2, **caches)
+    whole = cluster(folder, "toy.py", *overrides, "--config.workdir=whole", processes=2, **caches)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     logs = [(folder / "whole" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
     assert [log.count("is that of an earlier start") for log in logs] in ([0, 0], [1, 1])  # of the step and the evaluation
-    assert hashes(folder / "runs" / "tiny", 30) == hashes(folder / "whole", 30)
-    assert records(folder / "runs" / "tiny", "train") == records(folder / "whole", "train")
+    assert hashes(folder / "runs" / "toy", 30) == hashes(folder / "whole", 30)
+    assert records(folder / "runs" / "toy", "train") == records(folder / "whole", "train")
 
 
-def test_promise_9_a_signal_while_the_data_stall(folder, corpus):
+def test_promise_9_a_signal_while_the_data_stall(folder):
     stalled = folder / "stalled"
     process = command(
         folder,
-        f"tiny.py:{corpus}",
+        "toy.py",
         "--config.checkpoint.every=1000",
         STALL_AT="4",
         STALLED=str(stalled),
     )
     # The second step is written while the third computes; the fourth has no data.
-    wait_for(lambda: stalled.exists() and step_of(folder / "runs" / "tiny") >= 2, watch=[process])
+    wait_for(lambda: stalled.exists() and step_of(folder / "runs" / "toy") >= 2, watch=[process])
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "after step 3" in output, output
-    assert "resuming from step 3" in run(folder, f"tiny.py:{corpus}", "--config.train.steps=5")
+    assert "resuming from step 3" in run(folder, "toy.py", "--config.train.steps=5")
 
 
-def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder, corpus):
+def test_promise_10_a_stuck_process_ends_the_job_by_name_with_every_stack(folder):
     overrides = ("--config.train.steps=100000", "--config.train.eval_every=0", "--config.distributed.step_timeout=8")
-    both = cluster(folder, f"tiny.py:{corpus}", *overrides, processes=2)
+    both = cluster(folder, "toy.py", *overrides, processes=2)
     try:
-        wait_for(lambda: step_of(folder / "runs" / "tiny") >= 3, watch=both)
+        wait_for(lambda: step_of(folder / "runs" / "toy") >= 3, watch=both)
         both[1].send_signal(signal.SIGSTOP)
         output, _ = both[0].communicate(timeout=90)
         assert both[0].returncode == 70, output
         assert "process 1 has been silent" in output
-        assert "Thread" in (folder / "runs" / "tiny" / "logs" / "stacks-0.txt").read_text()
+        assert "Thread" in (folder / "runs" / "toy" / "logs" / "stacks-0.txt").read_text()
     finally:
         both[1].kill()
         both[1].communicate()
 
 
-def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damaged_ends(folder, corpus):
-    args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=2")
+def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damaged_ends(folder):
+    args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=4")
-    workdir = folder / "runs" / "tiny"
+    workdir = folder / "runs" / "toy"
     largest = max((p for p in (workdir / "checkpoints" / "4").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -130,8 +130,8 @@ def test_promises_6_and_7_a_damaged_newest_step_falls_back_loudly_and_all_damage
 
 
 @pytest.mark.slow
-def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corpus):
-    args = (folder, f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=2")
+def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder):
+    args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=2")
     run(*args, "--config.train.steps=2")
     changed = (*args, "--config.data.exclude=(3,)", "--config.resume.data=restart")
     assert "from their beginning" in run(*changed, "--config.train.steps=4", IDS=str(folder / "changed.jsonl"))
@@ -145,10 +145,10 @@ def test_changed_data_start_again_when_told_to_and_go_on_from_there(folder, corp
 
 
 @pytest.mark.slow
-def test_a_final_step_of_weights_is_explicit(folder, corpus):
-    args = (folder, f"tiny.py:{corpus}", "--config.checkpoint.every=4", "--config.checkpoint.final=weights")
+def test_a_final_step_of_weights_is_explicit(folder):
+    args = (folder, "toy.py", "--config.checkpoint.every=4", "--config.checkpoint.final=weights")
     run(*args, "--config.train.steps=6")
-    workdir = folder / "runs" / "tiny"
+    workdir = folder / "runs" / "toy"
     meta = json.loads((workdir / "checkpoints" / "6" / "meta" / "metadata").read_text())
     assert meta["weights_only"] and 6 in records(workdir, "test")
     saved = {path.split("'")[1] for path in hashes(workdir, 6)}
@@ -166,9 +166,9 @@ def test_a_final_step_of_weights_is_explicit(folder, corpus):
     ("policy", "processes"),
     [("continue", 1), pytest.param("continue", 2, marks=pytest.mark.slow), pytest.param("stop", 1, marks=pytest.mark.slow)],
 )
-def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, corpus, policy, processes, small_disk):
+def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(folder, policy, processes, small_disk):
     def run(*args, code=0):
-        several = cluster(folder, f"tiny.py:{corpus}", *args, f"--config.mesh.data={processes}", processes=processes)
+        several = cluster(folder, "toy.py", *args, f"--config.mesh.data={processes}", processes=processes)
         outputs = [process.communicate(timeout=300)[0] for process in several]
         assert [process.returncode for process in several] == [code] * processes, outputs
         return outputs[0]
@@ -211,10 +211,10 @@ orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_c
 
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
-def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus, policy):
+def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, policy):
     """None waits for the one that will not come, neither process 0 for another nor another for process 0."""
     (folder / "failing.py").write_text(FAILING_LOADER)
-    args = (f"tiny.py:{corpus}", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
+    args = ("toy.py", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
     args = (*args, "--config.train.eval_every=0", "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
     both = cluster(folder, *args, "--config.workdir=run", processes=2)
     outputs = [process.communicate(timeout=300)[0] for process in both]
@@ -230,30 +230,30 @@ def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, corpus
     assert sorted(records(folder / "run", "train")) == list(range(1, 9))
 
 
-def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, corpus, small_disk):
+def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, small_disk):
     disk = small_disk(20_000)
     (disk / "run").mkdir()
     (disk / "ballast").write_bytes(bytes((lambda f: f.f_bavail * f.f_frsize)(os.statvfs(disk)) - 8192))
-    output = run(folder, f"tiny.py:{corpus}", f"--config.workdir={disk}/run", code=2)
+    output = run(folder, "toy.py", f"--config.workdir={disk}/run", code=2)
     assert f"error: {disk}/run" in output and "No space left on device; free some space" in output, output
     assert "Traceback" not in output, output
 
 
 @pytest.mark.slow
-def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):
+def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder):
     """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
         pytest.skip("only root may make a mount namespace")
     (folder / "elsewhere").mkdir()
-    (folder / "runs" / "tiny").mkdir(parents=True)
-    (folder / "apart.sh").write_text('mount --bind elsewhere runs/tiny && exec "$@"\n')
+    (folder / "runs" / "toy").mkdir(parents=True)
+    (folder / "apart.sh").write_text('mount --bind elsewhere runs/toy && exec "$@"\n')
     port = free_port()
     prefixes = ([], [*unshare, "sh", "apart.sh"])
     both = [
         command(
             folder,
-            f"tiny.py:{corpus}",
+            "toy.py",
             inside=prefix,
             IDS=str(folder / f"ids{i}.jsonl"),
             **at(port, i),
@@ -265,19 +265,19 @@ def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder, corpus):
     assert "is not the same folder for all processes: 1 of 2 do not see" in outputs[0]
 
 
-def test_retention_keeps_the_last_the_milestones_and_the_best(folder, corpus):
+def test_retention_keeps_the_last_the_milestones_and_the_best(folder):
     run(
         folder,
-        f"tiny.py:{corpus}",
+        "toy.py",
         "--config.train.steps=8",
         "--config.train.eval_every=1",
         "--config.checkpoint.every=1",
         "--config.checkpoint.keep=2",
         "--config.checkpoint.keep_every=3",
-        "--config.checkpoint.best=-objective_loss",
+        "--config.checkpoint.best=-loss",
     )
-    workdir = folder / "runs" / "tiny"
-    losses = {step: r["objective_loss"] for step, r in records(workdir, "test").items()}
+    workdir = folder / "runs" / "toy"
+    losses = {step: r["loss"] for step, r in records(workdir, "test").items()}
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     assert {3, 6, 7, 8} <= kept
     assert min(losses, key=losses.get) in kept and len(kept) <= 5

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 
 import jax
@@ -34,17 +33,17 @@ from tests.support.processes import ROOT, command, free_port, hashes, ids, recor
 TRACED = "--config.metrics.profile=(2, 2)"
 
 
-def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder, corpus):
-    run(folder, f"tiny.py:{corpus}", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
+def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_the_undisturbed_one(folder):
+    run(folder, "toy.py", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
     began = time.time()
     after = str(folder / "killed" / "checkpoints" / "10")
-    killed = (folder, f"tiny.py:{corpus}", "--config.workdir=killed")
+    killed = (folder, "toy.py", "--config.workdir=killed")
     run(*killed, code=-signal.SIGKILL, KILL_AT="16", KILL_AFTER=after)
     assert not (folder / "killed" / "checkpoints" / "20").exists()
     output = run(*killed)
     assert "resuming from step 10" in output
     assert hashes(folder / "killed", 20) == hashes(folder / "whole", 20)
-    assert len(hashes(folder / "whole", 20)) > 60
+    assert len(hashes(folder / "whole", 20)) > 24
     assert ids(folder)[20] == ids(folder, "whole.jsonl")[20]
     assert {p: ids(folder)[p] for p in range(1, 21)} == {p: ids(folder, "whole.jsonl")[p] for p in range(1, 21)}
     for split in ("train", "test"):
@@ -69,14 +68,14 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert min(seconds[name] for name in (goodput.IMPORTS, goodput.COMPILATION, goodput.SAVES, goodput.EVALUATION)) > 0
 
 
-def test_promise_4_two_processes_equal_one(folder, corpus):
+def test_promise_4_two_processes_equal_one(folder):
     port = free_port()
     overrides = ("--config.train.steps=4", "--config.train.eval_every=2", "--config.mesh.fsdp=2", "--config.train.accumulate=2")
-    run(folder, f"tiny.py:{corpus}", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))
+    run(folder, "toy.py", "--config.workdir=one", *overrides, devices=4, IDS=str(folder / "one.jsonl"))
     both = [
         command(
             folder,
-            f"tiny.py:{corpus}",
+            "toy.py",
             "--config.workdir=two",
             "--config.metrics.profile=(3, 3)",
             *overrides,
@@ -159,57 +158,6 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert "encoder/w_patch" in done.stdout and (workdir / "report.html").stat().st_size > 1_000_000
 
 
-def test_a_workload_and_a_config_in_a_folder_of_their_own(tmp_path, corpus):
-    """One file each; nothing else is touched. The workload classifies by the mean spectrum."""
-    (tmp_path / "spectrum.py").write_text(
-        textwrap.dedent(
-            """
-            from dataclasses import dataclass
-            import jax
-            import jax.numpy as jnp
-            from jaxtrain.config import ModelSection
-            from jaxtrain.specs import fan_in, zeros
-            from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
-
-            @dataclass(frozen=True)
-            class Config(ModelSection):
-                n_classes: int | None = None  # [classes] as many as the data have
-
-            def make_task(config, shard, batch):
-                c = config.model.n_classes
-                specs = {"w": Spec((128, c), ("embed", "vocab"), fan_in(128)), "b": Spec((c,), ("vocab",), zeros)}
-
-                def evaluate(variables, batch):
-                    x = batch["spectrogram"].mean(1) @ variables.params["w"] + variables.params["b"]
-                    log_p = jax.nn.log_softmax(x) * jax.nn.one_hot(batch["label"], c)
-                    return {"loss": Mean(-(log_p.sum(-1) * batch["weight"]).sum(), batch["weight"].sum())}
-
-                def loss(variables, batch, key):
-                    return LossOut(evaluate(variables, batch)["loss"], {})
-
-                axes = {"spectrogram": ("batch", None, None), "label": ("batch",), "weight": ("batch",)}
-                return Task(Variables(specs), loss, evaluate, axes, flops=6 * 128 * c * batch)
-            """
-        )
-    )
-    (tmp_path / "mine.py").write_text(
-        textwrap.dedent(
-            """
-            from ml_collections import ConfigDict
-
-            def get_config(path):
-                return ConfigDict(dict(
-                    workload="spectrum", loader="loaders.audio.spectrogram", data=dict(train=path),
-                    train=dict(steps=3, batch=8), metrics=dict(every=1),
-                ))
-            """
-        )
-    )
-    run(tmp_path, f"mine.py:{corpus}", devices=2)
-    losses = [r["loss"] for r in records(tmp_path / "runs" / "mine", "train").values()]
-    assert len(losses) == 3 and np.isfinite(losses).all()
-
-
 def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
     output = run(
         folder,
@@ -227,14 +175,14 @@ def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
     assert "Traceback" not in output
 
 
-def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus, capsys):
-    process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
-    metrics = folder / "runs" / "tiny" / "checkpoints" / "20"
+def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, capsys):
+    process = command(folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
+    metrics = folder / "runs" / "toy" / "checkpoints" / "20"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     # Meanwhile somebody asks it for a trace of its next steps.
-    assert cli.main(["profile", str(folder / "runs" / "tiny"), "--steps", "2", "--timeout", "60"]) == 0
+    assert cli.main(["profile", str(folder / "runs" / "toy"), "--steps", "2", "--timeout", "60"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
     process.send_signal(signal.SIGINT)
@@ -243,16 +191,16 @@ def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, corpus, capsy
     finally:
         process.kill()  # of 100,000 steps: it would train beside all other tests
     assert process.returncode == 130 and "Traceback" not in output, output
-    step = max(int(p.name) for p in (folder / "runs" / "tiny" / "checkpoints").iterdir() if p.name.isdigit())
-    output = run(folder, f"tiny.py:{corpus}", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
+    step = max(int(p.name) for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
+    output = run(folder, "toy.py", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
     assert f"resuming from step {step}" in output
 
 
-def test_another_model_or_other_data_are_refused_with_a_remedy(folder, corpus):
-    run(folder, f"tiny.py:{corpus}", "--config.train.steps=1")
-    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.model.embed=64", code=2)
+def test_another_model_or_other_data_are_refused_with_a_remedy(folder):
+    run(folder, "toy.py", "--config.train.steps=1")
+    output = run(folder, "toy.py", "--config.train.steps=2", "--config.model.embed=64", code=2)
     assert "embed: 32 saved, 64 now. Set it back, or choose another workdir" in output
-    output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.data.exclude=(3,)", code=2)
+    output = run(folder, "toy.py", "--config.train.steps=2", "--config.data.exclude=(3,)", code=2)
     assert "order" in output and "config.workdir" in output
 
 
@@ -262,8 +210,8 @@ def parameters(workdir: pathlib.Path, step: int, group: str = "params") -> dict[
 
 
 @pytest.mark.slow
-def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(folder, corpus):
-    run(folder, f"tiny.py:{corpus}", "--config.workdir=first", "--config.train.steps=2")
+def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(folder):
+    run(folder, "toy.py", "--config.workdir=first", "--config.train.steps=2")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -273,12 +221,12 @@ def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(f
         "--config.mesh.fsdp=2",
         "--config.optim.lr=1e-30",  # a step that leaves every parameter where it began
         "--config.warm_start.source=first",
-        "--config.warm_start.skip=('^probe/',)",
+        "--config.warm_start.skip=('^head/',)",
     )
     both = [
         command(
             folder,
-            f"tiny.py:{corpus}",
+            "toy.py",
             *overrides,
             devices=2,
             IDS=str(folder / f"ids{i}.jsonl"),
@@ -290,24 +238,24 @@ def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(f
     ]
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
-    assert "warm start from first" in outputs[0] and "4 skipped, although in the source: probe/b" in outputs[0]
+    assert "warm start from first" in outputs[0] and "2 skipped, although in the source: head/b" in outputs[0]
     first, second = parameters(folder / "first", 2), parameters(folder / "second", 1)
     for group in (second, parameters(folder / "second", 1, "ema")):
         for path, x in group.items():
-            if not path.startswith("probe/"):
+            if not path.startswith("head/"):
                 np.testing.assert_allclose(x, first[path], rtol=1e-6, atol=1e-20)
-        np.testing.assert_allclose(group["probe/scale"], 1)
-        assert not np.allclose(group["probe/w"], first["probe/w"], atol=1e-4)
-    output = run(folder, f"tiny.py:{corpus}", *overrides, "--config.train.steps=2", devices=2)
+        np.testing.assert_allclose(group["head/b"], 0, atol=1e-20)
+        assert not np.allclose(group["head/w"], first["head/w"], atol=1e-4)
+    output = run(folder, "toy.py", *overrides, "--config.train.steps=2", devices=2)
     assert "resuming from step 1" in output and "warm start" not in output
 
 
-def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(folder, corpus):
-    run(folder, f"tiny.py:{corpus}", "--config.workdir=first", "--config.train.steps=1")
-    again = (folder, f"tiny.py:{corpus}", "--config.workdir=second", "--config.warm_start.source=first")
-    output = run(*again, "--config.model.depth=1", "--config.warm_start.skip=('^head/',)", code=2)
+def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(folder):
+    run(folder, "toy.py", "--config.workdir=first", "--config.train.steps=1")
+    again = (folder, "toy.py", "--config.workdir=second", "--config.warm_start.source=first")
+    output = run(*again, "--config.model.depth=1", "--config.warm_start.skip=('^probe/',)", code=2)
     assert "encoder/blocks/w_up: [2, 32, 128] in the source, [1, 32, 128] here" in output
-    assert "encoder/blocks/b_up" in output and "'^head/' matches nothing" in output and "Traceback" not in output
+    assert "encoder/blocks/b_up" in output and "'^probe/' matches nothing" in output and "Traceback" not in output
     step = folder / "first" / "checkpoints" / "1"
     data = max(step.rglob("d/*"), key=lambda p: p.stat().st_size)
     whole = data.read_bytes()

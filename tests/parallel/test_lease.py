@@ -332,23 +332,23 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
         Lease(["gs://bucket/run"]).__enter__()
 
 
-def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, corpus, start):
-    workdir = folder / "runs" / "tiny"
+def test_a_second_run_in_a_workdir_is_refused_in_all_its_processes(folder, start):
+    workdir = folder / "runs" / "toy"
     first = start(workdir)
     assert first.says() == "holder"
     before = {p.name for p in workdir.iterdir()}
-    for process in cluster(folder, f"tiny.py:{corpus}", processes=2):
+    for process in cluster(folder, "toy.py", processes=2):
         output = process.communicate(timeout=120)[0]
         assert process.returncode == 2 and f"is in use by another run: process {first.popen.pid} on " in output, output
         assert "Traceback" not in output
     assert first.do() == "confirmed" and {p.name for p in workdir.iterdir()} - before <= {"logs"}
 
 
-def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder, corpus):
-    process = command(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
-    workdir = folder / "runs" / "tiny"
+def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder):
+    process = command(folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
+    workdir = folder / "runs" / "toy"
     wait_for(lambda: (workdir / "metrics.jsonl").exists(), watch=[process])
-    assert f"process {process.pid} on " in command(folder, f"tiny.py:{corpus}").communicate(timeout=60)[0]
+    assert f"process {process.pid} on " in command(folder, "toy.py").communicate(timeout=60)[0]
     workdir.rename(folder / "moved")  # in one stroke, as the last step of a deletion
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and "was deleted or moved while the run wrote to it" in output, output
@@ -375,26 +375,26 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
 
 def test_what_process_0_lost_is_lost_for_all(monkeypatch):
     def process(found):
-        host = ProcessContext(config_lib.Config(workdir="runs/tiny"))
+        host = ProcessContext(config_lib.Config(workdir="runs/toy"))
         host._processes, host._signals = 2, cluster_lib.StopSignals(())
         host._signals.close()
         host.lease = types.SimpleNamespace(confirm=lambda saving=False: found() if found else None)
         return host
 
     def gone():
-        raise WorkdirError("runs/tiny was deleted")
+        raise WorkdirError("runs/toy was deleted")
 
     first, second = process(gone), process(None)
     first.lose(WorkdirError("the first"))  # between two steps: they stop at the next one, as for a signal
     assert first.stopping() and first.has_lost and not second.stopping()
     third = process(gone)
     with third.writing():
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/tiny/pictures/augmented_3.png")
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/toy/pictures/augmented_3.png")
     assert third.stopping() and third.has_lost
     for host, agreed, said in (
         (first, lambda own: own, "the first"),
-        (third, lambda own: own, "runs/tiny was deleted"),
-        (process(gone), lambda own: own, "runs/tiny was deleted"),
+        (third, lambda own: own, "runs/toy was deleted"),
+        (process(gone), lambda own: own, "runs/toy was deleted"),
         (second, lambda own: True, "process 0 of this run says which"),
     ):
         monkeypatch.setattr(cluster_lib, "agree", agreed)
@@ -405,10 +405,10 @@ def test_what_process_0_lost_is_lost_for_all(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder, corpus):
-    args = (folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0")
+def test_a_workdir_that_is_deleted_ends_every_process_with_a_code(folder):
+    args = (folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
     both = cluster(*args, processes=2)
-    workdir = folder / "runs" / "tiny"
+    workdir = folder / "runs" / "toy"
     wait_for(lambda: (workdir / "metrics.jsonl").exists() and (workdir / "metrics.jsonl").stat().st_size, watch=both)
     workdir.rename(folder / "moved")
     began = time.monotonic()

@@ -51,9 +51,10 @@ def disturbed(position, batch):
         os.kill(os.getpid(), int(os.environ.get("KILL_SIGNAL", signal.SIGKILL)))
     if str(position) in os.environ.get("POISON", "").split(","):
         # In the last shard of rows only: one device sees it, all must skip.
-        parts = [np.array(x) for x in batch["spectrogram"]]
+        name = "spectrogram" if "spectrogram" in batch else "x"
+        parts = [np.array(x) for x in batch[name]]
         parts[-1][-1] = np.nan
-        return {**batch, "spectrogram": parts}
+        return {**batch, name: parts}
     return batch
 
 

@@ -23,6 +23,20 @@ def get_config(path):
         metrics=dict(every=1),
     ))
 """
+TOY = """
+import os
+
+os.environ["PROXIED"] = "tests.support.toy_rows"
+
+def get_config():
+    return dict(
+        workload="tests.support.toy", loader="tests.support.proxy_loader",
+        train=dict(steps=20, batch=8, eval_every=8, ema=0.9),
+        optim=dict(lr=1e-3),
+        checkpoint=dict(every=10),
+        metrics=dict(every=1),
+    )
+"""
 QWEN = pathlib.Path(__file__).parents[1] / "data" / "lm" / "qwen2"
 LANGUAGE = f"""
 from ml_collections import ConfigDict
@@ -105,6 +119,11 @@ def get_config(base=""):
 
 def tiny(folder):
     (folder / "tiny.py").write_text(TINY)
+    return folder
+
+
+def toy(folder):
+    (folder / "toy.py").write_text(TOY)
     return folder
 
 
