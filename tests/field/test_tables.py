@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 from jaxtrain import cli
-from tests.field import corpus
+from tests.field import corpus, kinds
 from tests.field.corpus import rows_of
+
+CASES = (*corpus.CASES, *kinds.CASES)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def row_of(text: str):
     return name, float(rest[0]), float(rest[1]), labels
 
 
-@pytest.mark.parametrize("case", corpus.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_table_is_read_as_a_person_reads_it(recordings, tmp_path, capsys, case):
     table = corpus.write(case, tmp_path)
     code = cli.main(["index", str(table), "--audio", str(recordings), "--out", str(tmp_path / "out"), *case.options])
@@ -192,4 +194,21 @@ def test_changed_tables_lose_no_row_in_silence(recordings, tmp_path, capsys, exp
 
 
 def test_the_corpus_is_large():
-    assert len(corpus.CASES) >= 120 and len({case.name for case in corpus.CASES}) == len(corpus.CASES)
+    assert len(CASES) >= 250 and len({case.name for case in CASES}) == len(CASES)
+
+
+def test_an_event_of_two_tables_is_one(recordings, tmp_path):
+    """Times that tables round to 1 ms, and a channel that one of them does not state."""
+    (tmp_path / "a.csv").write_text("file,start,end,label\na.wav,2.001,3.25,robin\na.wav,2.003,3.25,robin\n")
+    line = "1\tS\t1\t2.0005\t3.2504\t100\t400\ta.wav\trobin\n"
+    (tmp_path / "a.txt").write_text(f"{corpus.RAVEN}\tBegin File\tSpecies\n{line}")
+    given = [str(tmp_path / name) for name in ("a.csv", "a.txt")]
+    assert cli.main(["index", *given, "--audio", str(recordings), "--out", str(tmp_path / "out")]) == 0
+    assert [row[1:3] for row in events_of(tmp_path / "out")] == [(2.0005, 3.2504), (2.003, 3.25)]
+
+
+def test_a_folder_of_tables_alone_names_the_remedy(tmp_path, capsys):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "x.csv").write_text("file,start,end,label\na.wav,2,3,robin\n")
+    assert cli.main(["index", str(tmp_path / "tables"), "--out", str(tmp_path / "out")]) == 2
+    assert "x.csv, name each as a source, and the folder of the recordings: --audio" in capsys.readouterr().err

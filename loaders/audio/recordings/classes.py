@@ -1,6 +1,7 @@
 """The names of classes, their order, and other names for them."""
 
 import pathlib
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def read(path: str) -> Classes:
 
 
 def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes) -> None:
-    """Count labels that may be several, and pairs of labels that differ in case alone.
+    """Count labels that may be several, and labels that are written in two ways or in a wrong encoding.
 
     Args:
       lines: their places, for messages, and labels.
@@ -61,11 +62,31 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
             names.setdefault(label, where)
     folded: dict[str, str] = {}
     for name in names:
-        if (other := folded.setdefault(name.casefold(), name)) != name:
+        if (other := folded.setdefault(_core(name), name)) != name:
             mistakes.add("similar-labels", f"{other!r} and {name!r}")
+        elif (mended := _mended(name)) != name:
+            mistakes.add("similar-labels", f"{name!r} may be {mended!r}, read in a wrong encoding")
     for name, where in names.items():
-        for between in ";|,+&":
+        for between in (";", "|", " / ", "/", ",", "+", "&"):
             parts = [part.strip() for part in name.split(between)]
-            if all(parts) and len(parts) > 1 and (between in ";|" or all(part in names for part in parts)):
-                mistakes.add("joined-labels", f"{where}: {name!r}; split it with --separator {between!r}")
+            if all(parts) and len(parts) > 1 and (between in (";", "|", " / ") or all(part in names for part in parts)):
+                number = next((part for part in parts if re.fullmatch(r"[\d.]+%?", part)), None)
+                remedy = f"write {number} into a column of its own" if number else f"split it with --separator {between!r}"
+                mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
                 break
+
+
+def _core(name: str) -> str:
+    """Return the letters and digits of a label, by which two spellings of one are found."""
+    text = unicodedata.normalize("NFKC", _mended(name)).casefold()
+    return "".join(letter for letter in text if letter.isalnum()) or text
+
+
+def _mended(name: str) -> str:
+    """Return a label that was written in UTF-8 and read in Windows-1252 or Latin-1 as it was before."""
+    for encoding in ("cp1252", "latin-1") if not name.isascii() else ():
+        try:
+            return name.encode(encoding).decode()
+        except UnicodeError:
+            continue
+    return name

@@ -1,164 +1,33 @@
-"""The meaning of a table's columns by their names, in one table, `NAMES`, for every command that reads tables.
+"""The columns of one table by their meaning: by their names, their values, and the columns next to them.
 
-Names are compared without case, blanks, points, underscores and brackets: "Begin Time (s)", `begin_time_s` and R's
-`Begin.Time..s.` are one name. A unit at the end scales the values: s, ms, min and h, Hz and kHz.
-
-A table that would lose its times or labels is refused: one with a column that looks like either by its name or values, while
-no column is recognised. Every option for a column also takes "none".
+A name alone does not decide: `fin` is an end in Spanish and a whale, and `low` may be a class of a wide table. So a column of
+0 and 1 next to others is a class. A table that would lose its times or labels is refused: one with a column that looks like
+either by its name or values, while no column is recognised. Every option for a column also takes "none".
 """
 
 import dataclasses
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 
 from loaders.audio.recordings import values
+from loaders.audio.recordings.column_names import (
+    DENYING,
+    DOUBTFUL,
+    ELSEWHERE,
+    LABEL,
+    MINUTES,
+    NUMBERS,
+    SECONDS,
+    TIME,
+    is_other,
+    meaning_of,
+    plain,
+    what,
+    words,
+)
 from loaders.audio.recordings.tables import Table
 from loaders.base import DataError
 from loaders.io import checks
-
-# Meaning -> names. Of several columns with one meaning, the one whose name is listed first is used.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "file": (
-        "begin path", "file path", "audio file path", "audio path", "begin file", "in file", "file name", "file",
-        "audio file name", "audio file", "audio", "path", "recording", "recording name", "recording file", "fname",
-        "sound files", "sound file", "wav file name", "wav file", "wav", "slice file name", "segment id", "ytid", "item id",
-        "item name", "clip name", "clip", "source file", "soundscape", "sample name", "media", "datei", "dateiname", "archivo",
-        "fichier",
-    ),
-    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
-    "start": (
-        "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
-        "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
-        "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
-        "anfang", "inicio", "debut",
-    ),
-    "end": (
-        "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
-        "window end time", "clip end", "clip end time", "end offset", "time end", "t end", "t stop", "t max", "max t",
-        "time max", "t1", "x2", "to", "ends", "finish", "ende", "fin",
-    ),
-    "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "length"),
-    "offset": ("offset",),  # an end next to an onset, a start next to a duration
-    "file offset": ("file offset", "begin file offset"),  # Raven's start in the file; its Begin Time counts over all files
-    "label": (
-        "manual id", "label", "labels", "annotation", "annotations", "class name", "class label", "species", "species name",
-        "ebird code", "species ebird code", "primary label", "species code", "alpha code", "common name", "scientific name",
-        "event label", "positive labels", "category", "class", "tags", "tag", "taxon", "taxon name", "vernacular name",
-        "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "especie", "espece",
-    ),
-    "genus": ("gen", "genus"),  # with "epithet" a scientific name, if no column of labels is there
-    "epithet": ("sp", "specific epithet"),
-    "low": (
-        "low", "low freq", "low f", "freq low", "f low", "f min", "min freq", "freq min", "low frequency", "min frequency",
-        "lower frequency", "frequency min", "frequency low", "bottom freq", "y1",
-    ),
-    "high": (
-        "high", "high freq", "high f", "freq high", "f high", "f max", "max freq", "freq max", "high frequency",
-        "max frequency", "upper frequency", "frequency max", "frequency high", "top freq", "y2",
-    ),
-    "channel": ("channel",),
-    "selection": ("selection", "selec"),
-    "view": ("view",),
-    "answer": ("answer", "validated", "validation", "validation status"),
-    "asked": ("asked",),
-    "score": ("score", "confidence"),
-    "clock": ("clock",),
-    "embeddings": ("embeddings",),
-    "split": ("split",),
-    "recording": ("recording id",),
-    "site": ("site", "location", "station", "site name", "site id", "locality", "loc", "deployment"),
-    "date": ("date", "recording date", "date recorded", "event date", "datum", "fecha"),
-    "time": ("time", "local time", "recording time", "time of day"),
-    "datetime": ("date time", "recorded at", "timestamp", "recording date time", "recording start"),
-    "latitude": ("latitude", "lat", "decimal latitude"),
-    "longitude": ("longitude", "lon", "lng", "long", "decimal longitude"),
-}  # fmt: skip
-# Columns of the same programs that say nothing about times and labels.
-OTHER = (
-    "notes", "note", "comment", "comments", "remarks", "rmk", "observer", "recordist", "rec", "author", "reviewer",
-    "annotator", "url", "license", "lic", "rating", "quality", "q", "id", "index", "unnamed", "row", "x", "key", "uuid",
-    "model", "overlap", "sensitivity", "week", "min conf", "species list", "seconds", "windows", "unreadable windows",
-    "detections", "query", "begin clock time", "end clock time", "begin date", "begin date time", "begin hour",
-    "sample rate", "rate", "samplerate", "peak time", "center time", "delta freq", "peak freq", "center freq",
-    "avg power density", "inband power", "occupancy", "type", "sex", "stage", "method", "cnt", "country", "elevation",
-    "alt", "uploaded", "also", "sono", "osci", "ssp", "group", "grp", "en", "manufacturer", "device", "recorder",
-    "temperature", "temp", "battery", "gain", "humidity", "weather", "hour", "day", "month", "year", "fs id", "salience",
-    "fold", "class id", "esc10", "src file", "take", "secondary labels", "mids", "out file", "out dir", "out file fs",
-    "out file zc", "time 12", "date 12", "hour 12", "n", "verified", "checked", "file size", "size", "channels", "fmean",
-    "fc", "dur mean", "match", "matching", "margin", "pulses", "qual", "sc", "tk", "files", "top1dist", "s1",
-)  # fmt: skip
-ABOUT = ("recording", "site", "latitude", "longitude")
-SECONDS = {
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
-    **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), 1e-3),
-    **dict.fromkeys(("min", "mins", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hr", "hour", "hours"), 3600.0),
-}
-HERTZ = {"hz": 1.0, "khz": 1e3}
-KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
-# Words in the name of a column that looks like a time, and like a label.
-TIME = set(
-    "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
-    "secs second seconds s ms msec position at frame frames sample samples tstart tend".split()
-)
-LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
-# Tables that give times in another recording than the one that they name.
-ELSEWHERE = ("ytid", "slicefilename")
-
-
-def words(name: str) -> list[str]:
-    """Return the words of a column's name in lower case, without marks between them."""
-    text = unicodedata.normalize("NFKC", name).strip("\ufeff")
-    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).casefold())
-
-
-def plain(name: str) -> str:
-    return "".join(words(name))
-
-
-KNOWN = {plain(name): (meaning, place) for meaning, its in NAMES.items() for place, name in enumerate(its)}
-IGNORED = {plain(name) for name in OTHER}
-
-
-def is_other(name: str) -> bool:
-    """Whether a column is known to say nothing about times and labels."""
-    parts = words(name)
-    return (
-        not parts
-        or parts[0] == "unnamed"
-        or "".join(parts) in IGNORED
-        or (parts[-1] in SECONDS | HERTZ and "".join(parts[:-1]) in IGNORED)
-    )
-
-
-def meaning_of(name: str) -> tuple[str, int, float] | None:
-    """Return the meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
-    parts = words(name)
-    whole = "".join(parts)
-    if whole in KNOWN:
-        return (*KNOWN[whole], 1e3 if whole in KILOHERTZ else 1.0)
-    unit = parts[-1] if parts else ""
-    if parts[-2:-1] == ["in"]:  # "start in s"
-        parts = [*parts[:-2], unit]
-    if parts[-3:] == ["hh", "mm", "ss"]:
-        parts, unit = [*parts[:-3], "hhmmss"], "hhmmss"
-    stem = "".join(parts[:-1])
-    meaning, place = KNOWN.get(stem, ("", 0))
-    if unit in SECONDS:
-        if meaning in ("time", "datetime"):  # "time (s)" is a place in a recording, "time" one in a day
-            return "start", len(NAMES["start"]), SECONDS[unit]
-        if meaning in ("start", "end", "duration", "offset", "file offset"):
-            return meaning, place, SECONDS[unit]
-    if unit in HERTZ and meaning in ("low", "high"):
-        return meaning, place, HERTZ[unit]
-    return None
-
-
-def what(name: str) -> str:
-    """Return the meaning of a column, or ""."""
-    found = meaning_of(name)
-    return found[0] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +43,9 @@ class Options:
     label_column: str = ""  # several between commas: columns of 0 and 1
     date_column: str = ""
     split_column: str = ""
+    answer_column: str = ""
     dates: str = ""  # "day-first" or "month-first": of 01/06/2024
+    encoding: str = ""  # of tables; empty: their bytes tell
     separator: str = ""  # between several labels in one field; empty: none but for lists in brackets
     optional: bool = False  # labels may be missing
     whole: bool = False  # the names of recordings alone are read
@@ -219,8 +90,16 @@ class Layout:
 
 FLAGS = {
     "file": "--file-column", "start": "--start-column", "end": "--end-column", "duration": "--duration-column",
-    "label": "--label-column", "date": "--date-column", "split": "--split-column",
+    "label": "--label-column", "answer": "--answer-column", "date": "--date-column", "split": "--split-column",
 }  # fmt: skip
+# Meanings whose columns may be a class if they hold 0 and 1: `fin`, `low`, `view`.
+SOFT = ("end", "low", "high", "view")
+# Meanings that no class has.
+HARD = (
+    "file", "folder", "start", "duration", "offset", "file offset", "channel", "selection", "answer", "asked", "score", "clock",
+    "embeddings", "split", "recording", "site", "date", "time", "datetime", "latitude", "longitude",
+)  # fmt: skip
+Used = dict[str, list[str]]
 
 
 def find(table: Table, options: Options) -> Layout:
@@ -228,49 +107,62 @@ def find(table: Table, options: Options) -> Layout:
 
     Raises DataError: an option names a column that is not there, or times or labels would be lost.
     """
+    used, scales = _by_names(table)
+    classes = _as_named(table, options, used, scales)
+    _choose_files(table, used)
+    if options.whole:
+        used = {"file": used["file"], "folder": used.get("folder", []), "start": [], "label": []}
+        return Layout(table, used, scales, [], [name for name in table.columns if name not in used["file"]], {})
+    _choose_labels(table, used, options)
+    is_about = bool(used["file"] or used.get("start"))  # else it is no table of recordings
+    if is_about and not classes and not options.label_column:
+        classes = _classes(table, used)
+        for several in used.values():
+            several[:] = [name for name in several if name not in classes]
+    _choose_times(table, used, options)
+    if options.date_column == "none":
+        used |= {"date": [], "time": [], "datetime": []}
+    _choose_split(table, used, options, classes)
+    taken = {name for several in used.values() for name in several} | set(classes)
+    rest = [name for name in table.columns if name not in taken]
+    unused = {name: like for name in rest if (like := _looks_like(table, name, used))}
+    layout = Layout(table, used, scales, classes, [name for name in rest if name not in unused], unused)
+    if is_about:
+        _refuse_lost_times(layout, options)
+        _refuse_lost_labels(layout, options)
+        _refuse_denials(layout, options)
+    return layout
+
+
+def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
+    """Return the columns of each meaning, the best name first, and the scales of their values."""
     places: dict[str, list[tuple[int, str]]] = {}
     scales: dict[str, float] = {}
     for name in table.columns:
         if found := meaning_of(name):
             places.setdefault(found[0], []).append((found[1], name))
             scales[name] = found[2]
-    used = {meaning: [name for _, name in sorted(several, key=lambda each: each[0])] for meaning, several in places.items()}
+    return {key: [name for _, name in sorted(several, key=lambda each: each[0])] for key, several in places.items()}, scales
+
+
+def _as_named(table: Table, options: Options, used: Used, scales: dict[str, float]) -> list[str]:
+    """Put the columns that options name into their places. Return the columns of classes that they name."""
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
         if option := getattr(options, f"{meaning}_column"):
             columns = _named(table, option, flag)
             for each in used.values():
                 each[:] = [name for name in each if name not in columns]
-            if len(columns) > 1:
+            several = len(columns) > 1
+            if several:
                 _refuse_no_answers(table, columns)
-            used[meaning] = columns if len(columns) < 2 else []
-            classes = columns if len(columns) > 1 else classes
+            if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
+                several = values.are_answers(table.values(columns[0]), both=True)
+            used[meaning] = [] if several else columns
+            classes = columns if several else classes
             for name in columns:
                 scales.setdefault(name, SECONDS.get((words(name) or [""])[-1], 1.0))
-    _choose_files(table, used)
-    _choose_times(table, used, options)
-    _choose_labels(used, options)
-    if options.date_column == "none":
-        used |= {"date": [], "time": [], "datetime": []}
-    if options.whole:
-        used = {meaning: used.get(meaning, []) for meaning in ("file", "folder", "start", "label")}
-        return Layout(
-            table, used | {"start": [], "label": []}, scales, [], [n for n in table.columns if n not in used["file"]], {}
-        )
-    taken = {name for several in used.values() for name in several}
-    rest = [name for name in table.columns if name not in taken and name not in classes]
-    if (used["file"] or used["start"]) and not used["label"] and not classes and options.label_column != "none":
-        classes = _classes(table, [name for name in rest if not is_other(name) and name not in scales])
-        rest = [name for name in rest if name not in classes]
-    unused = {name: what for name in rest if (what := _looks_like(table, name, used))}
-    for name in (*used.get("time", ()), *used.get("datetime", ())):  # 12.5 is no time of day
-        if not used["start"] and options.start_column != "none" and values.are_numbers(table.values(name)):
-            unused[name] = "a time"
-    layout = Layout(table, used, scales, classes, [name for name in rest if name not in unused], unused)
-    if used["file"] or used["start"]:  # else it is no table of recordings
-        _refuse_lost_times(layout, options)
-        _refuse_lost_labels(layout, options)
-    return layout
+    return classes
 
 
 def _named(table: Table, option: str, flag: str) -> list[str]:
@@ -286,13 +178,13 @@ def _named(table: Table, option: str, flag: str) -> list[str]:
     raise DataError(f"{table.path} has no column {option!r} ({flag}); {near}")
 
 
-def _choose_files(table: Table, used: dict[str, list[str]]) -> None:
+def _choose_files(table: Table, used: Used) -> None:
     """Leave out columns of addresses, and folders if there is no file in them."""
     files = used.setdefault("file", [])
     files[:] = [name for name in files if not any("://" in value for value in table.values(name))] or files
 
 
-def _choose_times(table: Table, used: dict[str, list[str]], options: Options) -> None:
+def _choose_times(table: Table, used: Used, options: Options) -> None:
     """Decide which columns are start, end and duration. Raises DataError if two say different things."""
     for meaning in ("start", "end", "duration"):
         columns = used.setdefault(meaning, [])
@@ -315,36 +207,100 @@ def _choose_times(table: Table, used: dict[str, list[str]], options: Options) ->
         used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}
 
 
-def _choose_labels(used: dict[str, list[str]], options: Options) -> None:
-    """Keep one column of labels, or Kaleidoscope's: the label of a person counts first."""
+def _choose_labels(table: Table, used: Used, options: Options) -> None:
+    """Keep one column of labels, or Kaleidoscope's: the label of a person counts first.
+
+    Raises DataError: the best column is blank in lines in which another one is not.
+    """
     columns = used.setdefault("label", [])
     genus, epithet = used.pop("genus", []), used.pop("epithet", [])
-    programs = [name for name in columns if plain(name) in ("manualid", "autoid", "top1match")]
     if options.label_column:
         return
+    programs = [name for name in columns if plain(name) in ("manualid", "autoid", "top1match")]
     if programs and programs[0] == columns[0]:
         columns[:] = programs
-    elif not columns and genus and epithet:
-        used["genus"], used["epithet"] = genus, epithet
-    else:
-        columns[:] = (columns or epithet)[:1]
+        return
+    filled = [name for name in columns if any(map(values.given, table.values(name)))]
+    if genus and (not filled or _are_epithets(table.values(filled[0]))) and (filled or epithet):
+        used["genus"], used["epithet"] = genus, filled[:1] or epithet
+        columns.clear()
+        return
+    columns[:] = filled or columns[:1] or epithet[:1]
+    blank = [row for _, row in table.rows() if columns and not values.given(row[columns[0]])]
+    more = [name for name in columns[1:] if any(values.given(row[name]) for row in blank)]
+    if more and any(values.given(row[more[0]]) for _, row in table.rows() if values.given(row[columns[0]])):
+        n = sum(values.given(row[more[0]]) for row in blank)
+        raise DataError(
+            f"{table.path}: {columns[0]!r} is blank in {n} lines in which {more[0]!r} is not; name the column of labels: "
+            f"--label-column {columns[0]!r} or {more[0]!r}"
+        )
+    columns[:] = [*columns[:1], *more]  # one continues the other
 
 
-def _classes(table: Table, names: Sequence[str]) -> list[str]:
-    """Return the columns of a wide table whose names are labels: they hold nothing but yes and no. Raises DataError.
+def _are_epithets(texts: Sequence[str]) -> bool:
+    """Whether all are single words in lower case, such as major, of Parus major."""
+    return all(text.islower() and text.replace("-", "").rstrip(".").isalpha() for text in texts if values.given(text))
 
-    A column of other numbers next to them might be a class, too.
+
+def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[str]) -> None:
+    """Keep a column of splits: one whose name is split, or whose values are names of splits."""
+    if options.split_column:
+        return
+    taken = {name for meaning, several in used.items() if meaning != "split" for name in several}
+    named = used.get("split", [])
+    others = [n for n in table.columns if n not in taken and n not in named and n not in classes and not meaning_of(n)]
+    texts = {name: list(filter(values.given, table.values(name))) for name in (*named, *others)}
+    fits = [name for name, its in texts.items() if its and all(text.casefold() in values.SPLITS for text in its)]
+    used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
+
+
+def _classes(table: Table, used: Used) -> list[str]:
+    """Return the columns of a wide table whose names are labels: they hold yes and no alone.
+
+    Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other classes.
+
+    Raises DataError: a column may be a class or not.
     """
-    rows = {name: table.values(name) for name in names}
-    classes = [name for name, its in rows.items() if values.are_answers(its)]
-    numbers = [name for name, its in rows.items() if name not in classes and _is_nearly(its)]
+    rows = {name: table.values(name) for name in table.columns}
+    unknown = [name for name in rows if not is_other(name) and not meaning_of(name) and name not in used.get("split", ())]
+    classes = [name for name in unknown if values.are_answers(rows[name])]
+    if used["label"] or used.get("genus"):
+        label = next((name for name in used["label"] if values.are_answers(rows[name], both=True)), None)
+        if label and classes:
+            _refuse_doubt(table, classes, label, "0 and 1, too")
+        return []
+    numbers = [name for name in unknown if name not in classes and _is_nearly(rows[name])]
     if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
-        raise DataError(
-            f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {numbers[0]!r} holds {odd}; "
-            f"name the classes: --label-column '{','.join(classes[:3])},…'"
-        )
-    return classes
+        _refuse_doubt(table, classes, numbers[0], odd)
+    others = [name for name in rows if name not in unknown and what(name) not in HARD and plain(name) not in NUMBERS]
+    others = [name for name in others if name and (values.are_answers(rows[name], both=True) or _are_posneg(rows[name]))]
+    if not classes:  # DCASE's has a column Q
+        classes = [name for name in others if _are_posneg(rows[name])]
+    if not classes:
+        return _refuse_doubt(table, others[:1], others[1], "0 and 1, too") if len(others) > 1 else []
+    for name in others:
+        other = {"low": "high", "high": "low"}.get(what(name), "")
+        if any(not values.are_answers(rows[each]) for each in used.get(other, ())):
+            continue  # frequencies
+        if what(name) not in SOFT and name not in classes:
+            _refuse_doubt(table, classes, name, "0 and 1, too")
+        classes.append(name)
+    return [name for name in table.columns if name in classes]
+
+
+def _are_posneg(texts: Sequence[str]) -> bool:
+    """Whether a column holds the words of DCASE alone: POS, NEG, UNK."""
+    found = {text.casefold() for text in texts if values.given(text)}
+    return bool(found) and found <= {"pos", "neg", "unk"}
+
+
+def _refuse_doubt(table: Table, classes: Sequence[str], name: str, odd: str) -> list[str]:
+    """Raise DataError for a column that may be a class, and may not."""
+    raise DataError(
+        f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {name!r} holds {odd}; "
+        f"name the classes: --label-column '{','.join([*classes, name])}', or without {name!r}"
+    )
 
 
 def _is_nearly(texts: Sequence[str]) -> bool:
@@ -364,25 +320,30 @@ def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
                 )
 
 
-def _looks_like(table: Table, name: str, used: Mapping[str, list[str]]) -> str:
-    """Return the likely meaning of an unused column, by its name and values: "a time", "a label", "a class" or ""."""
+def _looks_like(table: Table, name: str, used: Used) -> str:
+    """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value)]
+    meaning = what(name)
     if not its or is_other(name):
         return ""
-    if values.are_times(its) and TIME & set(words(name)):
+    if meaning == "split":
+        return "a split"
+    if values.are_times(its) and TIME & set(words(name)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"
-    meaning = meaning_of(name)
-    if used["label"] and not meaning and values.are_answers(its):
+    if not meaning and values.are_answers(its):
         return "a class"
-    hint = meaning[0] in ("label", "genus") if meaning else bool(LABEL & set(words(name)))
+    if not meaning and not used["start"] and values.are_numbers(its):
+        return "numbers"
+    hint = meaning in ("label", "genus", "epithet") if meaning else bool(LABEL & set(words(name)))
     return "a label" if hint and (meaning or not values.are_times(its)) else ""
 
 
 def _refuse_lost_times(layout: Layout, options: Options) -> None:
     table, used = layout.table, layout.used
     if used["start"] or used["file offset"]:
-        if not used["end"] and not used["duration"] and options.end_column != "none":
-            start = (used["start"] or used["file offset"])[0]
+        start = (used["start"] or used["file offset"])[0]
+        spans = values.are_spans(table.values(start))
+        if not used["end"] and not used["duration"] and options.end_column != "none" and not spans:
             if any(map(values.given, table.values(start))):
                 raise DataError(
                     f"{table.path} has starts ({start!r}), and no end or duration that is known; it has "
@@ -391,23 +352,58 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
         return
     if options.start_column == "none" or any(plain(name) in ELSEWHERE for name in used["file"]):
         return
-    times = [name for name, what in layout.unused.items() if what == "a time"]
     ends = [name for name in used["end"] if any(map(values.given, table.values(name)))]
-    column = layout.column("file")
-    if not times and not ends and column:
-        names = table.values(column)
-        numbers = [n for n in layout.ignored if not is_other(n) and not what(n) and values.are_numbers(table.values(n))]
-        ordered = [(a, b) for a in numbers for b in numbers if a != b and _is_before(table, a, b)]
-        times = numbers if len(set(names)) < len(names) else list(ordered[0]) if ordered else []
-    if times or ends:
+    if times := [name for name in table.columns if name in ends or _is_position(layout, name)]:
         raise DataError(
-            f"{table.path}: {', '.join(map(repr, (times + ends)[:4]))} looks like times, and no start is known, so its events "
+            f"{table.path}: {', '.join(map(repr, times[:4]))} looks like times, and no start is known, so its events "
             "would become whole recordings; name it: --start-column and --end-column, or --start-column none"
+            + ("; a time of day is written 05:30" if any(what(name) == "time" for name in times) else "")
         )
+
+
+def _is_position(layout: Layout, name: str) -> bool:
+    """Whether a column holds times in recordings, which would be lost: by its values, its name, and as they vary."""
+    table, its = layout.table, list(filter(values.given, layout.table.values(name)))
+    meaning, parts = what(name), set(words(name))
+    if not its or name in layout.classes or meaning not in ("", "time", "datetime", "duration", "offset"):
+        return False
+    numbers, clocks = values.are_numbers(its), values.are_clocks(its)
+    files = table.values(layout.column("file") or name)
+    if not numbers and not clocks and not values.are_spans(its):
+        return not meaning and _are_parts(files, table.values(name))
+    seen: dict[str, str] = {}
+    pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
+    varies = any(seen.setdefault(file, text) != text for file, text in pairs)
+    named = bool(parts & TIME) or bool(parts & MINUTES and not table.find("hour"))
+    if meaning == "duration":
+        return varies
+    if meaning in ("time", "datetime"):
+        dated = bool(layout.used.get("date"))
+        early = clocks and all(text.startswith(("0:", "00:")) for text in its) and not dated
+        return (numbers and not values.are_hours(its, dated)) or (not numbers and (varies or early))
+    if is_other(name):
+        labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
+        return named and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
+    if numbers:
+        return (
+            named
+            or varies
+            or any(_is_before(table, *pair) for n in layout.unused for pair in ((name, n), (n, name)) if n != name)
+        )
+    return named or varies or clocks
+
+
+def _are_parts(files: Sequence[str], texts: Sequence[str]) -> bool:
+    """Whether texts are names of recordings with a time behind them: soundscape_123_5 of soundscape_123.ogg."""
+    stems = [re.split(r"[/\\\\]", file)[-1].rpartition(".")[0] or file for file in files]
+    pairs = zip(stems, texts, strict=True)
+    return all(re.fullmatch(rf"{re.escape(stem)}([-_]\d+(\.\d+)?){{1,2}}(\.\w+)?", text) for stem, text in pairs)
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:
     """Whether one column of numbers is less than another in every line, and not the same in all of them."""
+    if not values.are_numbers(table.values(first)) or not values.are_numbers(table.values(second)):
+        return False
     pairs = [(values.number(a), values.number(b)) for a, b in zip(table.values(first), table.values(second), strict=True)]
     return all(a is not None and b is not None and a < b for a, b in pairs) and len(set(pairs)) > 1
 
@@ -423,3 +419,19 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
             f"{layout.table.path} has no column of labels that is known, and {', '.join(map(repr, labels[:4]))} may be one; "
             "name it: --label-column, or --label-column none"
         )
+
+
+def _refuse_denials(layout: Layout, options: Options) -> None:
+    """Raise DataError for a column that may deny labels, or may say that nobody has checked them."""
+    labelled = layout.used["label"] or layout.used.get("genus") or layout.classes
+    if options.answer_column or layout.used.get("answer") or not labelled:
+        return
+    for name in layout.table.columns:
+        if plain(name) in DOUBTFUL and name not in layout.classes:
+            wrong = "yes" if plain(name) in DENYING else "no"
+            denied = [text for text in layout.table.values(name) if values.verdict(text) == wrong]
+            if denied:
+                raise DataError(
+                    f"{layout.table.path}: {name!r} holds {denied[0]!r} in {len(denied)} lines, whose labels are denied or not "
+                    f"checked yet; say which: --answer-column {name!r} leaves their labels out, --answer-column none keeps them"
+                )

@@ -4,14 +4,19 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from loaders.audio.recordings import columns, values
+from loaders.audio.recordings import column_names, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.columns import Layout, Options
 from loaders.base import DataError
 
+INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
 Row = Mapping[str, str]
+SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
+FLAGS = {
+    "a time": "--start-column and --end-column", "numbers": "--start-column and --end-column", "a split": "--split-column",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,67 +50,148 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
     if table.encoding != "UTF-8":
         mistakes.add("other-encoding", f"{table.path} is read as {table.encoding}")
     for name, what in layout.unused.items():
-        flag = "--start-column and --end-column" if what == "a time" else "--label-column"
+        flag = FLAGS.get(what, "--label-column")
         mistakes.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
-    about = _About(layout, options)
+    about = _About(layout, options, mistakes)
     times = _Times(layout)
-    has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in table.rows())
+    rows = _one_of_views(layout)
+    has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in rows)
+    has_splits = any(layout.text(row, "split") for _, row in rows)
     numbered = used["label"] and all(values.are_numbers(table.values(name)) for name in used["label"])
-    channels = [layout.text(row, "channel") for _, row in table.rows()]
-    first = 0 if "0" in channels or any(columns.plain(name) == "infile" for name in used["file"]) else 1
-    separator = options.separator or ("," if any(columns.plain(n) == "positivelabels" for n in used["label"]) else "")
-    view, seen = layout.column("view"), set()
-    for number, row in table.rows():
+    channel_of = _Channels(layout, mistakes)
+    separator = options.separator or ("," if any(column_names.plain(n) == "positivelabels" for n in used["label"]) else "")
+    needed = [*(name for several in used.values() for name in several), *layout.classes]
+    for number, row in rows:
         where = f"{table.path}:{number}"
-        if view and used.get("selection"):  # Raven lists a selection for each of its views
-            key = tuple(value for column, value in row.items() if column != view)
-            if key in seen:
-                continue
-            seen.add(key)
+        if broken := next((name for name in needed if values.is_sheet_error(row[name])), None):
+            mistakes.add("bad-row", f"{where} has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
+            continue
         try:
             start, end = times.of(row)
-            its_about = about.of(row)
+            its_about = about.of(row, where)
         except _WrongTime as error:
             mistakes.add("bad-row", f"{where} {error}")
             continue
         except ValueError as error:
             mistakes.add("bad-date", f"{where}: {error}, or --date-column none")
             continue
+        text = layout.text(row, "label")
         if layout.classes:
             its_labels = tuple(name for name in layout.classes if values.answer(row[name]))
+            if not its_labels and any(row[name].casefold() in values.OPEN for name in layout.classes):
+                mistakes.add("unanswered", where)
+                continue
         elif used.get("genus"):
             its_labels = labels(f"{layout.text(row, 'genus')} {layout.text(row, 'epithet')}", "")
+            if not layout.text(row, "genus") and its_labels:
+                mistakes.add("bad-row", f"{where} has {its_labels[0]!r} as its species, and no genus")
+                continue
         else:
-            text = layout.text(row, "label")
             its_labels = labels(values.whole(text) if numbered else text, separator)
+        numbers = [] if numbered or len(its_labels) < 2 else [label for label in its_labels if values.are_numbers([label])]
+        if numbers and len(numbers) < len(its_labels):
+            mistakes.add("bad-row", f"{where} has the number {numbers[0]} among its labels; write it into a column of its own")
+            continue
         if has_times and start is None and its_labels:
             if not mistakes.add("no-times", where):
                 continue
-        if not (its_labels or layout.classes or used.get("answer")) and start is not None and options.label_column != "none":
-            mistakes.add("no-label", where)
-        text = layout.text(row, "channel")
-        channel = int(text) - first if text.isdecimal() and len(text) < 10 and int(text) >= first else None
-        if (answer := _answer(layout, row)) is None:
+        silent = start is not None and not (layout.classes or used.get("answer")) and options.label_column != "none"
+        if not its_labels and (silent or text):
+            mistakes.add("no-label", f"{where}: {text!r}" if text else where)
+        answer = _answer(layout, row)
+        if answer is None:
             mistakes.add("bad-row", f"{where} has {layout.text(row, 'answer')!r} as its answer; expected yes, no or skip")
+            continue
+        split = values.split_of(layout.text(row, "split"))
+        if has_splits and not split and not mistakes.add("no-split", where):
             continue
         yield Line(
             where, _file(layout, row), start, end, its_labels, _frequency(layout, row, "low"), _frequency(layout, row, "high"),
-            channel, answer, values.whole(layout.text(row, "split")), its_about, row,
+            channel_of(row, where), answer, split, its_about, row,
         )  # fmt: skip
+
+
+def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
+    """Return the lines of a table, of which Raven lists a selection for each of its views.
+
+    They agree in all columns that both fill: a view of the waveform may have no frequencies.
+    """
+    view, selection = layout.column("view"), layout.column("selection")
+    if not view or not selection:
+        return list(layout.table.rows())
+    places = [
+        name
+        for meaning in ("selection", "start", "end", "duration", "file", "channel")
+        for name in layout.used.get(meaning, ())
+    ]
+    found: dict[tuple[str, ...], list[tuple[int, dict[str, str]]]] = {}
+    for number, row in layout.table.rows():
+        several = found.setdefault(tuple(row[name] for name in places), [])
+        for _, other in several:
+            same = all(not row[n] or not other[n] or row[n] == other[n] for n in row if n != view)
+            if same and row[view] != other[view]:
+                other.update({name: text for name, text in row.items() if text and not other[name]})
+                break
+        else:
+            several.append((number, dict(row)))
+    return sorted((each for several in found.values() for each in several), key=lambda each: each[0])
+
+
+class _Channels:
+    """The channel of lines, from 0: of 0, 1, 1.0, L, R, "Channel 2"."""
+
+    def __init__(self, layout: Layout, mistakes: Mistakes):
+        self._layout, self._mistakes = layout, mistakes
+        texts = [self._number(layout.text(row, "channel")) for _, row in layout.table.rows()]
+        zero = "0" in texts or any(column_names.plain(name) == "infile" for name in layout.used["file"])
+        self._first = 0 if zero else 1
+
+    @staticmethod
+    def _number(text: str) -> str:
+        found = re.fullmatch(r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", text.strip().casefold())
+        return str(int(found[1])) if found else text.strip().casefold()
+
+    def __call__(self, row: Row, where: str) -> int | None:
+        text = self._number(self._layout.text(row, "channel"))
+        if text in SIDES:
+            return SIDES[text]
+        if text.isdecimal() and int(text) >= self._first:
+            return int(text) - self._first
+        if text:
+            self._mistakes.add("odd-channel", f"{where}: {text!r}")
+        return None
 
 
 @functools.lru_cache(1 << 14)
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """Return the labels of a field: one, several in brackets, or several between separators, in one line each."""
-    text = " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", unicodedata.normalize("NFC", text or "")).split())
-    if not values.given(text):
-        return ()
-    if text.startswith("[") and text.endswith("]"):
-        parts = re.findall(r"'([^']*)'|\"([^\"]*)\"|([^,\s\[\]'\"][^,\[\]'\"]*)", text)
-        return tuple(dict.fromkeys(filter(None, ("".join(part).strip() for part in parts))))
-    if separator:
-        return tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(separator)))))
-    return (text,)
+    """Return the labels of a field: one, several in brackets, or several between separators, in one line each.
+
+    Lines of a cell are shown with | between them, and refused as one label. Marks alone, such as - and ?, are no label.
+    """
+    text = re.sub(r"\s*[\r\n]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
+    text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
+    parts: Iterable[str] = [text]
+    if listed := re.fullmatch(r"\[(.*)\]|c?\((\s*['\"].*)\)|\{(.*)\}", text):
+        parts = _parts(next(part for part in listed.groups() if part is not None))
+    elif separator:
+        parts = text.split(separator)
+    found = (unquoted(part.strip()) for part in parts)
+    return tuple(
+        dict.fromkeys(part for part in found if values.given(part) and not re.fullmatch(r"[-\u2013\u2014?.*_/#+!]+", part))
+    )
+
+
+def _parts(text: str) -> list[str]:
+    """Return the parts of a list: between commas, or in quotes. An apostrophe inside a word is no quote."""
+    quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
+    return [each["quoted"] or each["plain"] or "" for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)]
+
+
+def unquoted(text: str) -> str:
+    """Return a text without the quotes around it, as of a label that a spreadsheet has written."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1].replace(text[0] * 2, ""):
+        return text[1:-1].replace(text[0] * 2, text[0]).strip()
+    return text
 
 
 class _WrongTime(ValueError):
@@ -120,19 +206,29 @@ class _Times:
         self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
         cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
         self._comma = not any("." in cell for cell in cells)
+        self._spans = bool(self._names[0]) and values.are_spans(layout.table.values(self._names[0] or ""))
+        self._minutes = {name for name in self._names if name and column_names.in_minutes(name)}
+        self._offsets = any(layout.text(row, "file offset") for _, row in layout.table.rows())
         self._thousands = layout.table.separator == ","  # in such a table 1,500 may be either
 
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongTime."""
+        if self._spans:
+            return values.span(row[self._names[0] or ""]) or (None, None)
         found: list[float | None] = []
         for name, scale in zip(self._names, self._scales, strict=True):
             if name and self._thousands and re.fullmatch(r"\d{1,3}(,\d{3})+", row[name]):
                 raise _WrongTime(f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without ,")
             try:
-                found.append(values.seconds(row[name], scale, self._comma) if name else None)
+                clock = name in self._minutes and ":" in row[name or ""]
+                seconds = values.minutes if clock else functools.partial(values.seconds, scale=scale, comma=self._comma)
+                found.append(seconds(row[name]) if name else None)
             except ValueError:
-                raise _WrongTime(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds") from None
+                hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name" if ":" in row[name or ""] else ""
+                raise _WrongTime(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds{hint}") from None
         start, end, duration, offset = found
+        if self._offsets and offset is None and start is not None:
+            raise _WrongTime(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
         if end is None and start is not None and duration is not None:
             end = round(start + duration, 9)
         if end is None and start is None and duration is not None and offset is not None:
@@ -164,28 +260,32 @@ def _file(layout: Layout, row: Row) -> str:
 
 def _answer(layout: Layout, row: Row) -> str | None:
     """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. None: it is none."""
-    text = layout.text(row, "answer")
-    if not text or text.casefold() in values.OPEN:
-        return "skip" if text else ""
-    found = values.answer(text)
-    return None if found is None else "yes" if found else "no"
+    found = values.verdict(layout.text(row, "answer"))
+    denying = column_names.plain(layout.column("answer") or "") in column_names.DENYING
+    return {"yes": "no", "no": "yes"}.get(found or "", found) if denying else found
 
 
 class _About:
     """Date, time, site and place of the recordings of a table."""
 
-    def __init__(self, layout: Layout, options: Options):
-        self._layout = layout
-        self._given = [key for key in columns.ABOUT if layout.used.get(key)]
+    def __init__(self, layout: Layout, options: Options, mistakes: Mistakes):
+        self._layout, self._mistakes = layout, mistakes
+        self._given = [key for key in column_names.ABOUT if layout.used.get(key)]
         texts = [row[c] for m in ("date", "datetime") for c in layout.used.get(m, ()) for _, row in layout.table.rows()]
         try:
             self._dates = values.Dates(list(filter(values.given, texts)), options.dates)
         except ValueError as error:
             raise DataError(f"{layout.table.path}: in its dates, {error}, or omit them: --date-column none") from error
 
-    def of(self, row: Row) -> dict[str, str]:
+    def of(self, row: Row, where: str) -> dict[str, str]:
         """Return the place's facts. Raises ValueError: a date or a time that is none."""
         about = {key: self._layout.text(row, key) for key in self._given}
+        for key, negative in (("latitude", "S"), ("longitude", "W")):
+            try:
+                about[key] = f"{values.degrees(about[key], negative):.9g}" if about.get(key) else ""
+            except ValueError as error:
+                self._mistakes.add("odd-place", f"{where}: {error}")
+                about[key] = ""
         for meaning in ("datetime", "date"):
             if text := self._layout.text(row, meaning):
                 about["date"], time = self._dates.read(text)

@@ -14,11 +14,14 @@ from loaders.audio.recordings.annotations import Annotation, Mistakes
 from loaders.audio.recordings.classes import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
 from loaders.base import DataError
+from loaders.io import checks
 
 # Start and end, classes, low and high frequency, channel.
 Part = tuple[float, float, tuple[int, ...], float | None, float | None, int | None]
 TOLERANCE = 0.05  # [s] by which an end may lie after the recording's: tables round
 SPLITS = ("recording", "site", "date", "column", "folder")
+SAME = 0.001 + 1e-9  # [s] by which the times of one event in two tables differ at most
+PARTIAL = ("channel", "low", "high")  # that one of two tables may leave out
 SHORTEST = 0.001  # [s] of windows, and from one to the next
 
 
@@ -105,11 +108,22 @@ class Splitter:
         """The column that names the split; empty: none."""
         return self.value.partition(":")[0] if self.kind == "column" else ""
 
+    @property
+    def wanted(self) -> str:
+        """The value of that column that is the test split; empty: it holds names of splits."""
+        return values.split_of(self.value.partition(":")[2]) if self.kind == "column" else ""
+
+    def refuse_missed(self, stated: Iterable[str]) -> None:
+        """Raise DataError if no line has the value that is the test split."""
+        found = sorted(set(stated))
+        if self.wanted and found and self.wanted not in found:
+            raise DataError(f"--split column={self.value}: no line has {self.wanted!r}; {checks.expected(self.wanted, found)}")
+
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
         """Return the split of a recording with this name below the root, or None if its decisive value is unknown."""
         if self.kind == "column":
-            wanted = self.value.partition(":")[2]
-            return stated or None if not wanted else "test" if stated == values.whole(wanted) else "train" if stated else None
+            wanted = self.wanted
+            return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
         if self.kind == "folder":
             return path.split("/")[0] if "/" in path else None
         if self.kind == "date":
@@ -208,6 +222,7 @@ def plan(
             raise DataError(
                 f"the split {split!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5"
             )
+    splitter.refuse_missed(each.split for found in events.values() for each in found)
     return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
 
 
@@ -250,14 +265,21 @@ def _checked(
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
     """Return the annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
-    seen: dict[tuple[Any, ...], Annotation] = {}
+    seen: dict[tuple[Any, ...], list[Annotation]] = {}
     for each in sorted(events, key=_order):
-        key = (each.start, each.end, each.channel, each.low, each.high, each.labels, each.split)
-        if key in seen:
-            mistakes.add("duplicate-row", f"{each.where or path} says what {seen[key].where or path} says")
-        else:
-            seen[key] = each
-    events = list(seen.values())
+        near = seen.setdefault((each.labels, each.split), [])
+        at = len(near) - 1
+        while at >= 0 and not _is_same(near[at], each):
+            is_near = (near[at].start or 0.0) >= (each.start or 0.0) - SAME
+            at = at - 1 if is_near else -1
+        if at < 0:
+            near.append(each)
+            continue
+        other = near[at]
+        mistakes.add("duplicate-row", f"{each.where or path} says what {other.where or path} says")
+        missing = [name for name in PARTIAL if getattr(other, name) is None]
+        near[at] = dataclasses.replace(other, **{name: getattr(each, name) for name in missing})
+    events = sorted((each for several in seen.values() for each in several), key=_order)
     if not options.windows:
         events = list(_merged(path, events, options, mistakes))
     last: dict[str, float] = {}
@@ -270,6 +292,16 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
             last[label] = max(last.get(label, 0.0), each.end or math.inf)
         kept.append(each)
     return kept
+
+
+def _is_same(one: Annotation, other: Annotation) -> bool:
+    """Whether two annotations of the same labels are one: all that both state agrees, times of two tables as tables round."""
+    most = 0.0 if one.where.rpartition(":")[0] == other.where.rpartition(":")[0] else SAME
+    for a, b in ((one.start, other.start), (one.end, other.end)):
+        if (a is None) != (b is None) or (a is not None and b is not None and abs(a - b) > most):
+            return False
+    pairs = [(getattr(one, name), getattr(other, name)) for name in PARTIAL]
+    return all(a is None or b is None or a == b for a, b in pairs)
 
 
 def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from loaders.audio import shards
-from loaders.audio.recordings import columns, lines, tables, values
+from loaders.audio.recordings import column_names, columns, lines, tables, values
 from loaders.audio.recordings.annotations import Annotation, Mistakes
 from loaders.audio.recordings.columns import Options
 from loaders.audio.recordings.find import Finder, is_audio, walk
@@ -21,7 +21,7 @@ SOUND = re.compile(
     rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0",
     re.DOTALL,
 )  # the first bytes of recordings
-AUDACITY = re.compile(r"-?[\d.,]+(\t|  *)-?[\d.,]+(\t| |$)")  # its first line, between tabs, or blanks as of old
+AUDACITY = re.compile(r"\"?-?[\d.,]+\"?(\t|  *)\"?-?[\d.,]+\"?(\t| |$)")  # its first line, between tabs, or blanks as of old
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")  # that may hold recordings
 TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".ods", ".data", ".textgrid", ".eaf", ".svl")  # that people annotate in
 
@@ -84,7 +84,7 @@ def _is_table(path: str, first: bytes) -> bool:
     if ending not in TABLES[:3] or AUDACITY.match(line):
         return True
     cells = [cell.strip(' "') for cell in line.split(tables.separator(line))]
-    return bool({"file", "start"} & set(map(columns.what, cells)))
+    return bool({"file", "start"} & set(map(column_names.what, cells)))
 
 
 def _is_raven(path: str) -> bool:
@@ -131,7 +131,12 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         return
     if not audio:
         packed = ", ".join(os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path))
-        hint = f"; unpack {packed[:80]} first: --unpack" if packed else f"; it holds {len(names)} other files"
+        given = [path for path in names if path.lower().endswith(TABLES)]
+        hint = f"; it holds {len(names)} other files"
+        if packed:
+            hint = f"; unpack {packed[:80]} first: --unpack"
+        elif given:
+            hint = f"; of its tables, such as {given[0]}, name each as a source, and the folder of the recordings: --audio"
         raise DataError(f"{folder} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a){hint}")
     label = options.labels or ("folder" if nested else "none")
     pattern = None
@@ -167,7 +172,7 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
     if path.suffix == ".parquet":
         yield from _birdset(path, mistakes, finder)
         return
-    text, encoding = tables.read_text(path)
+    text, encoding = tables.read_text(path, options.encoding)
     if path.suffix == ".json":
         yield from _xeno_canto(path, text, mistakes, finder)
         return
@@ -181,9 +186,9 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
         yield from _audacity(path, text, encoding, options.separator, mistakes, finder)
         return
     table = tables.Table(path, text, encoding)
-    if is_audio(first) and not any(map(columns.meaning_of, table.columns)):
+    if is_audio(first) and not any(map(column_names.meaning_of, table.columns)):
         yield from _list(path, text, mistakes, finder)
-    elif options.file_column or options.start_column or {"file", "start"} & set(map(columns.what, table.columns)):
+    elif options.file_column or options.start_column or {"file", "start"} & set(map(column_names.what, table.columns)):
         yield from _of_table(table, options, mistakes, finder, note)
     else:
         raise DataError(
@@ -236,7 +241,7 @@ def _audacity(
         mistakes.add("other-encoding", f"{path} is read as {encoding}")
     last: Annotation | None = None
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        fields = line.split("\t") if "\t" in line else line.split(None, 2)
+        fields = [lines.unquoted(field.strip()) for field in (line.split("\t") if "\t" in line else line.split(None, 2))]
         if not line.strip():
             continue
         if line.startswith("#"):

@@ -4,15 +4,25 @@ import csv
 import io
 import pathlib
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from loaders.audio.recordings import values
 from loaders.audio.recordings.find import is_audio
 from loaders.base import DataError
 from loaders.io import files
 
 LARGEST = 2 << 30  # [bytes] of a table
-MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "cp1252": "Windows-1252"}
+MARKS = (
+    (b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"),
+    (b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"),
+)  # fmt: skip
+ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "cp1252": "Windows-1252", "utf-32": "UTF-32"}
+# Letters of Windows-1252 by language. Others, or others together, are of another encoding: its Ÿ is the ü of Mac Roman.
+LANGUAGES = tuple(
+    map(set, "äöüßéáíóúñàçåãâô àâçèéêëîïôùûüœæ áéíñóúü àáâãçéêíóôõúü åäöæøéü áéíóúýðþæö àèéìòù àçèéíïòóúü".split())
+)
+HOW = "--encoding cp1250, cp1251, mac-roman, shift-jis, …"
 # A character of several bytes in UTF-8.
 _SEVERAL = re.compile(rb"[\xc3-\xdf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 
@@ -22,8 +32,8 @@ def text_of(path: pathlib.Path) -> str:
     return read_text(path)[0]
 
 
-def read_text(path: pathlib.Path) -> tuple[str, str]:
-    """Return the text of a file, and the encoding that its bytes tell.
+def read_text(path: pathlib.Path, stated: str = "") -> tuple[str, str]:
+    """Return the text of a file, and its encoding: the stated one, or the one that its bytes tell.
 
     Raises DataError: it is no text, or no encoding fits.
     """
@@ -34,20 +44,49 @@ def read_text(path: pathlib.Path) -> tuple[str, str]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     encoding = next((name for mark, name in MARKS if data.startswith(mark)), "")
-    if not encoding and b"\0" in data[:4096]:
+    if not encoding and not stated and b"\0" in data[:4096]:
         zeros = [data[:4096][first::2].count(0) for first in (0, 1)]
         if min(zeros) or max(zeros) * 8 < len(data[:4096]):
             raise DataError(f"{path} is not text; name a table (CSV, TSV, Raven, Audacity), a folder, or metadata (JSON)")
         encoding = "utf-16-be" if zeros[0] else "utf-16-le"
-    for name in (encoding,) if encoding else ("utf-8", "cp1252"):
+    for name in (stated or encoding,) if stated or encoding else ("utf-8", "cp1252"):
         try:
-            return data.decode(name), ENCODINGS.get(name, "UTF-16")
+            text = data.decode(name)
+        except LookupError:
+            raise DataError(
+                f"--encoding {name!r} is none that Python knows; for example cp1250, mac-roman, shift-jis"
+            ) from None
         except UnicodeDecodeError as error:
             line = data[: error.start].count(b"\n") + 1
             wrong = f"{path}:{line} holds the byte {data[error.start : error.start + 1].hex()}"
             if name == "utf-8" and _SEVERAL.search(data):
                 break
-    raise DataError(f"{wrong}, which its encoding does not have; save it as UTF-8")
+            continue
+        if name == "cp1252" and not stated and (odd := _not_western(text)):
+            raise DataError(f"{path} is not in UTF-8, and in Windows-1252 it has {odd!r}; name it: {HOW}")
+        return text, ENCODINGS.get(name, "UTF-16" if name == encoding else name)
+    raise DataError(f"{wrong}, which its encoding does not have; save it as UTF-8, or name it: {HOW}")
+
+
+def _not_western(text: str) -> str:
+    """Return a word that Windows-1252 cannot mean, such as SwainsonÕs of a Mac, or ""."""
+    found = {letter for letter in text.lower() if letter > "\x7f" and letter.isalpha() and letter not in "ªº"}
+    if not any(found <= language for language in LANGUAGES):
+        return next((word for word in text.split() if found & set(word.lower())), "")
+    for each in re.finditer(r"[^\x00-\x7f]", text):
+        at, letter = each.start(), each[0]
+        before, after = text[at - 1 : at], text[at + 1 : at + 2]
+        kind = unicodedata.category(letter)
+        capital = letter.isupper() and before.islower()
+        sign = kind in ("No", "Sk", "Sc", "Sm") and after.isalpha() or before.islower() and letter in "†‡‰¤¦¬¶¼¾¹"
+        inside = kind[0] in "PSN" and letter not in "’‘´·" and before.isalpha() and after.isalpha()
+        if capital or sign or inside:
+            return (
+                text[: at + 1].split()[-1] + text[at + 1 :].split(maxsplit=1)[0]
+                if after.strip()
+                else text[: at + 1].split()[-1]
+            )
+    return ""
 
 
 def said_separator(line: str) -> str | None:
@@ -97,7 +136,7 @@ class Table:
     def _read(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, Mapping[str, str]]]:
         rows = []
         for number, cells in self._reader(lines, before):
-            if cells and cells[0].startswith("#") and not is_audio(cells[0]):
+            if cells and cells[0].startswith("#") and not is_audio(cells[0]) and not values.is_sheet_error(cells[0]):
                 self.comments.append(number)
             elif any(cell.strip() for cell in cells):
                 rows.append((number, [cell.strip() for cell in cells]))

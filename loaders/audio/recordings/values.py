@@ -4,10 +4,17 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime
 
-MISSING = {"", "NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null", "None"}  # of R, pandas and SQL
+# Of R, pandas and SQL, and of people.
+MISSING = {"", "NA", "na", "N/A", "n/a", "<NA>", "NaN", "nan", "NAN", "NULL", "null", "Null", "None", "none", "NONE", "n.a."}
 YES = {"1", "1.0", "true", "t", "yes", "y", "x", "present", "correct", "positive", "pos"}
 NO = {"0", "0.0", "false", "f", "no", "n", "-", "absent", "not present", "incorrect", "negative", "neg"}
-OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined"}
+OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
+        "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure"}  # fmt: skip
+# Words of columns of answers alone.
+CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok"}
+DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted", "falsch", "faux", "falso"}
+SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
+SPLITS |= {"training": "train", "testing": "test"}
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 
 
@@ -24,6 +31,25 @@ def number(text: str | None, comma: bool = True) -> float | None:
     if value != value or value in (float("inf"), float("-inf")) or "_" in text:
         raise ValueError(f"{text!r} is not a number")
     return value
+
+
+def minutes(text: str) -> float | None:
+    """Return a time in s of m:ss, or of what `seconds` reads. Raises ValueError."""
+    found = re.fullmatch(r"(\d+):([0-5]?\d(?:[.,]\d+)?)", text.strip())
+    return int(found[1]) * 60 + float(found[2].replace(",", ".")) if found else seconds(text)
+
+
+def span(text: str) -> tuple[float, float] | None:
+    """Return start and end of "0_5", "0.0-5.0" and "00:05-00:10", None for an empty field. Raises ValueError."""
+    if not given(text):
+        return None
+    time = r"(\d+(?:[.:]\d+)*) ?s?"
+    between = r"-|\u2013|\u2014|_|to|\.\.+" + (r"|,|;" if text.strip()[0] in "[(" else "")
+    found = re.fullmatch(rf"[\[(]? ?{time} ?(?:{between}) ?{time} ?[\])]?", text.strip())
+    first, last = (minutes(found[1]), minutes(found[2])) if found else (None, None)
+    if first is None or last is None or first >= last:
+        raise ValueError(f"{text!r} is no range of times")
+    return first, last
 
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
@@ -46,6 +72,23 @@ def are_numbers(texts: Iterable[str]) -> bool:
     return _all(texts, number)
 
 
+def are_spans(texts: Iterable[str]) -> bool:
+    return _all(texts, span)
+
+
+def are_clocks(texts: Iterable[str]) -> bool:
+    """Whether all are times with a colon: 0:12, 0:00:12."""
+    found = [text for text in texts if given(text)]
+    return all(":" in text for text in found) and _all(found, minutes)
+
+
+def are_hours(texts: Sequence[str], dated: bool) -> bool:
+    """Whether numbers are times of day such as 0530: one begins with 0, or the table has dates."""
+    found = [text for text in texts if given(text)]
+    written = all(re.fullmatch(r"([01]\d|2[0-3])[0-5]\d([0-5]\d)?", text) for text in found)
+    return bool(found) and written and (dated or any(text[0] == "0" for text in found))
+
+
 def are_times(texts: Iterable[str]) -> bool:
     return _all(texts, seconds)
 
@@ -56,9 +99,53 @@ def answer(text: str) -> bool | None:
     return True if folded in YES else False if folded in NO or not given(text) else None
 
 
-def are_answers(texts: Iterable[str]) -> bool:
-    """Whether a column holds nothing but yes and no, and some of them."""
-    return _all(texts, answer)
+def verdict(text: str) -> str | None:
+    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, None if it is none."""
+    folded = text.casefold()
+    if not given(text):
+        return ""
+    if folded in OPEN:
+        return "skip"
+    found = True if folded in CONFIRMED else False if folded in DENIED else answer(text)
+    return None if found is None else "yes" if found else "no"
+
+
+def are_answers(texts: Iterable[str], both: bool = False) -> bool:
+    """Whether a column holds yes and no alone, some of them open, and some of both if that is asked for."""
+    found = {text.casefold() for text in texts if given(text)}
+    closed = found - OPEN
+    said = {answer(text) for text in closed}
+    return bool(closed) and None not in said and (not both or len(said) == 2 or bool(found & OPEN))
+
+
+def split_of(text: str) -> str:
+    """Return the name of a split in one spelling, and 5 for a fold 5.0."""
+    return SPLITS.get(text.casefold(), whole(text))
+
+
+def is_sheet_error(text: str) -> bool:
+    """Whether a cell holds an error of a spreadsheet: #REF!, #N/A, #NOM?, #¡VALOR!."""
+    return text[:1] == "#" and re.fullmatch(r"#[\u00a1\u00bf]?(?:[^\W\d_]+/?\d?[!?]|N/?[ADV])", text) is not None
+
+
+def degrees(text: str, negative: str) -> float:
+    """Return degrees of 51.1, 51,1, 51.1N or 51°06'36"N. Raises ValueError.
+
+    Args:
+      negative: the hemispheres that are below 0: "S", or "W".
+    """
+    letters = re.findall(r"[A-Z]", text.upper())
+    allowed = ("N", "S") if negative == "S" else ("E", "W")
+    numbers = re.findall(r"[+-]?\d+(?:[.,]\d+)?", text.replace("\u2212", "-"))
+    rest = re.sub(r"[+-]?\d+(?:[.,]\d+)?|[A-Za-z\u00b0\u00ba'\u2019\u2032\"\u201d\u2033: ]", "", text.replace("\u2212", "-"))
+    if rest or not 0 < len(numbers) < 4 or len(letters) > 1 or any(letter not in allowed for letter in letters):
+        raise ValueError(f"{text!r} is no number of degrees")
+    parts = [abs(float(each.replace(",", "."))) for each in numbers]
+    value = sum(part / 60**n for n, part in enumerate(parts))
+    below = numbers[0][0] == "-" or letters == [negative]
+    if value > (90 if negative == "S" else 180) or any(part >= 60 for part in parts[1:]):
+        raise ValueError(f"{text!r} is no place on Earth")
+    return round(-value if below else value, 9)
 
 
 def whole(text: str) -> str:
@@ -126,6 +213,7 @@ class Dates:
 
 def time_of_day(text: str) -> str:
     """Return a time of day as 05:30:00, with its zone if it has one. Raises ValueError."""
+    text = re.sub(r"^\s*([012]\d)([0-5]\d)([0-5]\d)?\s*$", lambda each: ":".join(filter(None, each.groups())), text)
     found = re.fullmatch(
         r"(\d{1,2})[:h.](\d\d)(?:[:.](\d\d)(?:[.,]\d+)?)? ?([AaPp])?\.?[Mm]?\.?(?: ?(Z|UTC|[+-]\d\d:?\d\d))?(?:/.*)?",
         text.strip(),

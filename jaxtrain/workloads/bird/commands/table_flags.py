@@ -16,6 +16,7 @@ def add(parser: argparse._ArgumentGroup, names: Sequence[str] = tuple(FLAGS)) ->
     if len(names) == 1:
         return
     parser.add_argument("--dates", default="", choices=("", "day-first", "month-first"), help="which of 01/06/2024 is first")
+    parser.add_argument("--encoding", default="", metavar="NAME", help="of tables, for example cp1250; default: by their bytes")
     parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in one field of a table")
 
 

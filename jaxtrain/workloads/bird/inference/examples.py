@@ -130,7 +130,7 @@ def refuse_one_sided(given: Examples) -> None:
 def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]:
     """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = pathlib.Path(path).expanduser()
-    table = tables.Table(place, *tables.read_text(place))
+    table = tables.Table(place, *tables.read_text(place, reading.encoding))
     layout = columns.find(table, reading)
     if not layout.used["file"] or not (layout.used["label"] or layout.classes or layout.used.get("genus")):
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")

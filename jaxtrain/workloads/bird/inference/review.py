@@ -175,7 +175,7 @@ def read(
         raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
     reading, mistakes = reading or columns.Options(), mistakes or Mistakes()
     reading = dataclasses.replace(reading, optional=bool(label))
-    table = tables.Table(path, *tables.read_text(path))
+    table = tables.Table(path, *tables.read_text(path, reading.encoding))
     layout = columns.find(table, reading)
     if not all(layout.used[meaning] for meaning in ("file", "start")):
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start and end")

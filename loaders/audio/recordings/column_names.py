@@ -1,0 +1,179 @@
+"""The meaning of a table's columns by their names, in one table, `NAMES`, for every command that reads tables.
+
+Names are compared without case, accents, blanks, points, underscores and brackets: "Begin Time (s)", `begin_time_s` and R's
+`Begin.Time..s.` are one name. A unit at the end scales the values: s, ms, min and h, Hz and kHz.
+"""
+
+import re
+import unicodedata
+from collections.abc import Mapping
+
+# Meaning -> names. Of several columns with one meaning, the one whose name is listed first is used.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "file": (
+        "begin path", "file path", "audio file path", "audio path", "begin file", "in file", "file name", "file",
+        "audio file name", "audio file", "audio", "path", "recording", "recording name", "recording file", "fname",
+        "sound files", "sound file", "wav file name", "wav file", "wav", "slice file name", "segment id", "ytid", "item id",
+        "item name", "clip name", "clip", "source file", "soundscape", "sample name", "media", "datei", "dateiname", "archivo",
+        "nombre archivo", "nombre del archivo", "nombre de archivo", "fichier", "nom fichier", "nom du fichier",
+        "aufnahme", "enregistrement", "grabacion",
+    ),
+    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
+    "start": (
+        "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
+        "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
+        "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
+        "anfang", "startzeit", "anfangszeit", "von", "inicio", "tiempo inicio", "debut", "temps debut",
+    ),
+    "end": (
+        "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
+        "window end time", "clip end", "clip end time", "end offset", "time end", "t end", "t stop", "t max", "max t",
+        "time max", "t1", "x2", "to", "ends", "finish", "ende", "endzeit", "bis", "fin",
+        "tiempo fin", "temps fin",
+    ),
+    "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "length", "dauer", "duree", "duracion"),
+    "offset": ("offset",),  # an end next to an onset, a start next to a duration
+    "file offset": ("file offset", "begin file offset"),  # Raven's start in the file; its Begin Time counts over all files
+    "label": (
+        "manual id", "label", "labels", "annotation", "annotations", "class name", "class label", "species", "species name",
+        "ebird code", "species ebird code", "primary label", "species code", "alpha code", "common name", "scientific name",
+        "event label", "positive labels", "category", "class", "tags", "tag", "taxon", "taxon name", "vernacular name",
+        "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "artname", "spezies",
+        "especie", "espece",
+    ),
+    "genus": ("gen", "genus"),  # with "epithet" a scientific name, if no column of labels is there
+    "epithet": ("sp", "specific epithet"),
+    "low": (
+        "low", "low freq", "low f", "freq low", "f low", "f min", "min freq", "freq min", "low frequency", "min frequency",
+        "lower frequency", "frequency min", "frequency low", "bottom freq", "y1",
+    ),
+    "high": (
+        "high", "high freq", "high f", "freq high", "f high", "f max", "max freq", "freq max", "high frequency",
+        "max frequency", "upper frequency", "frequency max", "frequency high", "top freq", "y2",
+    ),
+    "channel": ("channel",),
+    "selection": ("selection", "selec"),
+    "view": ("view",),
+    "answer": ("answer", "validated", "validation", "validation status"),
+    "asked": ("asked",),
+    "score": ("score", "confidence"),
+    "clock": ("clock",),
+    "embeddings": ("embeddings",),
+    # Those other than the first, and columns without a meaning, are used if all their values are names of splits.
+    "split": ("split", "set", "subset", "partition", "data split", "dataset split", "split name"),
+    "recording": ("recording id",),
+    "site": ("site", "location", "station", "site name", "site id", "locality", "loc", "deployment"),
+    "date": ("date", "recording date", "date recorded", "event date", "datum", "fecha"),
+    "time": ("time", "local time", "recording time", "time of day", "uhrzeit", "heure", "hora"),
+    "datetime": ("date time", "recorded at", "timestamp", "recording date time", "recording start"),
+    "latitude": ("latitude", "lat", "decimal latitude", "breitengrad", "latitud"),
+    "longitude": ("longitude", "lon", "lng", "long", "decimal longitude", "laengengrad", "langengrad", "longitud"),
+}  # fmt: skip
+# Columns of the same programs that say nothing about times and labels.
+OTHER = (
+    "notes", "note", "comment", "comments", "remarks", "rmk", "observer", "recordist", "rec", "author", "reviewer",
+    "annotator", "url", "license", "lic", "rating", "quality", "q", "id", "index", "unnamed", "row", "x", "key", "uuid",
+    "model", "overlap", "sensitivity", "week", "min conf", "species list", "seconds", "windows", "unreadable windows",
+    "detections", "query", "begin clock time", "end clock time", "begin date", "begin date time", "begin hour",
+    "sample rate", "rate", "samplerate", "peak time", "center time", "delta freq", "peak freq", "center freq",
+    "avg power density", "inband power", "occupancy", "type", "sex", "stage", "method", "cnt", "country", "elevation",
+    "alt", "uploaded", "also", "sono", "osci", "ssp", "group", "grp", "en", "manufacturer", "device", "recorder",
+    "temperature", "temp", "battery", "gain", "humidity", "weather", "hour", "day", "month", "year", "fs id", "salience",
+    "fold", "class id", "esc10", "src file", "take", "secondary labels", "mids", "out file", "out dir", "out file fs",
+    "out file zc", "time 12", "date 12", "hour 12", "n", "verified", "checked", "file size", "size", "channels", "fmean",
+    "fc", "dur mean", "match", "matching", "margin", "pulses", "qual", "sc", "tk", "files", "top1dist", "s1",
+)  # fmt: skip
+# Of those, the ones that count, number or ask, and so are no class although they hold 0 and 1.
+NUMBERS = set(
+    "id index unnamed row key overlap sensitivity week minconf windows detections unreadablewindows hour day month year fold "
+    "verified checked channels classid fsid esc10 uploaded rating size filesize".split()
+)
+# Columns that may say that a label was denied, or that nobody has checked it yet.
+DOUBTFUL = set(
+    "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
+    "accepted approved confirmation review truepositive tp rejected falsepositive fp".split()
+)
+DENYING = {"rejected", "falsepositive", "fp"}  # of those, the ones in which yes denies
+ABOUT = ("recording", "site", "latitude", "longitude")
+SECONDS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
+    **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), 1e-3),
+    "mmss": 1.0,
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hr", "hour", "hours"), 3600.0),
+}
+HERTZ = {"hz": 1.0, "khz": 1e3}
+KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
+# Words in the name of a column that looks like a time, and like a label.
+TIME = set(
+    "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
+    "secs second seconds s ms msec position at frame frames sample samples tstart tend "
+    "interval window segment".split()
+)
+MINUTES = {"min", "minute", "minutes"}  # such a word, too, unless a column of hours makes them a time of day
+LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
+# Tables that give times in another recording than the one that they name.
+ELSEWHERE = ("ytid", "slicefilename")
+
+
+def words(name: str) -> list[str]:
+    """Return the words of a column's name in lower case, without accents and marks between them."""
+    text = unicodedata.normalize("NFKD", name).strip("\ufeff")
+    text = "".join(letter for letter in text if not unicodedata.combining(letter))
+    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).casefold())
+
+
+def plain(name: str) -> str:
+    return "".join(words(name))
+
+
+KNOWN = {plain(name): (meaning, place) for meaning, its in NAMES.items() for place, name in enumerate(its)}
+IGNORED = {plain(name) for name in OTHER}
+
+
+def is_other(name: str) -> bool:
+    """Whether a column is known to say nothing about times and labels."""
+    parts = words(name)
+    return (
+        not parts
+        or parts[0] == "unnamed"
+        or "".join(parts) in IGNORED
+        or (parts[-1] in SECONDS | HERTZ and "".join(parts[:-1]) in IGNORED)
+    )
+
+
+def meaning_of(name: str) -> tuple[str, int, float] | None:
+    """Return the meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
+    parts = words(name)
+    whole = "".join(parts)
+    if whole in KNOWN:
+        return (*KNOWN[whole], 1e3 if whole in KILOHERTZ else 1.0)
+    unit = parts[-1] if parts else ""
+    if parts[-2:-1] == ["in"]:  # "start in s"
+        parts = [*parts[:-2], unit]
+    if parts[-3:] in (["hh", "mm", "ss"], ["h", "mm", "ss"]):
+        parts, unit = [*parts[:-3], "hhmmss"], "hhmmss"
+    elif in_minutes(name):
+        parts, unit = [*parts[:-2], "mmss"], "mmss"
+    stem = "".join(parts[:-1])
+    meaning, place = KNOWN.get(stem, ("", 0))
+    if unit in SECONDS:
+        if meaning in ("time", "datetime"):  # "time (s)" is a place in a recording, "time" one in a day
+            return "start", len(NAMES["start"]), SECONDS[unit]
+        if meaning in ("start", "end", "duration", "offset", "file offset"):
+            return meaning, place, SECONDS[unit]
+    if unit in HERTZ and meaning in ("low", "high"):
+        return meaning, place, HERTZ[unit]
+    return None
+
+
+def in_minutes(name: str) -> bool:
+    """Whether a column's name says that its times are m:ss."""
+    parts = words(name)
+    return parts[-2:] in (["mm", "ss"], ["m", "ss"], ["min", "sec"]) and parts[-3:-2] not in (["hh"], ["h"])
+
+
+def what(name: str) -> str:
+    """Return the meaning of a column, or ""."""
+    found = meaning_of(name)
+    return found[0] if found else ""

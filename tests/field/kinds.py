@@ -1,0 +1,122 @@
+"""Odd tables by the kind of mistake that they invite: values against names, times under other names, text of other systems.
+
+Each has the rows that a person reads in it, or words of the error that refuses it, as in `tests.field.corpus`.
+"""
+
+from tests.field.corpus import RAVEN, TWO, Case
+
+WHOLE = ("a.wav 0 30 robin", "b.wav 0 30 wren")
+
+
+def _two(name: str, columns: str, first: str, second: str, rows: tuple[str, ...] = TWO, *options: str) -> Case:
+    """Two events: file, start, end and label, and other columns behind them."""
+    lines = (f"file,start,end,label{columns}", f"a.wav,2,3,robin{first}", f"b.wav,4,5,wren{second}")
+    return Case(name, "\n".join(lines) + "\n", rows, options)
+
+
+def _wide(name: str, columns: str, rows: tuple[str, ...], *options: str) -> Case:
+    """Two recordings with columns of 0 and 1, of which each has the opposite."""
+    n = columns.count(",") + 1
+    cells = [",".join(str((i + line) % 2) for i in range(n)) for line in (1, 0)]
+    return Case(name, f"file,{columns}\na.wav,{cells[0]}\nb.wav,{cells[1]}\n", rows, options)
+
+
+def _part(name: str, column: str, first: str, second: str, rows: tuple[str, ...] = (), *options: str) -> Case:
+    """Two labelled lines with a column that may be a time."""
+    lines = (f"file,{column},label", f"a.wav,{first},robin", f"b.wav,{second},wren")
+    return Case(name, "\n".join(lines) + "\n", rows or (f"!'{column}' looks like times", "!--start-column"), options)
+
+
+def _text(name: str, encoding: str, first: str, second: str, rows: tuple[str, ...], *options: str) -> Case:
+    return Case(name, f"file,label\na.wav,{first}\nb.wav,{second}\n".encode(encoding), rows, options)
+
+
+def _raven(name: str, columns: str, *lines: str, rows: tuple[str, ...] = TWO) -> Case:
+    return Case(name, "\n".join([f"{RAVEN}\t{columns}", *lines]) + "\n", rows)
+
+
+NAMES_AND_VALUES = (
+    _wide("class-fin", "blue,fin", ("a.wav 0 30 blue", "b.wav 0 30 fin")),
+    _wide("class-low", "robin,low", ("a.wav 0 30 robin", "b.wav 0 30 low")),
+    _wide("class-view", "robin,view", ("a.wav 0 30 robin", "b.wav 0 30 view")),
+    _wide("class-call", "song,call", ("a.wav 0 30 song", "b.wav 0 30 call")),
+    _wide("class-n", "robin,n", ("!'n' holds 0 and 1", "!--label-column 'robin,n'")),
+    _wide("class-n-named", "robin,n", ("a.wav 0 30 robin", "b.wav 0 30 n"), "--label-column=robin,n"),
+    _wide("class-n-left-out", "robin,n", ("a.wav 0 30 robin", "b.wav"), "--label-column=robin"),
+    _wide("class-type", "robin,type", ("!'type' holds 0 and 1",)),
+    _wide("class-art", "robin,art", ("!'art' holds 0 and 1",)),
+    Case("frequencies", "file,start,end,low,high,robin\na.wav,2,3,0,4,1\nb.wav,4,5,1,6,1\n",
+         ("a.wav 2 3 robin", "b.wav 4 5 robin")),
+    Case("few-shot-q", "Audiofilename,Starttime,Endtime,Q\na.wav,2,3,POS\nb.wav,4,5,UNK\n", ("a.wav 2 3 Q", "=unanswered 1")),
+    _raven("empty-annotation.txt", "Begin File\tAnnotation\tSpecies", "1\tS\t1\t2\t3\t1\t9\ta.wav\t\trobin",
+           "2\tS\t1\t4\t5\t1\t9\tb.wav\t\twren"),
+    _raven("half-annotation.txt", "Begin File\tAnnotation\tSpecies", "1\tS\t1\t2\t3\t1\t9\ta.wav\tfaint\trobin",
+           "2\tS\t1\t4\t5\t1\t9\tb.wav\t\twren", rows=("!'Annotation' is blank in 1 lines", "!--label-column")),
+    Case("epithets", "file,Genus,Species\na.wav,Parus,major\nb.wav,Dendrocopos,major\n",
+         ("a.wav 0 30 Parus major", "b.wav 0 30 Dendrocopos major")),
+    Case("epithet-alone", "file,Genus,Species\na.wav,Parus,major\nb.wav,,major\n", ("!no genus",)),
+    _two("split-set", ",set", ",Training", ",Testing", ("train a.wav", "test b.wav")),
+    _two("split-other-set", ",set", ",A", ",B", (*TWO, "=unused-column 1")),
+    _two("split-blank", ",split", ",train", ",", ("!no-split",)),
+    _two("fold-names", ",fold", ",fold5", ",fold1", ("!no line has '5'", "!fold1, fold5"), "--split=column=fold:5"),
+    _two("verified", ",verified", ",yes", ",no", ("!'verified' holds 'no'", "!--answer-column")),
+    _two("verified-used", ",verified", ",yes", ",no", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=verified"),
+    _two("status", ",status", ",accepted", ",rejected", ("!'status' holds 'rejected'",)),
+    _two("status-kept", ",status", ",accepted", ",rejected", TWO, "--answer-column=none"),
+    _two("false-positives", ",FP", ",0", ",1", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=FP"),
+)  # fmt: skip
+
+TIMES = (
+    _part("seconds", "seconds", "2", "7"),
+    _part("peak-time", "Peak Time (s)", "2.5", "7.5"),
+    _part("minute", "minute", "0", "1"),
+    _part("interval", "interval", "0-5", "5-10"),
+    _part("interval-named", "interval", "0-5", "5-10", ("a.wav 0 5 robin", "b.wav 5 10 wren"), "--start-column=interval"),
+    _part("window", "window", "0_5", "5_10"),
+    _part("segment", "segment", "00:05-00:10", "00:10-00:15"),
+    _part("early-time", "time", "0:12", "0:15"),
+    _part("time-of-day", "time", "5:30", "6:15", WHOLE),
+    _part("time-of-day-digits", "time", "0530", "1615", WHOLE),
+    _part("time-digits", "time", "530", "1615", ("!a time of day is written 05:30",)),
+    _part("row-id", "row_id", "a_5", "b_10"),
+    Case("two-durations", "file,duration,label\na.wav,2,robin\na.wav,3,robin\n", ("!'duration' looks like times",)),
+    Case("minutes-said", "file,start (mm:ss),end (mm:ss),label\na.wav,0:02,0:03,robin\n", ("a.wav 2 3 robin",)),
+    Case("french", "fichier;d\u00e9but;fin;esp\u00e8ce\na.wav;2,5;3;robin\n", ("a.wav 2.5 3 robin",)),
+    _raven("no-offset.txt", "Begin File\tFile Offset (s)\tSpecies", "1\tS\t1\t2\t3\t1\t9\ta.wav\t2\trobin",
+           "2\tS\t1\t34\t35\t1\t9\tb.wav\t\twren", rows=("!has no 'File Offset (s)'",)),
+    _raven("views-without-bands.txt", "Begin File\tSpecies", "1\tWaveform 1\t1\t2\t3\t\t\ta.wav\trobin",
+           "1\tSpectrogram 1\t1\t2\t3\t1\t9\ta.wav\trobin", "2\tWaveform 1\t1\t4\t5\t\t\tb.wav\twren"),
+    _two("channels", ",channel", ",1.0", ",L", TWO, "--channels=table"),
+    _two("channel-right", ",channel", ",1", ",right", ("!channel 2 of a recording with 1",), "--channels=table"),
+    _two("channel-odd", ",channel", ",1", ",top", (*TWO, "=odd-channel 1")),
+    _two("decimal-places", ",lat", ',"51,1"', ",51.1N"),
+    _two("odd-places", ",lat", ",99", ",here", (*TWO, "=odd-place 2")),
+)  # fmt: skip
+
+TEXTS = (
+    Case("lists", "file,label\na.wav,\"[Bewick's Wren, robin]\"\nb.wav,\"('robin', 'wren')\"\n",
+         ("a.wav 0 30 Bewick's Wren|robin", "b.wav 0 30 robin|wren")),
+    Case("lists-of-r", "file,label\na.wav,\"{robin,wren}\"\nb.wav,\"c('robin', 'wren')\"\n",
+         ("a.wav 0 30 robin|wren", "b.wav 0 30 robin|wren")),
+    _part("slashes", "n", "1", "2", ("!split it with --separator ' / '",))._replace(content="file,label\na.wav,robin / wren\n"),
+    Case("lines-of-a-cell", 'file,label\na.wav,"robin\nwren"\n', ("!--separator '|'",)),
+    Case("score-in-a-label", "file,label\na.wav,AMRO;0.98\n", ("!write 0.98 into a column of its own",)),
+    Case("score-split-off", "file,label\na.wav,AMRO;0.98\n", ("!the number 0.98 among its labels",), ("--separator=;",)),
+    Case("excel-error", "file,label\na.wav,#N/A\n", ("!'#N/A' as its 'label', an error of a spreadsheet",)),
+    Case("excel-error-first", "label,file\n#REF!,a.wav\nrobin,b.wav\n", ("!'#REF!'",)),
+    Case("marks", "file,label\na.wav,?\nb.wav,wren\n", ("a.wav", "b.wav 0 30 wren", "=no-label 1")),
+    Case("a.quoted.txt", '"2"\t"3"\t"robin"\n', ("a.wav 2 3 robin",)),
+    _text("mac-roman", "mac-roman", "W\u00fcrger", "M\u00f6nch", ("!--encoding",)),
+    _text("mac-roman-named", "mac-roman", "W\u00fcrger", "M\u00f6nch", ("a.wav 0 30 W\u00fcrger", "b.wav 0 30 M\u00f6nch",
+          "=other-encoding 1"), "--encoding=mac-roman"),
+    _text("czech", "cp1250", "kos \u010dern\u00fd", "s\u00fdkora", ("!--encoding",)),
+    _text("polish", "cp1250", "Jask\u00f3\u0142ka", "\u017buraw", ("!--encoding",)),
+    _text("russian", "cp1251", "\u0421\u0438\u043d\u0438\u0446\u0430", "\u0417\u044f\u0431\u043b\u0438", ("!--encoding",)),
+    _text("japanese", "shift-jis", "\u30a6\u30b0\u30a4\u30b9", "\u30e1\u30b8\u30ed", ("!--encoding",)),
+    _text("utf-32", "utf-32", "robin", "wren", (*WHOLE, "=other-encoding 1")),
+    _text("garbled", "utf-8", "W\u00c3\u00bcrger", "wren", ("a.wav 0 30 W\u00c3\u00bcrger", WHOLE[1], "=similar-labels 1")),
+    _text("apostrophes", "utf-8", "Bewick's Wren", "Bewick\u2019s Wren",
+          ("a.wav 0 30 Bewick's Wren", "b.wav 0 30 Bewick\u2019s Wren", "=similar-labels 1")),
+    _text("no-width", "utf-8", "rob\u200bin", "wren", WHOLE),
+)  # fmt: skip
+CASES = (*NAMES_AND_VALUES, *TIMES, *TEXTS)
