@@ -1,7 +1,7 @@
 """The loader's compiled core (rust/). Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -240,6 +240,29 @@ class Index:
         None for a row that is its whole recording.
 
         Raises IndexError for a row that does not exist.
+        """
+
+    def prepare(
+        self,
+        row: int,
+        *,
+        rate: int,
+        time_expansion: float = 1.0,
+        channel: int | None = None,
+        packed: bool = False,
+        out: str | os.PathLike[str] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> tuple[bytes, int]:
+        """Prepare the recording of a row: mono at `rate` Hz, 16 bits, in blocks of FLAC that are quickly decoded.
+
+        time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at. packed: without loss,
+        instead of samples as they are. out: a file to make; None to return the bytes. stop: is called now and then, and ends
+        the work by returning True.
+
+        Returns (bytes, clipped): those of the recording, none with out; and how many samples exceeded full scale.
+
+        Raises IndexError for a row that does not exist, ValueError for a recording that cannot be decoded whole, OSError
+        for a file that cannot be written, and InterruptedError after stop.
         """
 
     def __len__(self) -> int: ...

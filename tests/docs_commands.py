@@ -159,6 +159,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
     (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
+    (r"^jaxtrain prepare ", Run(quick=True, says=r"[1-9]\d* prepared now")),
+    (r"folder(\.py)?:prepared", Run(BIRD)),
     (r"^jaxtrain index ", Run(quick=True, says=r"train: \d+ rows of [1-9]\d* recordings")),
     (r"folder(\.py)?:index(-windows)?( |$)", Run(BIRD)),
     (

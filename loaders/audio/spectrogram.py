@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 from loaders import order
-from loaders.audio import remote
+from loaders.audio import prepared, remote
 from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.audio.shards import (
     ClassLists,
@@ -119,6 +119,9 @@ class Config(FrontEnd, checks.DataSection):
             path = getattr(self, field)
             if path and path != "demo" and not remote.is_remote(path):
                 try:
+                    if text := prepared.problem(path, self):
+                        yield field, text
+                        continue
                     split = self.test_split if field == "test" else self._train_split(field)
                     shards = find_shards(path, split, links=self.follow_links)
                     if field != "background":

@@ -12,6 +12,9 @@ WORKLOAD = Workload(
         "index": Command(
             f"{_HERE}.commands.index", "data", "index recordings: folders, tables of annotations, hours-long files"
         ),
+        "prepare": Command(
+            f"{_HERE}.commands.prepare", "data", "decode recordings once, for training on many accelerators or few cores"
+        ),
         "detect": Command(
             f"{_HERE}.commands.detect",
             "inference",

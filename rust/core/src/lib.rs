@@ -17,6 +17,7 @@ pub mod error;
 pub mod fbank;
 pub mod order;
 pub mod pipeline;
+pub mod prepare;
 pub mod resample;
 pub mod slab;
 pub mod source;

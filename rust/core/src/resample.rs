@@ -126,6 +126,11 @@ impl Resampler {
         self.taps / 2
     }
 
+    /// Target over source rate, in lowest terms.
+    pub fn ratio(&self) -> (u64, u64) {
+        (self.up, self.down)
+    }
+
     /// Output samples for `n` input samples: round(n * target / source), halves up.
     pub fn output_len(&self, n: usize) -> usize {
         ((2 * n as u128 * self.up as u128 + self.down as u128) / (2 * self.down as u128)) as usize

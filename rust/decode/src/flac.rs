@@ -5,15 +5,29 @@
 //! frames are walked from the first one on.
 
 use super::bits::{crc16, crc8, unfold, Msb};
+use super::flac_write::Origin;
 use super::{corrupt, Error, Info};
 use crate::simd;
 
 /// Frame headers that are tried, from the end backwards, before a recording counts as damaged.
 const LAST_FRAMES: usize = 8;
 
+/// Bytes before the place where a frame is expected: the headers of later frames are longer by some bytes.
+const MARGIN: usize = 64;
+/// The header of a subframe that holds its samples as they are.
+const PLAIN: u8 = 1 << 1;
+
+/// The samples of a frame.
+enum Frame<'a> {
+    Decoded(Stereo),
+    Plain(&'a [u8]), // of one channel, 16 bits, big-endian
+}
+
 /// The decoder's memory: the samples of one frame.
 #[derive(Default)]
 pub(super) struct Flac {
+    /// Of the recording that `info` was last called for.
+    pub origin: Option<Origin>,
     channels: [Vec<i32>; 8],
     /// The difference of two 32-bit channels has 33 bits.
     wide: Vec<i64>,
@@ -28,6 +42,7 @@ struct Stream<'a> {
     bits: u32,
     /// Samples in the whole stream; 0 when the encoder did not know.
     total: u64,
+    origin: Option<Origin>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -50,7 +65,7 @@ struct Header {
 }
 
 fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
-    let mut stream = None;
+    let (mut stream, mut origin) = (None, None);
     let mut at = 4;
     loop {
         let Some(&[kind, a, b, c]) = bytes.get(at..).and_then(|rest| rest.first_chunk::<4>()) else {
@@ -70,7 +85,11 @@ fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
                 channels: (word >> 41 & 7) as u8 + 1,
                 bits: (word >> 36 & 31) as u32 + 1,
                 total: word & ((1 << 36) - 1),
+                origin: None,
             });
+        }
+        if let (2, Some(block)) = (kind & 0x7f, bytes.get(at..at + size)) {
+            origin = origin.or(Origin::read(block));
         }
         at += size;
         if kind & 0x80 != 0 {
@@ -81,6 +100,7 @@ fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
         return corrupt("FLAC", "there is no stream information");
     };
     stream.frames = bytes.get(at..).unwrap_or(&[]);
+    stream.origin = origin;
     if stream.max_block < 16 || stream.rate == 0 {
         return corrupt("FLAC", "the stream information is not valid");
     }
@@ -205,20 +225,47 @@ impl Stream<'_> {
     fn seek(&self, target: u64) -> usize {
         // The frame at `low` begins at or before `target`; every frame in [high, ..) begins after it.
         let (mut low, mut high) = (0, self.frames.len());
+        // First the frame whose first sample divides the bytes as it divides the samples: of frames of one size, the right one.
+        let first = u128::from(target - target % u64::from(self.max_block)) * high as u128;
+        let first = first.checked_div(self.total.into()).map_or(high / 2, |at| at as usize);
+        let mut middle = first.saturating_sub(MARGIN).min(high.saturating_sub(1));
         while high - low > 1 {
-            let middle = low + (high - low) / 2;
             match self.next(middle, high) {
-                Some((at, header)) if header.position <= target => low = at,
+                Some((at, header)) if header.position <= target => {
+                    low = at;
+                    if target - header.position < u64::from(header.block) {
+                        break;
+                    }
+                }
                 _ => high = middle,
             }
+            middle = low + (high - low) / 2;
         }
         low
+    }
+
+    /// The samples of the frame at `at`, big-endian, and its size, if it holds one channel of 16 bits as it is.
+    ///
+    /// # Errors
+    /// A checksum that does not match.
+    fn plain(&self, at: usize, header: &Header) -> Option<Result<(&[u8], usize), Error>> {
+        let begin = header.size + 1;
+        let end = begin + 2 * header.block as usize;
+        let frame = self.frames.get(at..)?.get(..end + 2)?;
+        if (self.channels, self.bits, frame[header.size]) != (1, 16, PLAIN) {
+            return None;
+        }
+        Some(match crc16(&frame[..end]).to_be_bytes() == frame[end..] {
+            true => Ok((&frame[begin..end], end + 2)),
+            false => corrupt("FLAC", "a frame's checksum does not match"),
+        })
     }
 }
 
 impl Flac {
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let stream = parse(bytes)?;
+        self.origin = stream.origin;
         // The last frame shows where a recording really ends: it may be truncated, or its length not stated.
         let mut before = stream.frames.len();
         for _ in 0..LAST_FRAMES {
@@ -244,6 +291,28 @@ impl Flac {
         }
     }
 
+    /// The same of a recording with one channel of 16 bits, as it is; false for any other.
+    pub fn read_16(&mut self, bytes: &[u8], start: u64, out: &mut [i16]) -> Result<bool, Error> {
+        let stream = parse(bytes)?;
+        if (stream.channels, stream.bits) != (1, 16) {
+            return Ok(false);
+        }
+        let at = stream.seek(start);
+        let mut run = |at| {
+            self.each(&stream, at, start, out.len(), |flac, frame, from, done, n| {
+                let out = out[done..done + n].iter_mut();
+                match frame {
+                    Frame::Plain(samples) => plain(samples, from, out, |x| x),
+                    Frame::Decoded(_) => out.zip(&flac.channels[0][from..]).for_each(|(y, x)| *y = *x as i16),
+                }
+            })
+        };
+        match run(at) {
+            Err(_) if at > 0 => run(0).map(|()| true),
+            result => result.map(|()| true),
+        }
+    }
+
     /// Whether the bytes are one FLAC file.
     pub fn check(bytes: &[u8], info: &Info) -> Result<(), Error> {
         match parse(bytes)?.is_joined(bytes, info.frames) {
@@ -256,36 +325,58 @@ impl Flac {
     fn run(
         &mut self,
         stream: &Stream,
-        mut at: usize,
+        at: usize,
         start: u64,
         channel: Option<u16>,
         out: &mut [f32],
     ) -> Result<(), Error> {
+        let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
+        self.each(stream, at, start, out.len(), |flac, frame, from, done, n| match (frame, channel) {
+            (Frame::Plain(samples), _) => {
+                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * gain as f32);
+            }
+            (Frame::Decoded(stereo), None) => flac.mix(stream, stereo, from, gain, &mut out[done..done + n]),
+            (Frame::Decoded(stereo), Some(channel)) => {
+                flac.pick(stream, stereo, channel, from, &mut out[done..done + n]);
+            }
+        })
+    }
+
+    /// Decodes the frames from the one at `at` on that hold samples \[start, start + length), and gives `take` of each: its
+    /// first sample that counts, how many came before, and how many it has.
+    fn each(
+        &mut self,
+        stream: &Stream,
+        mut at: usize,
+        start: u64,
+        length: usize,
+        mut take: impl FnMut(&Self, Frame, usize, usize, usize),
+    ) -> Result<(), Error> {
         let Some(first) = stream.header(at) else {
             return corrupt("FLAC", "a frame header is missing");
         };
-        let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
         let mut position = if at == 0 { 0 } else { first.position };
         if position > start {
             return corrupt("FLAC", "a frame is missing");
         }
         let mut done = 0;
-        while done < out.len() {
+        while done < length {
             let Some(header) = stream.header(at) else {
                 return corrupt("FLAC", "a frame header is missing");
             };
             if header.position != position {
                 return corrupt("FLAC", "a frame is missing");
             }
-            at += self.frame(stream, at)?;
+            let (frame, size) = match stream.plain(at, &header) {
+                Some(found) => found.map(|(samples, size)| (Frame::Plain(samples), size))?,
+                None => (Frame::Decoded(header.stereo), self.frame(stream, at)?),
+            };
+            at += size;
             let end = position + u64::from(header.block);
             if end > start {
                 let from = (start + done as u64 - position) as usize;
-                let n = (header.block as usize - from).min(out.len() - done);
-                match channel {
-                    None => self.mix(stream, header.stereo, from, gain, &mut out[done..done + n]),
-                    Some(channel) => self.pick(stream, header.stereo, channel, from, &mut out[done..done + n]),
-                }
+                let n = (header.block as usize - from).min(length - done);
+                take(self, frame, from, done, n);
                 done += n;
             }
             position = end;
@@ -403,6 +494,14 @@ impl Flac {
     }
 }
 
+/// Big-endian samples of 16 bits from number `from` on.
+#[inline(always)]
+fn plain<'a, T: 'a>(samples: &[u8], from: usize, out: impl Iterator<Item = &'a mut T>, value: impl Fn(i16) -> T) {
+    for (y, x) in out.zip(samples[2 * from..].chunks_exact(2)) {
+        *y = value(i16::from_be_bytes([x[0], x[1]]));
+    }
+}
+
 /// The integers that samples are decoded in; arithmetic wraps, since only damaged frames overflow.
 trait Int: Copy + Default {
     fn wrap(x: i64) -> Self;
@@ -448,6 +547,13 @@ impl Int for i32 {
         let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
         // Whether no sum can overflow i32.
         let narrow = largest <= i32::MAX as u64;
+        if let (1..=2, true, 0) = (weights.len(), narrow, shift) {
+            match weights {
+                [1] => return residual(bits, out, &First),
+                [2, -1] => return residual(bits, out, &Second),
+                _ => {}
+            }
+        }
         // With the number of weights as a constant, sums are unrolled and kept in registers.
         macro_rules! of_order {
             ($($n:literal)*) => {
@@ -580,6 +686,49 @@ impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARR
     }
 }
 
+/// The predictor 1: each sample is like the one before.
+struct First;
+
+/// The predictor 2, -1: each sample lies on the line through the two before.
+struct Second;
+
+// Without products the sums of a sample take a third of the time, in a chain in which each waits for the one before.
+impl<T: Int> Predictor<T> for First {
+    #[inline(always)]
+    fn weights(&self) -> (&[i32], u32) {
+        (&[1], 0)
+    }
+
+    #[inline(always)]
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        let x = &mut x[at - 1..at + M];
+        let mut last = x[0].wide() as i32;
+        for m in 0..M {
+            last = last.wrapping_add(residuals[m]);
+            x[m + 1] = T::wrap(i64::from(last));
+        }
+    }
+}
+
+impl<T: Int> Predictor<T> for Second {
+    #[inline(always)]
+    fn weights(&self) -> (&[i32], u32) {
+        (&[2, -1], 0)
+    }
+
+    #[inline(always)]
+    fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
+        let x = &mut x[at - 2..at + M];
+        let mut last = x[1].wide() as i32;
+        let mut step = last.wrapping_sub(x[0].wide() as i32);
+        for m in 0..M {
+            step = step.wrapping_add(residuals[m]);
+            last = last.wrapping_add(step);
+            x[m + 2] = T::wrap(i64::from(last));
+        }
+    }
+}
+
 struct Any<'a> {
     weights: &'a [i32],
     shift: u32,
@@ -631,7 +780,19 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
         let k = bits.read(width);
         if k == (1 << width) - 1 {
             let depth = bits.read(5);
-            for i in first..end {
+            let mut at = first;
+            // Four residuals of a fixed size lie in one window: none waits for the one before.
+            while (1..=14).contains(&depth) && at + 4 <= end {
+                let window = bits.window();
+                let mut residuals = [0; 4];
+                for (m, residual) in residuals.iter_mut().enumerate() {
+                    *residual = ((window << (m as u32 * depth)) as i64 >> (64 - depth)) as i32;
+                }
+                bits.skip(4 * depth);
+                predictor.restore(&residuals, out, at);
+                at += 4;
+            }
+            for i in at..end {
                 restore_one(weights, shift, bits.signed(depth) as i32, out, i);
             }
         } else {

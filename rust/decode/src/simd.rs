@@ -160,10 +160,64 @@ mod x86 {
             }
         }
     }
+
+    /// Sixteen lanes of AVX-512. Each lane rounds as one of [`Avx2`] does.
+    #[derive(Clone, Copy)]
+    pub struct Avx512(__m512);
+
+    // SAFETY, all methods: the trait's contract (AVX-512F present, pointers valid for 16 values).
+    impl Lanes for Avx512 {
+        const N: usize = 16;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            Self(unsafe { _mm512_set1_ps(x) })
+        }
+
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self {
+            Self(unsafe { _mm512_loadu_ps(p) })
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32) {
+            unsafe { _mm512_storeu_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn add(self, b: Self) -> Self {
+            Self(unsafe { _mm512_add_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        unsafe fn sub(self, b: Self) -> Self {
+            Self(unsafe { _mm512_sub_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, b: Self) -> Self {
+            Self(unsafe { _mm512_mul_ps(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+            Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        unsafe fn neg_mul_add(self, b: Self, c: Self) -> Self {
+            Self(unsafe { _mm512_fnmadd_ps(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        unsafe fn sum(self) -> f32 {
+            unsafe { _mm512_reduce_add_ps(self.0) }
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
-pub use x86::Avx2;
+pub use x86::{Avx2, Avx512};
 
 /// Whether this machine has AVX2 and fused multiply-add (std caches the answer).
 #[inline]
@@ -171,6 +225,32 @@ pub fn avx2() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
+/// Whether this machine has AVX-512's foundation besides.
+#[inline]
+pub fn avx512() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        avx2() && std::arch::is_x86_feature_detected!("avx512f")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
+/// Whether this machine multiplies polynomials over bits, and shuffles bytes.
+#[inline]
+pub fn polynomials() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        std::arch::is_x86_feature_detected!("pclmulqdq") && std::arch::is_x86_feature_detected!("ssse3")
     }
     #[cfg(not(target_arch = "x86_64"))]
     {

@@ -31,7 +31,7 @@ fn zeros(n: u64) -> Result<Vec<f32>, String> {
     Ok(values)
 }
 
-fn check_rate(name: &str, rate: u32) -> PyResult<()> {
+pub fn check_rate(name: &str, rate: u32) -> PyResult<()> {
     if RATES.contains(&rate) {
         return Ok(());
     }

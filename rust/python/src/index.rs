@@ -4,11 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use jaxtrain_loader::error::Error;
+use jaxtrain_loader::prepare::{self, Failed};
 use jaxtrain_loader::source::{self, Reader};
 use numpy::{IntoPyArray, PyArray1};
+use pyo3::exceptions::{PyInterruptedError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::audio::check_rate;
 use crate::exception;
 
 /// A row index over Arrow IPC and Parquet shards, built without reading audio.
@@ -109,6 +112,47 @@ impl Index {
     fn part(&self, row: i64) -> PyResult<Option<(f64, f64, i32)>> {
         let part = self.0.part(self.row(row)?);
         Ok(part.map(|part| (part.start, part.end, part.channel.map_or(-1, i32::from))))
+    }
+
+    /// Prepare the recording of a row: mono at `rate` Hz, 16 bits, in blocks of FLAC that are quickly decoded.
+    #[pyo3(signature = (row, *, rate, time_expansion = 1.0, channel = None, packed = false, out = None, stop = None))]
+    #[allow(clippy::too_many_arguments)] // named in Python
+    fn prepare<'py>(
+        &self,
+        py: Python<'py>,
+        row: i64,
+        rate: u32,
+        time_expansion: f64,
+        channel: Option<u16>,
+        packed: bool,
+        out: Option<PathBuf>,
+        stop: Option<Py<PyAny>>,
+    ) -> PyResult<(Bound<'py, PyBytes>, u64)> {
+        check_rate("rate", rate)?;
+        let row = self.row(row)?;
+        let options = prepare::Options { rate, time_expansion, channel, packed };
+        let mut stop = || {
+            let asked = |stop: &Py<PyAny>| Python::attach(|py| stop.call0(py).and_then(|x| x.is_truthy(py)));
+            stop.as_ref().is_some_and(|stop| asked(stop).unwrap_or(true))
+        };
+        let mut reader = Reader::new();
+        let unusable = |error: Error| Failed::Unusable(error.to_string());
+        let mut work = || {
+            let bytes = self.0.encoded(row, &mut reader).map_err(unusable)?;
+            match &out {
+                None => prepare::prepare(bytes, options, Vec::new(), &mut stop),
+                Some(path) => {
+                    let file = std::io::BufWriter::with_capacity(1 << 20, std::fs::File::create_new(path)?);
+                    prepare::prepare(bytes, options, file, &mut stop).map(|(_, clipped)| (Vec::new(), clipped))
+                }
+            }
+        };
+        match py.detach(&mut work) {
+            Ok((bytes, clipped)) => Ok((PyBytes::new(py, &bytes), clipped)),
+            Err(Failed::Unusable(what)) => Err(PyValueError::new_err(what)),
+            Err(Failed::Io(error)) => Err(error.into()),
+            Err(Failed::Stopped) => Err(PyInterruptedError::new_err("stopped")),
+        }
     }
 
     fn __len__(&self) -> usize {

@@ -85,17 +85,26 @@ impl Crop {
         Self { start: from, len: to - from, offset: offset as usize, out, from, to }
     }
 
+    /// The same crop of a prepared recording of `frames` samples at `target` Hz: it begins at the sample that is nearest to
+    /// the one that was drawn at `rate` Hz.
+    pub fn prepared(&self, rate: u32, target: u32, frames: u64) -> Self {
+        let (rate, target) = (u128::from(rate), u128::from(target));
+        let nearest = ((2 * u128::from(self.start) * target + rate) / (2 * rate)) as u64;
+        let len = self.out as u64;
+        Self { start: nearest.min(frames.saturating_sub(len)), len, from: 0, to: frames, ..*self }
+    }
+
     /// The samples of the recording that the resampler needs: the crop and up to `context` more on both sides.
     pub fn span(&self, context: u64) -> (u64, u64) {
         (self.start.saturating_sub(context).max(self.from), (self.start + self.len + context).min(self.to))
     }
 
     /// Fills the clip around its samples: with silence, or with themselves again and again.
-    pub fn surround(&self, repeat: bool, wave: &mut [f32]) {
+    pub fn surround<T: Copy + Default>(&self, repeat: bool, wave: &mut [T]) {
         let (offset, out) = (self.offset, self.out);
         if !repeat || out == 0 {
-            wave[..offset].fill(0.0);
-            wave[offset + out..].fill(0.0);
+            wave[..offset].fill(T::default());
+            wave[offset + out..].fill(T::default());
             return;
         }
         for i in (0..offset).rev() {

@@ -46,6 +46,7 @@ pub use budget::LISTED;
 pub use config::{Block, Config, Form};
 pub use crop::{Clip, Short};
 pub use diagnostics::{Diagnostics, STAGES};
+pub(crate) use narrow::int16;
 pub use queue::Next;
 pub use row::front_end;
 

@@ -7,7 +7,7 @@ pub(super) fn bf16(x: f32) -> u16 {
 }
 
 /// The nearest 16-bit sample, ties to even: 32768 x, clipped to the range of i16. Not for NaN.
-pub(super) fn int16(x: f32) -> i16 {
+pub(crate) fn int16(x: f32) -> i16 {
     // Adding 1.5 · 2^23 leaves float32 no bits below 1: it rounds, and the lowest bits are the integer's.
     const ROUND: f32 = 12_582_912.0;
     ((x * 32_768.0).clamp(-32_768.0, 32_767.0) + ROUND).to_bits() as i16

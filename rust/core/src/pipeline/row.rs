@@ -13,7 +13,7 @@ use crate::fbank::{Fbank, FilterBank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};
 use crate::source::{Part, Reader};
-use jaxtrain_decode::{Decoder, Info};
+use jaxtrain_decode::{Decoder, Info, Origin};
 
 /// Samples beyond this would overflow the power spectrum's float32.
 const PEAK: f32 = 1e12;
@@ -50,6 +50,13 @@ pub(super) enum Miss {
     Lost(String), // by a copy that failed: no fault of the recording's
 }
 
+/// Where the crops of one recording are written.
+pub(super) struct Out<'a> {
+    pub wide: &'a mut [f32],
+    pub narrow: &'a mut [i16], // of rows that hold samples, otherwise empty
+    pub is_narrow: bool,       // whether they were written there, without the way over `wide`
+}
+
 /// Writes the crops of one recording. A panic makes the recording unusable.
 pub(super) fn load(
     shared: &Shared,
@@ -57,7 +64,7 @@ pub(super) fn load(
     slot: &Slot,
     row: u32,
     epoch: u64,
-    out: &mut [f32],
+    out: &mut Out,
 ) -> Result<(), Miss> {
     let loaded = catch_unwind(AssertUnwindSafe(|| try_load(shared, scratch, slot, row as usize, epoch, out)));
     loaded.unwrap_or_else(|panic| {
@@ -73,7 +80,7 @@ fn try_load(
     slot: &Slot,
     row: usize,
     epoch: u64,
-    out: &mut [f32],
+    out: &mut Out,
 ) -> Result<(), Miss> {
     let Shared { config, counters, index, .. } = shared;
     let Scratch { decoder, resamplers, fbank, reader, crops, samples, wave } = scratch;
@@ -100,17 +107,26 @@ fn try_load(
     if decoder.is_slow() {
         counters.slow_rows.fetch_add(1, Ordering::Relaxed);
     }
+    let target = config.sample_rate();
+    let origin = decoder.origin();
+    // A prepared recording's crops are those that would be drawn of the recording that it was made from.
+    let drawn = origin.map_or(info, |origin| Info { rate: origin.stated, frames: origin.frames, ..info });
     let (bounds, channel) = match index.part(row) {
-        None => (Bounds::whole(info.frames), config.channel),
-        Some(part) => (within(part, &info).map_err(unusable)?, part.channel.or(config.channel)),
+        None => (Bounds::whole(drawn.frames), config.channel),
+        Some(part) => (within(part, &drawn).map_err(unusable)?, part.channel.or(config.channel)),
     };
-    let rate = config.real_rate(info.rate).map_err(unusable)?;
+    let mut rate = config.real_rate(drawn.rate).map_err(unusable)?;
     draw_crops(shared, rate, bounds, row, epoch, crops);
+    let channel = channel.filter(|_| origin.is_none());
+    if let Some(origin) = origin {
+        check_prepared(&origin, &info, rate, target).map_err(unusable)?;
+        crops.iter_mut().for_each(|crop| *crop = crop.prepared(rate, target, info.frames));
+        rate = target;
+    }
     counters.time(SEEK, begin);
 
     // 3. Views that overlap are decoded once, together with what lies between them.
     let begin = Instant::now();
-    let target = config.sample_rate();
     let same_rate = rate == target;
     let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
     let span = |crop: &Crop| crop.span(context);
@@ -127,8 +143,23 @@ fn try_load(
     }
     counters.time(DECODE, begin);
 
+    if same_rate && config.form == Form::Waveform && !together {
+        let begin = Instant::now();
+        out.is_narrow = true;
+        for (crop, view) in crops.iter().zip(out.narrow.chunks_exact_mut(shared.view_values)) {
+            let clip = &mut view[crop.offset..][..crop.out];
+            out.is_narrow &= decoder.read_16(bytes, &info, crop.start, clip).map_err(|e| unusable(e.to_string()))?;
+            crop.surround(config.clip.repeat, view);
+            check_cancelled()?;
+        }
+        counters.time(DECODE, begin);
+        if out.is_narrow {
+            return Ok(());
+        }
+    }
+
     wave.resize(config.clip_samples, 0.0);
-    for (crop, out) in crops.iter().zip(out.chunks_exact_mut(shared.view_values)) {
+    for (crop, out) in crops.iter().zip(out.wide.chunks_exact_mut(shared.view_values)) {
         check_cancelled()?;
 
         // 4. Decode the view, straight into its place where the rate already matches.
@@ -169,6 +200,25 @@ fn try_load(
         let begin = Instant::now();
         fbank.normalised(wave, config.n_frames, out);
         counters.time(FBANK, begin);
+    }
+    Ok(())
+}
+
+/// Whether a prepared recording is one for this front end.
+fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Result<(), String> {
+    if info.rate != target || origin.rate != rate {
+        return Err(format!(
+            "was prepared at {} Hz from one of {} Hz, and the front end takes {target} Hz of one of {rate} Hz; run jaxtrain \
+             prepare again",
+            info.rate, origin.rate
+        ));
+    }
+    let expected = (2 * u128::from(origin.frames) * u128::from(target) + u128::from(rate)) / (2 * u128::from(rate));
+    if u128::from(info.frames) != expected {
+        return Err(format!(
+            "was prepared, and holds {} of {expected} samples; run jaxtrain prepare again",
+            info.frames
+        ));
     }
     Ok(())
 }

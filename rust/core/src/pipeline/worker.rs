@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::diagnostics::{thread_faults, FBANK, IDLE, RESAMPLE};
 use super::narrow::{bf16, int16};
 use super::queue::Slot;
-use super::row::{self, Miss, Scratch};
+use super::row::{self, Miss, Out, Scratch};
 use super::{panics, Form, Shared, CLIP, EPOCH, INDEX, LABEL, WEIGHT};
 
 /// Writes rows until the pipeline is closed.
@@ -66,10 +66,15 @@ impl Worker<'_> {
             wide.resize(config.views * self.shared.view_values, 0.0);
             &mut wide
         };
-        let Some(outcome) = self.choose(slot, epoch, place, out) else { return };
+        let narrow: &mut [i16] =
+            if config.form == Form::Waveform { unsafe { slot.slab.row(range, CLIP, row) } } else { &mut [] };
+        let mut out = Out { wide: out, narrow, is_narrow: false };
+        let Some(outcome) = self.choose(slot, epoch, place, &mut out) else { return };
         if !outcome.valid {
-            out.fill(0.0);
+            out.wide.fill(0.0);
+            out.is_narrow = false;
         }
+        let Out { wide: out, narrow, is_narrow } = out;
         let begin = Instant::now();
         match config.form {
             Form::Float32 => {}
@@ -78,8 +83,8 @@ impl Worker<'_> {
                 narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = bf16(*x));
                 self.shared.counters.time(FBANK, begin);
             }
+            Form::Waveform if is_narrow => {}
             Form::Waveform => {
-                let narrow: &mut [i16] = unsafe { slot.slab.row(range, CLIP, row) };
                 narrow.iter_mut().zip(&*out).for_each(|(y, x)| *y = int16(*x));
                 self.shared.counters.time(RESAMPLE, begin);
             }
@@ -95,7 +100,7 @@ impl Worker<'_> {
     }
 
     /// Writes the recording at `place`, or in training the first usable one after it. None when the slot is cancelled.
-    fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut [f32]) -> Option<Outcome> {
+    fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out) -> Option<Outcome> {
         let Shared { config, queue, budget, order, .. } = self.shared;
         let n = config.rows.len() as u64;
         if !config.train {
@@ -121,7 +126,7 @@ impl Worker<'_> {
     }
 
     /// Whether the recording was written; one that cannot be used is counted. None when the slot is cancelled.
-    fn load(&mut self, slot: &Slot, row: u32, epoch: u64, out: &mut [f32]) -> Option<bool> {
+    fn load(&mut self, slot: &Slot, row: u32, epoch: u64, out: &mut Out) -> Option<bool> {
         match row::load(self.shared, &mut self.scratch, slot, row, epoch, out) {
             Ok(()) => Some(true),
             Err(Miss::Cancelled) => None,

@@ -1,0 +1,168 @@
+"""Prepared recordings: the rows of their source, the same bytes by whoever made them, and every way to break them."""
+
+import hashlib
+import io
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import soundfile
+
+from loaders import _rust, order
+from loaders.audio import prepared
+from loaders.audio.spectrogram import Config, make_loader
+from loaders.base import DataError, Rows
+from tests.support import corpus
+
+RATE, CLIP, SEED = 32_000, 16_000, 3
+CONFIG = dict(label="label", clip_seconds=0.5, n_frames=64, form="waveform", test_share=0.0, bad_budget=0.5)
+KINDS = [("WAV", None, 32_000, 1), ("FLAC", None, 48_000, 2), ("OGG", "VORBIS", 22_050, 1), ("WAV", None, 44_100, 2)] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two shards of twelve recordings of several kinds, one of them broken and one shorter than a crop."""
+    encoded = []
+    for k, (kind, subtype, rate, channels) in enumerate(KINDS):
+        wave = corpus.noise(k, 0.3 if k == 4 else 1.0 + 0.2 * k, rate)
+        encoded.append(corpus.encode(np.stack([wave, -0.5 * wave], 1) if channels == 2 else wave, rate, kind, subtype))
+    encoded[7] = b"RIFF, and then nothing"
+    names, labels = [str(k) for k in range(12)], list(range(12))
+    shards = [corpus.table(encoded[at : at + 6], labels[at : at + 6], names) for at in (0, 6)]
+    return corpus.save_to_disk(tmp_path_factory.mktemp("shards"), shards)
+
+
+def rows(path, n=3, **options):
+    """n batches of training, in full: [index, label, epoch] and the samples, and the loader's diagnostics."""
+    config = Config(train=str(path), **{**CONFIG, **options})
+    loader = make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=SEED)
+    try:
+        batches = [next(loader)[1] for _ in range(n)]
+        facts = loader.diagnostics()
+    finally:
+        loader.close()
+    numbers = [np.stack([batch[name][0] for name in ("index", "label", "epoch")], 1) for batch in batches]
+    return np.concatenate(numbers), np.concatenate([batch[config.form][0] for batch in batches]), facts
+
+
+def tree(folder: pathlib.Path) -> dict[str, str]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_are_those_of_the_recordings_in_the_same_order(folder, tmp_path, packed):
+    out = tmp_path / "out"
+    counts = prepared.prepare(str(folder), out, prepared.Settings(packed=packed))
+    assert (counts.made, counts.missing, len(counts.kept)) == (2, 0, 1) and "row 7 (1.wav)" in counts.kept[0]
+    numbers, before, _ = rows(folder)
+    again, after, facts = rows(out)
+    np.testing.assert_array_equal(again, numbers)
+    assert facts["bad"] == 1
+    np.testing.assert_array_equal(rows(out, threads=2)[1], after)
+    index = _rust.Index(sorted(folder.glob("*.arrow")))
+    for (row, _, epoch), was, now in zip(numbers, before, after, strict=True):
+        if row == 4:  # shorter than a crop: drawn at its own rate
+            np.testing.assert_array_equal(now, was)
+            continue
+        wave, rate, n = _rust.decode(index.encoded(row))
+        if rate == RATE:
+            assert np.abs(now.astype(int) - was).max() <= 1
+        start = order.crop_start(SEED, epoch, row, n - -(-CLIP * rate // RATE) + 1)
+        at = (2 * start * RATE + rate) // (2 * rate)
+        whole = _rust.resample(wave, rate, RATE) if rate != RATE else wave
+        assert np.abs(now - 32_768 * whole[at : at + CLIP]).max() <= 1.01, (row, rate)
+        assert np.sqrt(np.mean((now.astype(float) - was) ** 2)) < 0.9 * was.std(), "at most half a sample apart"
+    # A spectrogram of a recording at the front end's rate differs by rounding alone.
+    same = numbers[:, 0] % 4 == 0
+    old, new = (rows(path, form="spectrogram")[1][same] for path in (folder, out))
+    assert np.abs(old - new).max() < 0.02
+
+
+def test_a_prepared_recording_is_flac_that_others_read(folder, tmp_path):
+    raw, packed = tmp_path / "raw", tmp_path / "packed"
+    prepared.prepare(str(folder), raw, prepared.Settings())
+    prepared.prepare(str(folder), packed, prepared.Settings(packed=True))
+    tables = [pa.ipc.open_stream(path / "data-00000-of-00002.arrow").read_all() for path in (raw, packed)]
+    source = pa.ipc.open_stream(folder / "data-00000-of-00002.arrow").read_all()
+    for rows_ in tables:
+        assert rows_.schema.equals(source.schema, check_metadata=True) and rows_["label"].equals(source["label"])
+    for ours, theirs in zip(tables[0]["audio"], tables[1]["audio"], strict=True):
+        (a, rate), (b, _) = (soundfile.read(io.BytesIO(x.as_py()["bytes"]), dtype="int16") for x in (ours, theirs))
+        np.testing.assert_array_equal(a, b)
+        assert rate == RATE and a.ndim == 1
+
+
+def test_any_number_of_processes_and_threads_make_the_same_bytes(folder, tmp_path):
+    one, several = tmp_path / "one", tmp_path / "several"
+    prepared.prepare(str(folder), one, prepared.Settings(packed=True), threads=2)
+    command = [sys.executable, "-m", "jaxtrain", "prepare", str(folder), "--out", str(several), "--packed"]
+    subprocess.run([*command, "--part=1/2", "--threads=1"], check=True, capture_output=True)
+    with pytest.raises(DataError, match="has not made all; run the same jaxtrain prepare again"):
+        rows(several)
+    (several / ".left.partial").write_bytes(b"of a process that was killed")
+    done = subprocess.run([*command, "--part=0/2"], check=True, capture_output=True, text=True)
+    assert "1 prepared now, 1 before" in done.stdout, done
+    assert tree(several) == tree(one)
+
+
+def test_an_index_keeps_its_rows_and_parts(tmp_path):
+    recordings = tmp_path / "recordings"
+    wave = np.stack([corpus.noise(1, 4, 44_100), corpus.noise(2, 4, 44_100)], 1)
+    for name, data in (("a.wav", corpus.encode(wave, 44_100)), ("a.flac", corpus.encode(wave[:, 0], 44_100, "FLAC"))):
+        recordings.mkdir(exist_ok=True)
+        (recordings / name).write_bytes(data)
+    lines = ["file,start,end,label", *(f"{name},{at},{at + 1},{'xy'[at]}" for name in ("a.wav", "a.flac") for at in (0, 1))]
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    jaxtrain = [sys.executable, "-m", "jaxtrain"]
+    index, out = tmp_path / "index", tmp_path / "out"
+    given = ["index", str(tmp_path / "labels.csv"), "--audio", str(recordings), "--out", str(index), "--channels=each"]
+    subprocess.run([*jaxtrain, *given], check=True, capture_output=True)
+    done = subprocess.run([*jaxtrain, "prepare", str(index), "--out", str(out)], check=True, capture_output=True, text=True)
+    assert "3 prepared now" in done.stdout, done  # both channels of one, and the other's only one
+    names = sorted(path.name for path in (out / "audio").iterdir())
+    assert names == ["a.0.flac", "a.1.flac", "a.flac"]
+    numbers, before, _ = rows(index)
+    again, after, _ = rows(out)
+    np.testing.assert_array_equal(again, numbers)
+    likeness = [np.corrcoef(was, now)[0, 1] for was, now in zip(before, after, strict=True)]
+    assert min(likeness) > 0.5, likeness  # half a sample apart; another channel or part would have none
+
+
+def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
+    out = tmp_path / "out"
+    prepared.prepare(str(folder), out, prepared.Settings(sample_rate=24_000))
+    with pytest.raises(DataError, match="prepared with sample_rate=24000, and data.sample_rate is 32000"):
+        rows(out)
+    with pytest.raises(DataError, match="with other settings"):
+        prepared.prepare(str(folder), out, prepared.Settings())
+    with pytest.raises(DataError, match="is prepared already"):
+        prepared.prepare(str(out), tmp_path / "twice", prepared.Settings())
+    with pytest.raises(DataError, match="holds other things"):
+        prepared.prepare(str(folder), folder, prepared.Settings())
+    # A recording that came from elsewhere is refused by its own words.
+    (out / prepared.NAME).unlink()
+    with pytest.raises(DataError, match="was prepared at 24000 Hz .* the front end takes 32000 Hz"):
+        rows(out)
+
+
+def test_a_damaged_block_is_a_broken_recording(folder, tmp_path):
+    out = tmp_path / "out"
+    prepared.prepare(str(folder), out, prepared.Settings())
+    shard = out / "data-00000-of-00002.arrow"
+    data = bytearray(shard.read_bytes())
+    values = pa.ipc.open_stream(bytes(data)).read_all()["audio"].chunk(0).field("bytes")
+    value = values[5].as_py()
+    first = bytes(data).index(value)
+    for at in range(first + 500, first + len(value), 8_000):  # each block
+        data[at] ^= 1
+    shard.write_bytes(data)
+    numbers, _, facts = rows(out)
+    reasons = dict(facts["bad_list"])
+    assert set(reasons) == {5, 7} and "checksum does not match" in reasons[5] and "fetch or convert it again" in reasons[5]
+    was, _, _ = rows(folder)
+    assert 5 in was[:, 0] and 5 not in numbers[:, 0]
+    np.testing.assert_array_equal(numbers[was[:, 0] != 5], was[was[:, 0] != 5])
