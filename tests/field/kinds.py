@@ -3,7 +3,7 @@
 Each has the rows that a person reads in it, or words of the error that refuses it, as in `tests.field.corpus`.
 """
 
-from tests.field.corpus import RAVEN, TWO, Case
+from tests.field.corpus import KALEIDOSCOPE, RAVEN, TWO, Case
 
 WHOLE = ("a.wav 0 30 robin", "b.wav 0 30 wren")
 
@@ -63,6 +63,14 @@ NAMES_AND_VALUES = (
     _two("verified-used", ",verified", ",yes", ",no", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=verified"),
     _two("status", ",status", ",accepted", ",rejected", ("!'status' holds 'rejected'",)),
     _two("status-kept", ",status", ",accepted", ",rejected", TWO, "--answer-column=none"),
+    _two("verdicts", ",outcome", ",TP", ",FP", ("!'outcome' holds 'FP'",)),
+    _two("absences", ",occurrenceStatus", ",present", ",absent", ("!'occurrenceStatus' holds 'absent'",)),
+    _two("split-not-asked-for", ",split", ",train", ",", (*TWO, "=unused-column 1"), "--split=recording=0.001"),
+    Case("arbimon-presences", "recording,site,year,month,day,hour,min,robin<Song>,wren<Call>\na.wav,S,2024,5,23,5,30,1,---\n"
+         "b.wav,S,2024,5,23,6,0,0,1\n", ("a.wav 0 30 robin<Song>", "b.wav 0 30 wren<Call>", "=open-class 1")),
+    Case("kaleidoscope-bats", f"{KALEIDOSCOPE},Dur,Fc\n/x,A,x.wav,0,2,1,1,2,EPTFUS,,3.1,25\n", ("A/x.wav 2 3 EPTFUS",)),
+    Case("spanish-booleans", "archivo;robin;wren\na.wav;VERDADERO;FALSO\nb.wav;FALSO;VERDADERO\n", WHOLE),
+    Case("german-answers", "datei;robin;wren\na.wav;ja;nein\nb.wav;nein;ja\n", WHOLE),
     _two("false-positives", ",FP", ",0", ",1", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=FP"),
 )  # fmt: skip
 
@@ -78,6 +86,11 @@ TIMES = (
     _part("time-of-day", "time", "5:30", "6:15", WHOLE),
     _part("time-of-day-digits", "time", "0530", "1615", WHOLE),
     _part("time-digits", "time", "530", "1615", ("!a time of day is written 05:30",)),
+    _part("units", "at", "12s", "1m15s"),
+    _part("ranges-in-brackets", "span", '"[0, 5]"', '"[5, 10]"'),
+    _part("begin-hour", "begin hour", "5", "6", WHOLE),
+    _part("time-with-its-date", "time", "2024-05-23 05:30", "2024-05-23 06:30", WHOLE),
+    Case("days-of-excel", "file,start,end,label\na.wav,0.0000231481,0.0000347222,robin\n", ("!a spreadsheet's part of a day",)),
     _part("row-id", "row_id", "a_5", "b_10"),
     Case("two-durations", "file,duration,label\na.wav,2,robin\na.wav,3,robin\n", ("!'duration' looks like times",)),
     Case("minutes-said", "file,start (mm:ss),end (mm:ss),label\na.wav,0:02,0:03,robin\n", ("a.wav 2 3 robin",)),
@@ -99,6 +112,13 @@ TEXTS = (
     Case("lists-of-r", "file,label\na.wav,\"{robin,wren}\"\nb.wav,\"c('robin', 'wren')\"\n",
          ("a.wav 0 30 robin|wren", "b.wav 0 30 robin|wren")),
     _part("slashes", "n", "1", "2", ("!split it with --separator ' / '",))._replace(content="file,label\na.wav,robin / wren\n"),
+    Case("plus-between", "file,label\na.wav,robin + wren\nb.wav,robin\n", ("!split it with --separator ' + '",)),
+    Case("blanks-between", "file,label\na.wav,robin wren\nb.wav,robin\nB/deep/z.flac,wren\n", ("!--separator ' '",)),
+    Case("numpy", "file,label\na.wav,np.str_('robin')\nb.wav,b'wren'\n", WHOLE),
+    Case("entities", "file,label\na.wav,Bewick&#39;s Wren\n", ("a.wav 0 30 Bewick's Wren",)),
+    Case("mapping", "file,label\na.wav,\"{'robin': 1}\"\n", ("!write the labels alone",)),
+    Case("score-behind", "file,label\na.wav,robin 0.93\n", ("!write 0.93 into a column of its own",)),
+    _text("two-alphabets", "utf-8", "r\u043ebin", "wren", ("a.wav 0 30 r\u043ebin", WHOLE[1], "=similar-labels 1")),
     Case("lines-of-a-cell", 'file,label\na.wav,"robin\nwren"\n', ("!--separator '|'",)),
     Case("score-in-a-label", "file,label\na.wav,AMRO;0.98\n", ("!write 0.98 into a column of its own",)),
     Case("score-split-off", "file,label\na.wav,AMRO;0.98\n", ("!the number 0.98 among its labels",), ("--separator=;",)),

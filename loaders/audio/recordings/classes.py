@@ -3,13 +3,20 @@
 import pathlib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from loaders.audio.recordings import tables
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.io import files
+
+# Between labels in a field: it is enough that it is there, that one part is a label of its own, or that all are.
+SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
+    *((text, lambda parts: True) for text in (";", "|", " / ")),
+    *((text, any) for text in (" + ", " & ", " and ")),
+    *((text, all) for text in ("/", ",", "+", "&", " ")),
+)  # fmt: skip
 
 
 class Classes(NamedTuple):
@@ -66,10 +73,15 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
             mistakes.add("similar-labels", f"{other!r} and {name!r}")
         elif (mended := _mended(name)) != name:
             mistakes.add("similar-labels", f"{name!r} may be {mended!r}, read in a wrong encoding")
+        elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
+            mistakes.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
     for name, where in names.items():
-        for between in (";", "|", " / ", "/", ",", "+", "&"):
+        if score := re.search(r"[^\W\d_][\s,:_(]+(\d*\.\d+|\d+ ?%)\)?$", name):
+            mistakes.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
+            continue
+        for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
-            if all(parts) and len(parts) > 1 and (between in (";", "|", " / ") or all(part in names for part in parts)):
+            if all(parts) and len(parts) > 1 and enough(part in names for part in parts):
                 number = next((part for part in parts if re.fullmatch(r"[\d.]+%?", part)), None)
                 remedy = f"write {number} into a column of its own" if number else f"split it with --separator {between!r}"
                 mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
@@ -78,7 +90,8 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
 
 def _core(name: str) -> str:
     """Return the letters and digits of a label, by which two spellings of one are found."""
-    text = unicodedata.normalize("NFKC", _mended(name)).casefold()
+    text = unicodedata.normalize("NFKD", _mended(name)).casefold()
+    text = unicodedata.normalize("NFKC", re.sub(r"([a-z])[\u0300-\u036f]+", r"\1", text))
     return "".join(letter for letter in text if letter.isalnum()) or text
 
 

@@ -91,9 +91,11 @@ NUMBERS = set(
 # Columns that may say that a label was denied, or that nobody has checked it yet.
 DOUBTFUL = set(
     "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
-    "accepted approved confirmation review truepositive tp rejected falsepositive fp".split()
+    "accepted approved confirmation review truepositive tp validationresult manualvalidation present presence detected "
+    "occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude excluded ignore "
+    "ignored discard discarded".split()
 )
-DENYING = {"rejected", "falsepositive", "fp"}  # of those, the ones in which yes denies
+DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
@@ -108,7 +110,7 @@ KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
 TIME = set(
     "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
     "secs second seconds s ms msec position at frame frames sample samples tstart tend "
-    "interval window segment".split()
+    "interval window segment range span chunk slice pos".split()
 )
 MINUTES = {"min", "minute", "minutes"}  # such a word, too, unless a column of hours makes them a time of day
 LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
@@ -148,6 +150,8 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
     whole = "".join(parts)
     if whole in KNOWN:
         return (*KNOWN[whole], 1e3 if whole in KILOHERTZ else 1.0)
+    if whole in IGNORED:
+        return None
     unit = parts[-1] if parts else ""
     if parts[-2:-1] == ["in"]:  # "start in s"
         parts = [*parts[:-2], unit]

@@ -120,6 +120,9 @@ def find(table: Table, options: Options) -> Layout:
         for several in used.values():
             several[:] = [name for name in several if name not in classes]
     _choose_times(table, used, options)
+    dated = [name for name in used.get("time", ()) if any(map(values.has_day, table.values(name)))]
+    used["datetime"] = [*used.get("datetime", ()), *dated]
+    used["time"] = [name for name in used.get("time", ()) if name not in dated]
     if options.date_column == "none":
         used |= {"date": [], "time": [], "datetime": []}
     _choose_split(table, used, options, classes)
@@ -186,6 +189,8 @@ def _choose_files(table: Table, used: Used) -> None:
 
 def _choose_times(table: Table, used: Used, options: Options) -> None:
     """Decide which columns are start, end and duration. Raises DataError if two say different things."""
+    if any(plain(name) == "infile" for name in used["file"]):  # Kaleidoscope's Dur is of a bat's pulses
+        used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
     for meaning in ("start", "end", "duration"):
         columns = used.setdefault(meaning, [])
         readable = [name for name in columns if values.are_times(table.values(name))]
@@ -269,7 +274,8 @@ def _classes(table: Table, used: Used) -> list[str]:
         if label and classes:
             _refuse_doubt(table, classes, label, "0 and 1, too")
         return []
-    numbers = [name for name in unknown if name not in classes and _is_nearly(rows[name])]
+    hours = {name for name in unknown if MINUTES & set(words(name))} if table.find("hour") else set()
+    numbers = [name for name in unknown if name not in classes and name not in hours and _is_nearly(rows[name])]
     if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         _refuse_doubt(table, classes, numbers[0], odd)
@@ -324,9 +330,9 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value)]
     meaning = what(name)
-    if not its or is_other(name):
+    if not its or is_other(name) or meaning == "duration":
         return ""
-    if meaning == "split":
+    if meaning == "split" or {"train", "test", "split", "holdout"} & set(words(name)):
         return "a split"
     if values.are_times(its) and TIME & set(words(name)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"
@@ -365,7 +371,7 @@ def _is_position(layout: Layout, name: str) -> bool:
     """Whether a column holds times in recordings, which would be lost: by its values, its name, and as they vary."""
     table, its = layout.table, list(filter(values.given, layout.table.values(name)))
     meaning, parts = what(name), set(words(name))
-    if not its or name in layout.classes or meaning not in ("", "time", "datetime", "duration", "offset"):
+    if not its or name in layout.classes or meaning not in ("", "time", "clock", "datetime", "duration", "offset"):
         return False
     numbers, clocks = values.are_numbers(its), values.are_clocks(its)
     files = table.values(layout.column("file") or name)
@@ -377,7 +383,7 @@ def _is_position(layout: Layout, name: str) -> bool:
     named = bool(parts & TIME) or bool(parts & MINUTES and not table.find("hour"))
     if meaning == "duration":
         return varies
-    if meaning in ("time", "datetime"):
+    if meaning in ("time", "clock", "datetime"):
         dated = bool(layout.used.get("date"))
         early = clocks and all(text.startswith(("0:", "00:")) for text in its) and not dated
         return (numbers and not values.are_hours(its, dated)) or (not numbers and (varies or early))
@@ -427,9 +433,10 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     if options.answer_column or layout.used.get("answer") or not labelled:
         return
     for name in layout.table.columns:
-        if plain(name) in DOUBTFUL and name not in layout.classes:
+        texts = layout.table.values(name)
+        if plain(name) in DOUBTFUL or values.are_verdicts(texts):
             wrong = "yes" if plain(name) in DENYING else "no"
-            denied = [text for text in layout.table.values(name) if values.verdict(text) == wrong]
+            denied = [text for text in texts if values.verdict(text) == wrong and name in (*layout.ignored, *layout.unused)]
             if denied:
                 raise DataError(
                     f"{layout.table.path}: {name!r} holds {denied[0]!r} in {len(denied)} lines, whose labels are denied or not "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,51 +58,33 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
     rows = _one_of_views(layout)
     has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in rows)
     has_splits = any(layout.text(row, "split") for _, row in rows)
-    numbered = used["label"] and all(values.are_numbers(table.values(name)) for name in used["label"])
+    labels_of = _Labels(layout, options)
     channel_of = _Channels(layout, mistakes)
-    separator = options.separator or ("," if any(column_names.plain(n) == "positivelabels" for n in used["label"]) else "")
     needed = [*(name for several in used.values() for name in several), *layout.classes]
     for number, row in rows:
         where = f"{table.path}:{number}"
-        if broken := next((name for name in needed if values.is_sheet_error(row[name])), None):
-            mistakes.add("bad-row", f"{where} has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
-            continue
         try:
+            if broken := next((name for name in needed if values.is_sheet_error(row[name])), None):
+                raise _WrongLine(f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
             start, end = times.of(row)
+            its_labels = labels_of(row)
+            answer = _answer(layout, row)
             its_about = about.of(row, where)
-        except _WrongTime as error:
+        except _WrongLine as error:
             mistakes.add("bad-row", f"{where} {error}")
             continue
         except ValueError as error:
             mistakes.add("bad-date", f"{where}: {error}, or --date-column none")
             continue
-        text = layout.text(row, "label")
-        if layout.classes:
-            its_labels = tuple(name for name in layout.classes if values.answer(row[name]))
-            if not its_labels and any(row[name].casefold() in values.OPEN for name in layout.classes):
-                mistakes.add("unanswered", where)
-                continue
-        elif used.get("genus"):
-            its_labels = labels(f"{layout.text(row, 'genus')} {layout.text(row, 'epithet')}", "")
-            if not layout.text(row, "genus") and its_labels:
-                mistakes.add("bad-row", f"{where} has {its_labels[0]!r} as its species, and no genus")
-                continue
-        else:
-            its_labels = labels(values.whole(text) if numbered else text, separator)
-        numbers = [] if numbered or len(its_labels) < 2 else [label for label in its_labels if values.are_numbers([label])]
-        if numbers and len(numbers) < len(its_labels):
-            mistakes.add("bad-row", f"{where} has the number {numbers[0]} among its labels; write it into a column of its own")
+        is_open = any(row[name].casefold() in values.OPEN for name in layout.classes)
+        if is_open and not mistakes.add("open-class" if its_labels else "unanswered", where):
             continue
-        if has_times and start is None and its_labels:
-            if not mistakes.add("no-times", where):
-                continue
+        if has_times and start is None and its_labels and not mistakes.add("no-times", where):
+            continue
+        text = layout.text(row, "label")
         silent = start is not None and not (layout.classes or used.get("answer")) and options.label_column != "none"
         if not its_labels and (silent or text):
             mistakes.add("no-label", f"{where}: {text!r}" if text else where)
-        answer = _answer(layout, row)
-        if answer is None:
-            mistakes.add("bad-row", f"{where} has {layout.text(row, 'answer')!r} as its answer; expected yes, no or skip")
-            continue
         split = values.split_of(layout.text(row, "split"))
         if has_splits and not split and not mistakes.add("no-split", where):
             continue
@@ -109,6 +92,40 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
             where, _file(layout, row), start, end, its_labels, _frequency(layout, row, "low"), _frequency(layout, row, "high"),
             channel_of(row, where), answer, split, its_about, row,
         )  # fmt: skip
+
+
+class _WrongLine(ValueError):
+    """A line whose times, labels or answer are none."""
+
+
+class _Labels:
+    """The labels of lines: the names of their classes, genus and species, or the labels of a field."""
+
+    def __init__(self, layout: Layout, options: Options):
+        self._layout = layout
+        its = layout.used["label"]
+        self._numbered = bool(its) and all(values.are_numbers(layout.table.values(name)) for name in its)
+        self._separator = options.separator or (
+            "," if any(column_names.plain(name) == "positivelabels" for name in its) else ""
+        )
+
+    def __call__(self, row: Row) -> tuple[str, ...]:
+        """Raise _WrongLine for a field that holds more than labels."""
+        if self._layout.classes:
+            return tuple(name for name in self._layout.classes if values.answer(row[name]))
+        if self._layout.used.get("genus"):
+            genus, epithet = self._layout.text(row, "genus"), self._layout.text(row, "epithet")
+            if epithet and not genus:
+                raise _WrongLine(f"has {epithet!r} as its species, and no genus")
+            return labels(f"{genus} {epithet}", "")
+        text = self._layout.text(row, "label")
+        found = labels(values.whole(text) if self._numbered else text, self._separator)
+        if found and found[0].startswith("{") and ":" in found[0]:
+            raise _WrongLine(f"has {found[0][:60]!r} as its label; write the labels alone")
+        numbers = [] if self._numbered else [label for label in found if values.are_numbers([label])]
+        if 0 < len(numbers) < len(found):
+            raise _WrongLine(f"has the number {numbers[0]} among its labels; write it into a column of its own")
+        return found
 
 
 def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
@@ -169,9 +186,10 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
     Lines of a cell are shown with | between them, and refused as one label. Marks alone, such as - and ?, are no label.
     """
     text = re.sub(r"\s*[\r\n]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
+    text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
     text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
     parts: Iterable[str] = [text]
-    if listed := re.fullmatch(r"\[(.*)\]|c?\((\s*['\"].*)\)|\{(.*)\}", text):
+    if listed := re.fullmatch(r"\[(.*)\]|c?\((\s*['\"].*)\)|\{([^:]*)\}", text):
         parts = _parts(next(part for part in listed.groups() if part is not None))
     elif separator:
         parts = text.split(separator)
@@ -188,14 +206,11 @@ def _parts(text: str) -> list[str]:
 
 
 def unquoted(text: str) -> str:
-    """Return a text without the quotes around it, as of a label that a spreadsheet has written."""
+    """Return a text without the quotes around it, as a spreadsheet or NumPy writes it."""
+    text = re.sub(r"^(?:np\.str_\()?b?(['\"].*['\"])\)?$", r"\1", text)
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1].replace(text[0] * 2, ""):
         return text[1:-1].replace(text[0] * 2, text[0]).strip()
     return text
-
-
-class _WrongTime(ValueError):
-    """Times of a line that are none."""
 
 
 class _Times:
@@ -209,35 +224,49 @@ class _Times:
         self._spans = bool(self._names[0]) and values.are_spans(layout.table.values(self._names[0] or ""))
         self._minutes = {name for name in self._names if name and column_names.in_minutes(name)}
         self._offsets = any(layout.text(row, "file offset") for _, row in layout.table.rows())
+        self._days = _are_days(row[name] for name in self._names[:2] if name for _, row in layout.table.rows())
         self._thousands = layout.table.separator == ","  # in such a table 1,500 may be either
 
     def of(self, row: Row) -> tuple[float | None, float | None]:
-        """Start and end, each None if the line has no times. Raises _WrongTime."""
+        """Start and end, each None if the line has no times. Raises _WrongLine."""
+        if self._days:
+            raise _WrongLine(
+                f"has {row[self._names[0] or '']!r} as its {self._names[0]!r}, a spreadsheet's part of a day; format it in s"
+            )
         if self._spans:
             return values.span(row[self._names[0] or ""]) or (None, None)
         found: list[float | None] = []
         for name, scale in zip(self._names, self._scales, strict=True):
             if name and self._thousands and re.fullmatch(r"\d{1,3}(,\d{3})+", row[name]):
-                raise _WrongTime(f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without ,")
+                raise _WrongLine(f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without ,")
             try:
                 clock = name in self._minutes and ":" in row[name or ""]
                 seconds = values.minutes if clock else functools.partial(values.seconds, scale=scale, comma=self._comma)
                 found.append(seconds(row[name]) if name else None)
             except ValueError:
                 hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name" if ":" in row[name or ""] else ""
-                raise _WrongTime(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds{hint}") from None
+                raise _WrongLine(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds{hint}") from None
         start, end, duration, offset = found
         if self._offsets and offset is None and start is not None:
-            raise _WrongTime(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
+            raise _WrongLine(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
         if end is None and start is not None and duration is not None:
             end = round(start + duration, 9)
         if end is None and start is None and duration is not None and offset is not None:
             start, end = offset, round(offset + duration, 9)
         if (start is None) != (end is None):
-            raise _WrongTime("has a start or an end, and not both")
+            raise _WrongLine("has a start or an end, and not both")
         if start is not None and end is not None and offset is not None:
             start, end = offset, round(offset + end - start, 9)
         return start, end
+
+
+def _are_days(texts: Iterable[str]) -> bool:
+    """Whether all times are parts of a day with many digits, as a spreadsheet keeps 0:00:12."""
+    found = [text.strip() for text in texts if values.given(text.strip())]
+    if not all(re.fullmatch(r"0(\.0*)?|0\.\d{8,}|\d(\.\d+)?[eE]-0?\d", text) for text in found):
+        return False
+    days = [float(text) for text in found]
+    return any(days) and all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
@@ -258,11 +287,14 @@ def _file(layout: Layout, row: Row) -> str:
     return "/".join([*folders, name]) if name and folders and "/" not in name else name
 
 
-def _answer(layout: Layout, row: Row) -> str | None:
-    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. None: it is none."""
-    found = values.verdict(layout.text(row, "answer"))
+def _answer(layout: Layout, row: Row) -> str:
+    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. Raises _WrongLine."""
+    text = layout.text(row, "answer")
+    found = values.verdict(text)
+    if found is None:
+        raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")
     denying = column_names.plain(layout.column("answer") or "") in column_names.DENYING
-    return {"yes": "no", "no": "yes"}.get(found or "", found) if denying else found
+    return {"yes": "no", "no": "yes"}.get(found, found) if denying else found
 
 
 class _About:

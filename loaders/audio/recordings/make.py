@@ -64,6 +64,8 @@ def make(
     splitter = Splitter(options.split, options.seed)
     if splitter.column and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column)
+    elif splitter.kind and not reading.split_column:
+        reading = dataclasses.replace(reading, split_column="none")
     _check(options)
     known = classes.read(class_file) if class_file else None
     annotations = [each for source in given for each in sources.read(source, reading, mistakes)]

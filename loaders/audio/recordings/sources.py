@@ -252,7 +252,9 @@ def _audacity(
         except ValueError:
             numbers = []
         text = fields[2].strip() if len(fields) > 2 else ""
-        if len(fields) > 3 and fields[0] != "\\" and values.are_numbers([text]):
+        if values.is_sheet_error(text):
+            mistakes.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
+        elif len(fields) > 3 and fields[0] != "\\" and values.are_numbers([text]):
             mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has a number for its label; expected start, end and label")
         elif len(numbers) < 2 or None in numbers:
             mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} is no label; expected start, end and label between tabs")

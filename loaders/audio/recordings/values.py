@@ -6,13 +6,52 @@ from datetime import date, datetime
 
 # Of R, pandas and SQL, and of people.
 MISSING = {"", "NA", "na", "N/A", "n/a", "<NA>", "NaN", "nan", "NAN", "NULL", "null", "Null", "None", "none", "NONE", "n.a."}
-YES = {"1", "1.0", "true", "t", "yes", "y", "x", "present", "correct", "positive", "pos"}
-NO = {"0", "0.0", "false", "f", "no", "n", "-", "absent", "not present", "incorrect", "negative", "neg"}
+YES = {
+    "1",
+    "1.0",
+    "true",
+    "t",
+    "yes",
+    "y",
+    "x",
+    "present",
+    "correct",
+    "positive",
+    "pos",
+    "wahr",
+    "vrai",
+    "verdadero",
+    "ja",
+    "oui",
+    "si",
+    "sí",
+    "✓",
+    "✔",
+}
+NO = {
+    "0",
+    "0.0",
+    "false",
+    "f",
+    "no",
+    "n",
+    "-",
+    "absent",
+    "not present",
+    "incorrect",
+    "negative",
+    "neg",
+    "falsch",
+    "faux",
+    "falso",
+    "nein",
+    "non",
+}
 OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
-        "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure"}  # fmt: skip
+        "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok"}
-DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted", "falsch", "faux", "falso"}
+DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted"}
 SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
 SPLITS |= {"training": "train", "testing": "test"}
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
@@ -77,9 +116,10 @@ def are_spans(texts: Iterable[str]) -> bool:
 
 
 def are_clocks(texts: Iterable[str]) -> bool:
-    """Whether all are times with a colon: 0:12, 0:00:12."""
-    found = [text for text in texts if given(text)]
-    return all(":" in text for text in found) and _all(found, minutes)
+    """Whether all are times with a colon or a unit: 0:12, 0:00:12, 12 s, 1m12s, 1'12."""
+    form = r"\d+(:[0-5]?\d){1,2}([.,]\d+)?|(\d+ ?(m|min|['\u2032]) ?)?\d+([.,]\d+)? ?(s|sec|\"|\u2033)|\d+['\u2032]\d\d"
+    found = [text.strip() for text in texts if given(text)]
+    return bool(found) and all(re.fullmatch(form, text) for text in found)
 
 
 def are_hours(texts: Sequence[str], dated: bool) -> bool:
@@ -108,6 +148,12 @@ def verdict(text: str) -> str | None:
         return "skip"
     found = True if folded in CONFIRMED else False if folded in DENIED else answer(text)
     return None if found is None else "yes" if found else "no"
+
+
+def are_verdicts(texts: Iterable[str]) -> bool:
+    """Whether all are verdicts about labels, some of them in words that nothing else has: rejected, FP, wrong."""
+    found = {text.casefold() for text in texts if given(text)}
+    return bool(found & DENIED) and all(verdict(text) is not None for text in found)
 
 
 def are_answers(texts: Iterable[str], both: bool = False) -> bool:
@@ -209,6 +255,11 @@ class Dates:
             if found and (name := found["m"][:3].casefold()) in MONTHS:
                 return date(int(found["y"]), MONTHS.index(name) + 1, int(found["d"])), found[4] or ""
         raise ValueError(f"{text!r} is no date; write 2024-05-23")
+
+
+def has_day(text: str) -> bool:
+    """Whether a text begins with a date, as far as its form goes."""
+    return re.match(r"\s*(\d{4}[-/.]\d|\d{1,2}([-/.])\d{1,2}\2\d{4})", text) is not None
 
 
 def time_of_day(text: str) -> str:
