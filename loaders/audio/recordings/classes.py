@@ -82,7 +82,8 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
         for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
             if all(parts) and len(parts) > 1 and enough(part in names for part in parts):
-                number = next((part for part in parts if re.fullmatch(r"[\d.]+%?", part)), None)
+                numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
+                number = numbers[0] if 0 < len(numbers) < len(parts) else None
                 remedy = f"write {number} into a column of its own" if number else f"split it with --separator {between!r}"
                 mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
                 break

@@ -91,9 +91,9 @@ NUMBERS = set(
 # Columns that may say that a label was denied, or that nobody has checked it yet.
 DOUBTFUL = set(
     "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
-    "accepted approved confirmation review truepositive tp validationresult manualvalidation present presence detected "
-    "occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude excluded ignore "
-    "ignored discard discarded".split()
+    "accepted approved confirmation review truepositive tp validationresult manualvalidation labeltype present presence "
+    "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
+    "excluded ignore ignored discard discarded".split()
 )
 DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded".split())
 ABOUT = ("recording", "site", "latitude", "longitude")

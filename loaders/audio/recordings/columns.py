@@ -116,7 +116,7 @@ def find(table: Table, options: Options) -> Layout:
     _choose_labels(table, used, options)
     is_about = bool(used["file"] or used.get("start"))  # else it is no table of recordings
     if is_about and not classes and not options.label_column:
-        classes = _classes(table, used)
+        classes = _classes(table, used, options)
         for several in used.values():
             several[:] = [name for name in several if name not in classes]
     _choose_times(table, used, options)
@@ -226,7 +226,7 @@ def _choose_labels(table: Table, used: Used, options: Options) -> None:
         columns[:] = programs
         return
     filled = [name for name in columns if any(map(values.given, table.values(name)))]
-    if genus and (not filled or _are_epithets(table.values(filled[0]))) and (filled or epithet):
+    if genus and (not filled or _are_epithets(table, genus[0], filled[0])) and (filled or epithet):
         used["genus"], used["epithet"] = genus, filled[:1] or epithet
         columns.clear()
         return
@@ -242,9 +242,28 @@ def _choose_labels(table: Table, used: Used, options: Options) -> None:
     columns[:] = [*columns[:1], *more]  # one continues the other
 
 
-def _are_epithets(texts: Sequence[str]) -> bool:
-    """Whether all are single words in lower case, such as major, of Parus major."""
-    return all(text.islower() and text.replace("-", "").rstrip(".").isalpha() for text in texts if values.given(text))
+def _are_epithets(table: Table, genus: str, species: str) -> bool:
+    """Whether species are single words in lower case, such as major, of Parus major, or have their genus in front.
+
+    Raises DataError: one species has two genera, and may be a common name.
+    """
+    rows = [(row[genus], row[species]) for _, row in table.rows() if values.given(row[genus]) and values.given(row[species])]
+    if not rows or plain(species) not in ("species", "speciesname", "art", "spezies", "especie", "espece"):
+        return False
+    if all(_is_epithet(text) or text.startswith(f"{name} ") for name, text in rows):
+        return True
+    genera: dict[str, str] = {}
+    for name, text in rows:
+        if genera.setdefault(text, name) != name:
+            raise DataError(
+                f"{table.path}: {species!r} holds {text!r} for {genera[text]} and for {name} ({genus!r}); write both into one "
+                f"column, or say --label-column {species!r}"
+            )
+    return False
+
+
+def _is_epithet(text: str) -> bool:
+    return text.islower() and text.replace("-", "").rstrip(".").isalpha()
 
 
 def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[str]) -> None:
@@ -259,7 +278,7 @@ def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[
     used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
 
 
-def _classes(table: Table, used: Used) -> list[str]:
+def _classes(table: Table, used: Used, options: Options) -> list[str]:
     """Return the columns of a wide table whose names are labels: they hold yes and no alone.
 
     Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other classes.
@@ -283,16 +302,24 @@ def _classes(table: Table, used: Used) -> list[str]:
     others = [name for name in others if name and (values.are_answers(rows[name], both=True) or _are_posneg(rows[name]))]
     if not classes:  # DCASE's has a column Q
         classes = [name for name in others if _are_posneg(rows[name])]
-    if not classes:
-        return _refuse_doubt(table, others[:1], others[1], "0 and 1, too") if len(others) > 1 else []
+    if not classes and others and not options.optional and not _are_frequencies(table, used, others[0]):
+        raise DataError(
+            f"{table.path} has no column of labels that is known, and {', '.join(map(repr, others))} with 0 and 1 may be "
+            f"classes; name them: --label-column '{','.join(others)}', or --label-column none"
+        )
     for name in others:
-        other = {"low": "high", "high": "low"}.get(what(name), "")
-        if any(not values.are_answers(rows[each]) for each in used.get(other, ())):
-            continue  # frequencies
+        if _are_frequencies(table, used, name):
+            continue
         if what(name) not in SOFT and name not in classes:
             _refuse_doubt(table, classes, name, "0 and 1, too")
         classes.append(name)
     return [name for name in table.columns if name in classes]
+
+
+def _are_frequencies(table: Table, used: Used, name: str) -> bool:
+    """Whether 0 and 1 are frequencies: the other bound holds more than that."""
+    other = {"low": "high", "high": "low"}.get(what(name), "")
+    return any(not values.are_answers(table.values(each)) for each in used.get(other, ()))
 
 
 def _are_posneg(texts: Sequence[str]) -> bool:
@@ -330,6 +357,8 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value)]
     meaning = what(name)
+    if not meaning and _are_posneg(its):
+        return "a class"
     if not its or is_other(name) or meaning == "duration":
         return ""
     if meaning == "split" or {"train", "test", "split", "holdout"} & set(words(name)):
@@ -386,7 +415,7 @@ def _is_position(layout: Layout, name: str) -> bool:
     if meaning in ("time", "clock", "datetime"):
         dated = bool(layout.used.get("date"))
         early = clocks and all(text.startswith(("0:", "00:")) for text in its) and not dated
-        return (numbers and not values.are_hours(its, dated)) or (not numbers and (varies or early))
+        return not values.are_hours(its, dated) if numbers else varies or early or not clocks
     if is_other(name):
         labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
         return named and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
@@ -418,7 +447,7 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
     used = layout.used
     if used["label"] or used.get("genus") or layout.classes or options.label_column == "none" or options.optional:
         return
-    rest = [*layout.unused, *(name for name in layout.ignored if not is_other(name) and not meaning_of(name))]
+    rest = [*layout.unused, *(n for n in layout.ignored if not is_other(n) and not meaning_of(n) or plain(n) == "en")]
     labels = [name for name in rest if any(map(values.given, layout.table.values(name)))]
     if labels:
         raise DataError(

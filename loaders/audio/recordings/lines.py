@@ -117,7 +117,7 @@ class _Labels:
             genus, epithet = self._layout.text(row, "genus"), self._layout.text(row, "epithet")
             if epithet and not genus:
                 raise _WrongLine(f"has {epithet!r} as its species, and no genus")
-            return labels(f"{genus} {epithet}", "")
+            return labels(epithet if epithet.startswith(f"{genus} ") else f"{genus} {epithet}", "")
         text = self._layout.text(row, "label")
         found = labels(values.whole(text) if self._numbered else text, self._separator)
         if found and found[0].startswith("{") and ":" in found[0]:
