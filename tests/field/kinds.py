@@ -134,7 +134,7 @@ TEXTS = (
     Case("score-split-off", "file,label\na.wav,AMRO;0.98\n", ("!the number 0.98 among its labels",), ("--separator=;",)),
     Case("excel-error", "file,label\na.wav,#N/A\n", ("!'#N/A' as its 'label', an error of a spreadsheet",)),
     Case("excel-error-first", "label,file\n#REF!,a.wav\nrobin,b.wav\n", ("!'#REF!'",)),
-    Case("marks", "file,label\na.wav,?\nb.wav,wren\n", ("a.wav", "b.wav 0 30 wren", "=no-label 1")),
+    Case("marks", "file,label\na.wav,--\nb.wav,????\n", ("a.wav", "b.wav 0 30 ????", "=no-label 1")),
     Case("a.quoted.txt", '"2"\t"3"\t"robin"\n', ("a.wav 2 3 robin",)),
     _text("mac-roman", "mac-roman", "W\u00fcrger", "M\u00f6nch", ("!--encoding",)),
     _text("mac-roman-named", "mac-roman", "W\u00fcrger", "M\u00f6nch", ("a.wav 0 30 W\u00fcrger", "b.wav 0 30 M\u00f6nch",

@@ -23,7 +23,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
         "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
         "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
-        "anfang", "startzeit", "anfangszeit", "von", "inicio", "tiempo inicio", "debut", "temps debut",
+        "tag start", "anfang", "startzeit", "anfangszeit", "von", "inicio", "tiempo inicio", "debut", "temps debut",
     ),
     "end": (
         "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
@@ -31,7 +31,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "time max", "t1", "x2", "to", "ends", "finish", "ende", "endzeit", "bis", "fin",
         "tiempo fin", "temps fin",
     ),
-    "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "length", "dauer", "duree", "duracion"),
+    "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "tag duration", "length",
+                 "dauer", "duree", "duracion"),
     "offset": ("offset",),  # an end next to an onset, a start next to a duration
     "file offset": ("file offset", "begin file offset"),  # Raven's start in the file; its Begin Time counts over all files
     "label": (
@@ -95,6 +96,7 @@ DOUBTFUL = set(
     "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
     "excluded ignore ignored discard discarded".split()
 )
+JUDGED = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
 DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
@@ -112,7 +114,9 @@ TIME = set(
     "secs second seconds s ms msec position at frame frames sample samples tstart tend "
     "interval window segment range span chunk slice pos".split()
 )
-MINUTES = {"min", "minute", "minutes"}  # such a word, too, unless a column of hours makes them a time of day
+MINUTES = {"min", "minute", "minutes"}  # such a word, too
+OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
+NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last word of a column that numbers or counts
 LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
 # Tables that give times in another recording than the one that they name.
 ELSEWHERE = ("ytid", "slicefilename")

@@ -14,9 +14,12 @@ from loaders.audio.recordings.column_names import (
     DENYING,
     DOUBTFUL,
     ELSEWHERE,
+    JUDGED,
     LABEL,
     MINUTES,
+    NUMBERING,
     NUMBERS,
+    OF_DAY,
     SECONDS,
     TIME,
     is_other,
@@ -287,18 +290,21 @@ def _classes(table: Table, used: Used, options: Options) -> list[str]:
     """
     rows = {name: table.values(name) for name in table.columns}
     unknown = [name for name in rows if not is_other(name) and not meaning_of(name) and name not in used.get("split", ())]
+    unknown = [name for name in unknown if words(name)[-1] not in NUMBERING]
     classes = [name for name in unknown if values.are_answers(rows[name])]
     if used["label"] or used.get("genus"):
         label = next((name for name in used["label"] if values.are_answers(rows[name], both=True)), None)
         if label and classes:
             _refuse_doubt(table, classes, label, "0 and 1, too")
         return []
-    hours = {name for name in unknown if MINUTES & set(words(name))} if table.find("hour") else set()
+    hours = {name for name in unknown if OF_DAY & set(words(name))} if table.find("hour") else set()
     numbers = [name for name in unknown if name not in classes and name not in hours and _is_nearly(rows[name])]
     if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         _refuse_doubt(table, classes, numbers[0], odd)
-    others = [name for name in rows if name not in unknown and what(name) not in HARD and plain(name) not in NUMBERS]
+    others = [
+        name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in HARD and plain(name) not in NUMBERS
+    ]
     others = [name for name in others if name and (values.are_answers(rows[name], both=True) or _are_posneg(rows[name]))]
     if not classes:  # DCASE's has a column Q
         classes = [name for name in others if _are_posneg(rows[name])]
@@ -367,7 +373,7 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return "a time"
     if not meaning and values.are_answers(its):
         return "a class"
-    if not meaning and not used["start"] and values.are_numbers(its):
+    if not meaning and not used["start"] and values.are_numbers(its) and not (table.find("hour") and OF_DAY & set(words(name))):
         return "numbers"
     hint = meaning in ("label", "genus", "epithet") if meaning else bool(LABEL & set(words(name)))
     return "a label" if hint and (meaning or not values.are_times(its)) else ""
@@ -409,16 +415,17 @@ def _is_position(layout: Layout, name: str) -> bool:
     seen: dict[str, str] = {}
     pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
     varies = any(seen.setdefault(file, text) != text for file, text in pairs)
-    named = bool(parts & TIME) or bool(parts & MINUTES and not table.find("hour"))
+    parts -= OF_DAY if table.find("hour") else set()
+    named = bool(parts & (TIME | MINUTES)) and words(name)[-1] not in NUMBERING
     if meaning == "duration":
         return varies
     if meaning in ("time", "clock", "datetime"):
         dated = bool(layout.used.get("date"))
-        early = clocks and all(text.startswith(("0:", "00:")) for text in its) and not dated
+        early = clocks and not dated and all(re.match("00?:", text) and not re.search(r":\d\d:00$", text) for text in its)
         return not values.are_hours(its, dated) if numbers else varies or early or not clocks
     if is_other(name):
         labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
-        return named and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
+        return bool(parts & {"seconds", "time"}) and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
     if numbers:
         return (
             named
@@ -463,7 +470,7 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
         return
     for name in layout.table.columns:
         texts = layout.table.values(name)
-        if plain(name) in DOUBTFUL or values.are_verdicts(texts):
+        if plain(name) in DOUBTFUL or JUDGED & set(words(name)[-1:]) or values.are_verdicts(texts):
             wrong = "yes" if plain(name) in DENYING else "no"
             denied = [text for text in texts if values.verdict(text) == wrong and name in (*layout.ignored, *layout.unused)]
             if denied:

@@ -183,7 +183,8 @@ class _Channels:
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
     """Return the labels of a field: one, several in brackets, or several between separators, in one line each.
 
-    Lines of a cell are shown with | between them, and refused as one label. Marks alone, such as - and ?, are no label.
+    Lines of a cell are shown with | between them, and refused as one label. Marks alone,
+    such as -, are no label. ???? is one, of published sets.
     """
     text = re.sub(r"\s*[\r\n]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
     text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
@@ -195,7 +196,7 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
         parts = text.split(separator)
     found = (unquoted(part.strip()) for part in parts)
     return tuple(
-        dict.fromkeys(part for part in found if values.given(part) and not re.fullmatch(r"[-\u2013\u2014?.*_/#+!]+", part))
+        dict.fromkeys(part for part in found if values.given(part) and not re.fullmatch(r"[-\u2013\u2014.*_/#+!]+", part))
     )
 
 
