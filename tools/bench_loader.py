@@ -49,7 +49,7 @@ import pyarrow as pa
 import soundfile
 
 from loaders import base, order
-from loaders.audio import demo, demo_birds, front_end
+from loaders.audio import demo, demo_birds, front_end, prepared
 from loaders.audio import spectrogram as ours
 from loaders.io import machine
 
@@ -73,7 +73,11 @@ CODECS = {
     "wav": ("WAV 44.1k", demo_birds.Codec("wav", "WAV", "PCM_16", 44100, 2, 30, 132.3)),
     # Nothing to decode and nothing to resample: here all agree up to rounding. The tests use it.
     "wav32": ("WAV 32k", demo_birds.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
+    # These, as `jaxtrain prepare` writes them.
+    "raw": ("prepared", demo_birds.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
+    "packed": ("prepared, packed", demo_birds.Codec("wav", "WAV", "PCM_16", 32000, 1, 30, 64.0)),
 }
+PREPARED = ("raw", "packed")
 
 
 class Peer(NamedTuple):
@@ -97,6 +101,11 @@ class Sample(NamedTuple):
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
     """Return the shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
+    if codec in PREPARED:
+        source = make_corpus("wav32", n=n, seconds=seconds, folder=folder)
+        out = source.with_name(f"{source.stem}-{codec}")
+        prepared.prepare(str(source), out, prepared.Settings(packed=codec == "packed"))
+        return out / "data-00000-of-00001.arrow"
     recipe = zlib.crc32(pathlib.Path(demo_birds.__file__).read_bytes() + repr(CODECS[codec]).encode())
     shard = (folder or machine.cache_folder()) / f"bench-v1-{codec}-{n}x{seconds:g}s-{recipe:08x}.arrow"
     if shard.is_file():
@@ -535,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tools.bench_loader", description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [codec for codec in CODECS if codec != "wav32"]
+    names = [codec for codec in CODECS if codec not in ("wav32", *PREPARED)]
     parser.add_argument("--codecs", default=",".join(names), help=f"of {', '.join(CODECS)} (default: %(default)s)")
     parser.add_argument("--peers", default="all", help=f"of {', '.join(PEERS)}; or all, or none (default: all)")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, one table each (default: %(default)s)")

@@ -27,8 +27,8 @@ use jaxtrain_decode::RATES;
 pub const FLOOR: f32 = f32::EPSILON;
 
 const EMPHASIS: f32 = 0.97;
-/// Frames computed together: a multiple of every `Lanes::N`.
-const GROUP: usize = 8;
+/// Frames that are computed together at most, one in each lane.
+const MOST_LANES: usize = 16;
 /// Samples of a window.
 const WINDOWS: std::ops::RangeInclusive<usize> = 16..=32_768;
 const MOST_HOP: usize = 1 << 20;
@@ -179,24 +179,25 @@ impl Default for FilterBank {
     }
 }
 
-/// Eight frames, side by side.
-#[repr(C, align(32))]
+/// Values side by side, of one element of a transform in each lane or of two.
+#[repr(C, align(64))]
 #[derive(Clone, Copy)]
-struct Lane([f32; GROUP]);
+struct Line([f32; MOST_LANES]);
 
 struct Scratch {
     /// Windowed frames, one after the other, each of an even number of samples.
     frames: Vec<f32>,
     /// The transform in place, one frame in each lane; `re` holds the power spectrum at the end.
-    re: Vec<Lane>,
-    im: Vec<Lane>,
-    mels: Vec<Lane>,
+    re: Vec<Line>,
+    im: Vec<Line>,
+    mels: Vec<Line>,
 }
 
 /// A filter bank and its memory; nothing is allocated after `new`. One per thread.
 pub struct Fbank {
     bank: Arc<FilterBank>,
     scratch: Scratch,
+    lanes: usize, // frames that are computed together
 }
 
 impl Default for Fbank {
@@ -207,14 +208,15 @@ impl Default for Fbank {
 
 impl Fbank {
     pub fn new(bank: Arc<FilterBank>) -> Self {
-        let zero = Lane([0.0; GROUP]);
+        let lanes = if simd::avx512() { MOST_LANES } else { 8 };
+        let lines = |n: usize| vec![Line([0.0; MOST_LANES]); (n * lanes).div_ceil(MOST_LANES)];
         let scratch = Scratch {
-            frames: vec![0.0; GROUP * bank.window.len().next_multiple_of(2)],
-            re: vec![zero; bank.half],
-            im: vec![zero; bank.half],
-            mels: vec![zero; bank.front_end.n_mels],
+            frames: vec![0.0; lanes * bank.window.len().next_multiple_of(2)],
+            re: lines(bank.half),
+            im: lines(bank.half),
+            mels: lines(bank.front_end.n_mels),
         };
-        Self { bank, scratch }
+        Self { bank, scratch, lanes }
     }
 
     pub fn front_end(&self) -> &FrontEnd {
@@ -229,8 +231,8 @@ impl Fbank {
         let FrontEnd { hop, n_mels, .. } = self.bank.front_end;
         let n_frames = self.bank.front_end.n_frames(wave.len());
         assert_eq!(out.len(), n_frames * n_mels, "out must hold n_frames * n_mels values");
-        for (g, rows) in out.chunks_mut(GROUP * n_mels).enumerate() {
-            self.group(&wave[g * GROUP * hop..], rows);
+        for (g, rows) in out.chunks_mut(self.lanes * n_mels).enumerate() {
+            self.group(&wave[g * self.lanes * hop..], rows);
         }
     }
 
@@ -266,77 +268,149 @@ impl Fbank {
         }
     }
 
-    /// `rows.len() / n_mels <= GROUP` frames, of which the first begins at wave\[0\].
+    /// `rows.len() / n_mels <= self.lanes` frames, of which the first begins at wave\[0\].
     fn group(&mut self, wave: &[f32], rows: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
-        if simd::avx2() {
+        if self.lanes == MOST_LANES {
+            // SAFETY: `new` checked the instruction set.
+            unsafe { group_avx512(&mut self.scratch, &self.bank, wave, rows) };
+            return;
+        } else if simd::avx2() {
             // SAFETY: the instruction set was just checked.
             unsafe { group_avx2(&mut self.scratch, &self.bank, wave, rows) };
             return;
         }
         let _ = simd::avx2;
         // SAFETY: portable lanes need nothing of the machine.
-        unsafe { group::<Portable>(&mut self.scratch, &self.bank, wave, rows) };
+        unsafe { group::<Portable, Portable>(&mut self.scratch, &self.bank, wave, rows) };
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn group_avx2(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
-    unsafe { group::<simd::Avx2>(s, t, wave, rows) }
+    unsafe { group::<simd::Avx2, simd::Avx2>(s, t, wave, rows) }
 }
 
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f")]
+unsafe fn group_avx512(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
+    unsafe { group::<simd::Avx512, simd::Avx2>(s, t, wave, rows) }
+}
+
+/// As many frames as `V` has lanes. Sums over a frame's samples are those of `W`, so that a frame's values are the same in
+/// 8 lanes and in 16.
+///
 /// # Safety
-/// The machine must have the instruction set of `V`.
+/// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
-unsafe fn group<V: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
+unsafe fn group<V: Lanes, W: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
     let FrontEnd { window: length, hop, n_mels, .. } = t.front_end;
     let (n, padded) = (rows.len() / n_mels, length.next_multiple_of(2));
-    for (f, frame) in s.frames.chunks_exact_mut(padded).enumerate() {
+    for (f, frame) in s.frames.chunks_exact_mut(padded).enumerate().take(V::N) {
         if f < n {
-            unsafe { window::<V>(&wave[f * hop..f * hop + length], &t.window, &mut frame[..length]) };
+            unsafe { window::<W>(&wave[f * hop..f * hop + length], &t.window, &mut frame[..length]) };
         } else {
             frame.fill(0.0);
         }
     }
-    let frames = &s.frames[..GROUP * padded];
-    for (j, (re, im)) in s.re.iter_mut().zip(&mut s.im).enumerate().take(padded / 2) {
-        for f in 0..GROUP {
-            // SAFETY: 2 j + 1 < padded, and f < GROUP.
-            unsafe {
-                re.0[f] = *frames.get_unchecked(f * padded + 2 * j);
-                im.0[f] = *frames.get_unchecked(f * padded + 2 * j + 1);
-            }
-        }
-    }
-    s.re[padded / 2..].fill(Lane([0.0; GROUP]));
-    s.im[padded / 2..].fill(Lane([0.0; GROUP]));
+    let frames = &s.frames[..V::N * padded];
     unsafe {
         let (re, im) = (s.re.as_mut_ptr().cast::<f32>(), s.im.as_mut_ptr().cast::<f32>());
-        for lane in (0..GROUP).step_by(V::N) {
-            transform::<V>(re.add(lane), im.add(lane), t);
-            power::<V>(re.add(lane), im.add(lane), t);
-            let mels = s.mels.as_mut_ptr().cast::<f32>().add(lane);
-            for (b, band) in t.bands.iter().enumerate() {
-                let mut sum = V::splat(0.0);
-                let places = &t.place[band.first..][..band.weights.len()];
-                for (&place, &w) in places.iter().zip(&band.weights) {
-                    let at = re.add(lane + place as usize * GROUP);
-                    sum = V::load(at).mul_add(V::splat(w), sum);
-                }
-                sum.store(mels.add(b * GROUP));
+        let mels = s.mels.as_mut_ptr().cast::<f32>();
+        interleave(frames, padded, V::N, re, im);
+        for j in padded / 2..t.half {
+            V::splat(0.0).store(re.add(j * V::N));
+            V::splat(0.0).store(im.add(j * V::N));
+        }
+        transform::<V>(re, im, t);
+        power::<V>(re, im, t);
+        for (b, band) in t.bands.iter().enumerate() {
+            let mut sum = V::splat(0.0);
+            let places = &t.place[band.first..][..band.weights.len()];
+            for (&place, &w) in places.iter().zip(&band.weights) {
+                sum = V::load(re.add(place as usize * V::N)).mul_add(V::splat(w), sum);
+            }
+            sum.store(mels.add(b * V::N));
+        }
+        let mels = std::slice::from_raw_parts_mut(mels, n_mels * V::N);
+        for x in mels.iter_mut() {
+            *x = ln(x.max(FLOOR));
+        }
+        let rows = rows.chunks_exact_mut(n_mels);
+        rows.enumerate().for_each(|(f, row)| pick(mels, V::N, f, row));
+    }
+}
+
+/// Even and odd samples of frames of `padded` samples, one frame in each lane. Not inlined, as `pick`: with AVX-512 the
+/// compiler would scatter single values, which took a third of the whole time.
+///
+/// # Safety
+/// `frames` holds `lanes` frames, a multiple of 8, and `re` and `im` have `lanes` values for each pair of samples.
+#[inline(never)]
+unsafe fn interleave(frames: &[f32], padded: usize, lanes: usize, re: *mut f32, im: *mut f32) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if simd::avx2() {
+        // SAFETY: the instruction set was just checked, and the caller's promises are the same.
+        done = unsafe { interleave_avx2(frames, padded, lanes, re, im) };
+    }
+    for j in done..padded / 2 {
+        for f in 0..lanes {
+            unsafe {
+                *re.add(j * lanes + f) = *frames.get_unchecked(f * padded + 2 * j);
+                *im.add(j * lanes + f) = *frames.get_unchecked(f * padded + 2 * j + 1);
             }
         }
     }
-    for mels in &mut s.mels {
-        for x in &mut mels.0 {
-            *x = ln(x.max(FLOOR));
+}
+
+/// The same for all pairs of samples, two at a time, and returns how many: 8 frames of them are 8 loads and 8 shuffles.
+///
+/// # Safety
+/// As `interleave`, and the machine must have AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn interleave_avx2(frames: &[f32], padded: usize, lanes: usize, re: *mut f32, im: *mut f32) -> usize {
+    use std::arch::x86_64::*;
+
+    let pairs = padded / 4 * 2;
+    for first in (0..lanes).step_by(8) {
+        for j in (0..pairs).step_by(2) {
+            unsafe {
+                let at = frames.as_ptr().add(first * padded + 2 * j);
+                // The samples of frames f and f + 4.
+                let mut rows = [_mm256_setzero_ps(); 4];
+                for (f, row) in rows.iter_mut().enumerate() {
+                    let low = _mm256_castps128_ps256(_mm_loadu_ps(at.add(f * padded)));
+                    *row = _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(at.add((f + 4) * padded)));
+                }
+                let [a, b, c, d] = [rows[0], rows[1], rows[2], rows[3]];
+                let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+                let (c, d) = (_mm256_castps_pd(c), _mm256_castps_pd(d));
+                for (k, (x, y)) in [
+                    (_mm256_unpacklo_pd(a, b), _mm256_unpacklo_pd(c, d)),
+                    (_mm256_unpackhi_pd(a, b), _mm256_unpackhi_pd(c, d)),
+                ]
+                .into_iter()
+                .enumerate()
+                {
+                    let (x, y) = (_mm256_castpd_ps(x), _mm256_castpd_ps(y));
+                    let to = (j + k) * lanes + first;
+                    _mm256_storeu_ps(re.add(to), _mm256_shuffle_ps::<0x88>(x, y));
+                    _mm256_storeu_ps(im.add(to), _mm256_shuffle_ps::<0xdd>(x, y));
+                }
+            }
         }
     }
-    for (f, row) in rows.chunks_exact_mut(n_mels).enumerate() {
-        for (x, mels) in row.iter_mut().zip(&s.mels) {
-            *x = mels.0[f];
-        }
+    pairs
+}
+
+/// The bands of the frame in lane `f`.
+#[inline(never)]
+fn pick(mels: &[f32], lanes: usize, f: usize, row: &mut [f32]) {
+    for (x, mels) in row.iter_mut().zip(mels.chunks_exact(lanes)) {
+        *x = mels[f];
     }
 }
 
@@ -401,7 +475,7 @@ fn place(mut k: usize, half: usize) -> usize {
 }
 
 /// Complex FFT of t.half, decimation in frequency, passes of radix 8 and a last one of what is left, in place; bin k ends at
-/// `t.place[k]`. Element p of lane l is at `re[p * GROUP + l]`.
+/// `t.place[k]`. Element p of lane l is at `re[p * V::N + l]`.
 #[inline(always)]
 unsafe fn transform<V: Lanes>(re: *mut f32, im: *mut f32, t: &FilterBank) {
     unsafe {
@@ -422,8 +496,8 @@ unsafe fn transform<V: Lanes>(re: *mut f32, im: *mut f32, t: &FilterBank) {
                             let (c, d) = (V::splat(twiddles[q].0), V::splat(twiddles[q].1));
                             (a, b) = (b.neg_mul_add(d, a.mul(c)), a.mul_add(d, b.mul(c)));
                         }
-                        a.store(re.add((block + j + q * stride) * GROUP));
-                        b.store(im.add((block + j + q * stride) * GROUP));
+                        a.store(re.add((block + j + q * stride) * V::N));
+                        b.store(im.add((block + j + q * stride) * V::N));
                     }
                 }
             }
@@ -451,7 +525,7 @@ unsafe fn take<V: Lanes, const R: usize>(re: *const f32, im: *const f32, first: 
     unsafe {
         let mut x = [(V::splat(0.0), V::splat(0.0)); R];
         for (m, x) in x.iter_mut().enumerate() {
-            let at = (first + m * stride) * GROUP;
+            let at = (first + m * stride) * V::N;
             *x = (V::load(re.add(at)), V::load(im.add(at)));
         }
         x
@@ -463,8 +537,8 @@ unsafe fn take<V: Lanes, const R: usize>(re: *const f32, im: *const f32, first: 
 unsafe fn put<V: Lanes, const R: usize>(re: *mut f32, im: *mut f32, first: usize, x: [(V, V); R]) {
     for (q, (a, b)) in x.into_iter().enumerate() {
         unsafe {
-            a.store(re.add((first + q) * GROUP));
-            b.store(im.add((first + q) * GROUP));
+            a.store(re.add((first + q) * V::N));
+            b.store(im.add((first + q) * V::N));
         }
     }
 }
@@ -517,7 +591,7 @@ unsafe fn power<V: Lanes>(re: *mut f32, im: *const f32, t: &FilterBank) {
         // Bins k and half - k.
         let pairs = t.place[1..t.half / 2].iter().zip(t.place[t.half / 2 + 1..].iter().rev());
         for ((&p, &m), (&w_re, &w_im)) in pairs.zip(t.split_re[1..].iter().zip(&t.split_im[1..])) {
-            let (p, m) = (p as usize * GROUP, m as usize * GROUP);
+            let (p, m) = (p as usize * V::N, m as usize * V::N);
             let (a, b) = (V::load(re.add(p)), V::load(im.add(p)));
             let (c, d) = (V::load(re.add(m)), V::load(im.add(m)));
             let (e_re, e_im) = (a.add(c), b.sub(d));
@@ -530,7 +604,7 @@ unsafe fn power<V: Lanes>(re: *mut f32, im: *const f32, t: &FilterBank) {
             let (x, y) = (e_re.sub(t_re), e_im.sub(t_im));
             x.mul_add(x, y.mul(y)).store(re.add(m));
         }
-        let middle = t.place[t.half / 2] as usize * GROUP;
+        let middle = t.place[t.half / 2] as usize * V::N;
         let (x, y) = (V::load(re.add(middle)), V::load(im.add(middle)));
         x.mul_add(x, y.mul(y)).mul(V::splat(4.0)).store(re.add(middle));
     }
@@ -657,9 +731,21 @@ mod tests {
             let mut fbank = Fbank::new(Arc::new(FilterBank::new(front_end.clone()).unwrap()));
             fbank.log_mel(&wave, &mut out);
             let mut portable = vec![0.0; expected.len()];
-            for (g, rows) in portable.chunks_mut(GROUP * n_mels).enumerate() {
+            for (g, rows) in portable.chunks_mut(Portable::N * n_mels).enumerate() {
                 // SAFETY: portable lanes need nothing of the machine.
-                unsafe { group::<Portable>(&mut fbank.scratch, &fbank.bank, &wave[g * GROUP * hop..], rows) };
+                unsafe {
+                    group::<Portable, Portable>(&mut fbank.scratch, &fbank.bank, &wave[g * Portable::N * hop..], rows)
+                };
+            }
+            #[cfg(target_arch = "x86_64")]
+            if fbank.lanes == MOST_LANES {
+                fbank.lanes = 8;
+                let mut narrow = vec![0.0; expected.len()];
+                for (g, rows) in narrow.chunks_mut(8 * n_mels).enumerate() {
+                    // SAFETY: a machine with AVX-512 has AVX2.
+                    unsafe { group_avx2(&mut fbank.scratch, &fbank.bank, &wave[g * 8 * hop..], rows) };
+                }
+                assert!(narrow == out, "8 and 16 lanes differ for {front_end:?}");
             }
             for got in [out, portable] {
                 let worst = got.iter().zip(&expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
