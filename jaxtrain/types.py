@@ -102,6 +102,15 @@ class LossOut(NamedTuple):
     sparse_rows: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 
+class Example(NamedTuple):
+    """A row of a batch, for a person: a workload's ``WORKLOAD.examples``."""
+
+    id: str = ""  # empty = the loader's "index"
+    text: str = ""
+    pictures: Mapping[str, Any] = {}  # name -> [height, width] in 0..1, low rows at the bottom
+    sound: tuple[Any, int] | None = None  # samples [n] in -1..1, and their rate [Hz]
+
+
 class Trial(NamedTuple):
     """A measurement that an evaluation makes besides summing over the test split."""
 

@@ -55,6 +55,8 @@ class Workload:
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
     # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # (run's config, model state and batch as NumPy arrays, position of the batch) -> a jaxtrain.types.Example of each row
+    examples: Any = None
     next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
 
     def get(self, name: str) -> Any:

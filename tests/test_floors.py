@@ -14,7 +14,7 @@ FLOORS = (
     {"workloads"},
     {"commands"},
     {"api"},
-    {"loop", "doctor"},
+    {"loop", "doctor", "dissect"},
     {
         "evaluate",
         "verify",

@@ -1,8 +1,10 @@
 """Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real runs."""
 
 import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -77,9 +79,53 @@ def replay(*arguments):
     return cli.main(["replay", *arguments, "--workload", "my_workload"])
 
 
+def cells(page, section):
+    """The rows of the tables of a section, as texts."""
+    part = page[page.index(f">{section}</h2>") :].partition("</section>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", part, re.S)
+    return [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in rows]
+
+
+def test_the_page_of_a_step_has_its_examples_and_what_if(runs, capsys):
+    assert replay("run", "--step", "10", "--out", "paged", "--without", "row:1", "row:3", "--lr", "0.001") == 0
+    said = capsys.readouterr().out
+    assert "without row:1, row:3: grad_norm" in said and "lr 0.001: grad_norm" in said
+    page = (runs / "paged" / "step-10.html").read_text()
+    head, *rows = cells(page, "The step")
+    assert head == ["", "recorded", "again, on one device", "without row:1, row:3", "lr 0.001"]
+    of = {row[0]: list(map(float, (x.replace("–", "nan") for x in row[1:]))) for row in rows}
+    record = next(x for x in map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines()) if x["step"] == 10)
+    assert of["loss"][0] == pytest.approx(record["loss"], rel=1e-3) and of["loss"][1] == pytest.approx(record["loss"], rel=1e-3)
+    assert of["grad_norm"][1] == pytest.approx(record["grad_norm"], rel=1e-3) and of["grad_norm"][2] != of["grad_norm"][1]
+    rate = 0.03 * (1 + math.cos(math.pi * 9 / 12)) / 2  # of the cosine that the config has, at its tenth update
+    assert of["update_norm"][3] == pytest.approx(of["update_norm"][1] * 0.001 / rate, rel=2e-3)
+    # Each example alone: the loss of the batch is their mean by weight, and without two of them that of the others.
+    _, *examples = cells(page, "Examples")
+    each = {row[2]: (float(row[3]), float(row[4])) for row in examples}
+    assert len(each) == len(examples) and sorted(each) == sorted(f"row:{k}" for k in range(len(each)))
+
+    def mean(names):
+        return sum(each[n][0] * each[n][1] for n in names) / sum(each[n][1] for n in names)
+
+    assert mean(each) == pytest.approx(of["loss"][0], rel=1e-3)
+    assert mean(each.keys() - {"row:1", "row:3"}) == pytest.approx(of["loss"][2], rel=1e-3)
+    assert any(
+        row[0] == "loss" and "10" in cells(page, "The steps around it")[0][-2] for row in cells(page, "The steps around it")
+    )
+    assert {len(row) for row in cells(page, "Parameters")} == {5} and cells(page, "Largest activations")[1:]
+    assert not list((runs / "paged").glob("before-*"))
+
+
+def test_a_replay_on_another_mesh_says_so_and_how_far_apart_they_are(runs, capsys):
+    replay("run", "--step", "10", "--until", "12", "--out", "meshed", "--mesh", "2,4,1", "--no-page")
+    said = capsys.readouterr().out
+    assert "mesh.data: -1 → 2; mesh.fsdp: 1 → 4: so bits need not agree" in said
+    assert "identical to step 12" in said or "step 10 differs: digest" in said and "are at most" in said
+
+
 def test_a_replayed_step_is_the_runs_own_and_the_checkpoint_has_its_digest(runs, capsys):
     before = {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")}
-    assert replay("run", "--step", "10", "--until", "12") == 0
+    assert replay("run", "--step", "10", "--until", "12", "--no-page") == 0
     assert "identical to step 12: 2 recorded steps have the same digest" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")} == before, "the run is only read"
     lines = [json.loads(line) for line in (runs / "run-replay-10" / "metrics.jsonl").read_text().splitlines()]
@@ -102,9 +148,9 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     at = 16 * named.index(wrong_name := next(name for name in named if name.startswith("params/")))
     line["arrays"] = line["arrays"][:at] + "0" * 16 + line["arrays"][at + 16 :]
     (runs / "changed" / "digests.jsonl").write_text(first + "\n" + json.dumps(line) + "\nodd\n")
-    assert replay("changed", "--step", "6") == 1
+    assert replay("changed", "--step", "6", "--no-page") == 1
     said = capsys.readouterr().out
-    assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps" in said
+    assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps, about" in said
     assert f"(1 of {len(named)} arrays: {wrong_name})" in said and "the same digest to step 2" in said
 
 
@@ -139,6 +185,9 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
         (["replay", "run", "--step", "5", "--out", "other"], "other exists; remove it, or choose another --out"),
         (["replay", "run", "--step", "6", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
+        (["replay", "run", "--step", "6", "--lr", "0"], "'0'; expected a number above 0"),
+        (["replay", "run", "--step", "6", "--lr", "1", "--no-page"], "--without and --lr are parts of the page"),
+        (["replay", "run", "--step", "6", "--mesh", "2,2"], "'2,2'; expected three numbers of devices"),
         (["replay", "nothing", "--step", "5"], "nothing"),
         (["diff", "run", "nothing"], "nothing"),
     ],

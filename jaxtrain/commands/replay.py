@@ -1,13 +1,19 @@
-"""Make any step of a run again, and compare it with the run's records.
+"""Make any step of a run again, compare it with the run's records, and write a page about it.
 
-    jaxtrain replay RUN --step N [--until M] [--out DIR]
+    jaxtrain replay RUN --step N [--until M] [--without ID…] [--lr X] [--mesh D,F,M] [--out DIR] [--no-page]
 
-    jaxtrain replay runs/xcm --step 1200 --until 1210
+    jaxtrain replay runs/xcm --step 1200
+    jaxtrain replay runs/xcm --step 1200 --until 1210 --no-page
+    jaxtrain replay runs/xcm --step 1200 --without 3141 --lr 1e-4
 
 The newest checkpoint before step N is linked into a workdir of its own, and the same steps are made from it. Each is compared
 with the run's record of it: by its digest, if the run has config.metrics.digest, and else by loss and gradient norm. The run is
 only read, so it may still train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
-another version of jax the bits need not agree, and the line says how far apart the losses are.
+another version of jax the bits need not agree: the replay says so, and how far apart the losses and the gradient norms are.
+
+DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics of the steps around it,
+norms by parameter, and the largest activations. These are computed on one device. --without and --lr add the step without
+these examples (by id, or by place as row:3, a packed row with all its documents), and the step with this learning rate.
 
 Ends with 0 if all recorded steps are the same, else with 1.
 """
@@ -15,13 +21,16 @@ Ends with 0 if all recorded steps are the same, else with 1.
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+
+SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,13 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="a run's workdir")
     parser.add_argument("--step", type=arguments.positive, required=True, metavar="N", help="the first step to make again")
     parser.add_argument("--until", type=arguments.positive, metavar="M", help="the last one; default: N")
+    parser.add_argument("--without", nargs="+", default=[], metavar="ID", help="also try step N without these examples")
+    parser.add_argument("--lr", type=_rate, metavar="X", help="also try step N with this learning rate")
+    parser.add_argument(
+        "--mesh", type=_mesh, metavar="D,F,M", help="devices along data, fsdp and model; default: the run's mesh"
+    )
     parser.add_argument("--out", metavar="DIR", help="the workdir of the replay; default: RUN-replay-N")
+    parser.add_argument("--no-page", action="store_true", help="compare the steps, and write no page about step N")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
     if args.until and args.until < args.step:
         parser.error(f"argument --until: {args.until} is before --step={args.step}")
+    if args.no_page and (args.without or args.lr):
+        parser.error("argument --no-page: --without and --lr are parts of the page; omit one of them")
 
-    from jaxtrain import config, loop
+    from jaxtrain import config, dissect, loop
     from jaxtrain.arrays.stored import StoredError
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
@@ -45,8 +62,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
-    mistakes = (*loop.USER_ERRORS, config.ConfigError, RunError, FileError, StoredError)
+    mistakes = (*loop.USER_ERRORS, config.ConfigError, dissect.DissectError, RunError, FileError, StoredError)
     return arguments.run(functools.partial(_replay, args), mistakes=mistakes)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number above 0")
+    return value
+
+
+def _mesh(text: str) -> tuple[int, int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected three numbers of devices, for example 2,4,1")
+    data, fsdp, model = map(int, sizes)
+    return data, fsdp, model
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -69,31 +104,93 @@ def _replay(args: argparse.Namespace) -> int:
         raise run_lib.RunError(
             f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
         )
-    config = _config(run, out, args.workload)
-    begin = _link_newest(run.path, run.setting("checkpoint.folder", ""), args.step, out)
+    page = not args.no_page
+    if page and until > args.step and run.setting("guard.rewinds", 0):
+        raise run_lib.RunError(
+            f"{args.run} may rewind (config.guard.rewinds), which the checkpoint that a page needs would change; omit --until, "
+            "or add --no-page"
+        )
+    config = _config(run, out, args)
+    saved = _kept(run)
+    begin = max((step for step in saved if step < args.step), default=0)
     if not begin:
-        print(f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes {until} steps")
+        print(_from_the_start(run, args.step, until, saved))
+    _link(saved.get(begin), out)
     loop.run(config, {"source": f"a replay of {args.run}"}, until=until)
-    compared = steps.Compared(recorded, steps.read(run_lib.open_run(str(out))))
-    print(compared.summary())
-    if compared.differs is None:
-        return 0 if compared.steps else 1
-    print(compared.apart())
-    return 1
+    made = run_lib.open_run(str(out))
+    compared = steps.Compared(recorded, steps.read(made))
+    lines = [*_otherwise(run, made, args.step), compared.summary()]
+    lines += [compared.apart()] if compared.differs is not None else []
+    print("\n".join(lines))
+    if page:
+        _write_page(args, config, run, begin, lines)
+    return 0 if compared.steps and compared.differs is None else 1
 
 
-def _link_newest(workdir: pathlib.Path, folder: Any, step: int, out: pathlib.Path) -> int:
-    """Link the newest checkpoint before ``step`` into the workdir of the replay. Return its step, or 0 without one."""
-    saved = pathlib.Path(folder) if folder else workdir / "checkpoints"
-    kept = [int(path.name) for path in saved.glob("*") if path.name.isdecimal()] if saved.is_dir() else []
-    begin = max((n for n in kept if n < step), default=0)
+def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -> str:
+    pace = run.latest.get("steps_per_second")
+    cost = f", about {until / pace:,.0f} s at the run's pace" if isinstance(pace, float) and pace > 0 else ""
+    nearest = f"; steps from {min(saved) + 1} on begin at a kept checkpoint" if saved else ""
+    return f"no checkpoint before step {step} is kept; the replay begins at step 0 and makes {until} steps{cost}{nearest}"
+
+
+def _otherwise(run: Any, made: Any, step: int) -> list[str]:
+    """List the versions, devices and sizes of the mesh that differ from those of the run at a step."""
+    from jaxtrain.arrays import saved_steps
+
+    starts = [start for start in run.starts if start.first < step] or run.starts[:1]
+    if not starts or not made.starts:
+        return []
+    names = ("versions", "devices")
+    one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (starts[-1], made.starts[-1]))
+    shared = one.keys() & two.keys()
+    one, two = (
+        {**{name: facts[name] for name in shared}, "mesh": r.config.get("mesh")} for facts, r in ((one, run), (two, made))
+    )
+    changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
+    return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
+
+
+def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lines: list[str]) -> None:
+    import jax
+
+    from jaxtrain import dissect
+    from jaxtrain.telemetry.report import step_page
+
+    if jax.process_count() > 1:
+        print("no page: it needs a replay by one process")
+        return
+    out, before = pathlib.Path(config.workdir), pathlib.Path(config.workdir, f"before-{args.step}")
+    _link(out / "checkpoints" / str(args.step - 1) if args.step > 1 else None, before)
+    try:
+        own = dataclasses.replace(config, workdir=str(before))
+        found = dissect.dissect(own, args.step, without=args.without, lr=args.lr)
+    finally:
+        shutil.rmtree(before)
+    for variant in found.variants[1:]:
+        was = found.variants[0].numbers
+        shown = (f"{name} {x:.6g} (as it was: {was[name]:.6g})" for name, x in variant.numbers.items() if name in SHOWN)
+        print(f"{variant.name}: {', '.join(shown)}")
+    path = out / f"step-{args.step}.html"
+    path.write_text(step_page.html(run, args.step, found, lines), encoding="utf-8")
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, step {args.step}; open it in a browser")
+
+
+def _kept(run: Any) -> dict[int, pathlib.Path]:
+    """List the checkpoints that a run has kept, by step."""
+    folder = run.setting("checkpoint.folder", "")
+    saved = pathlib.Path(folder) if folder else run.path / "checkpoints"
+    return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+
+
+def _link(saved: pathlib.Path | None, out: pathlib.Path) -> None:
+    """Make a workdir with links to the files of a checkpoint, or with none."""
     out.mkdir(parents=True)
-    if begin:
-        shutil.copytree(saved / str(begin), out / "checkpoints" / str(begin), copy_function=_link)
-    return begin
+    if saved:
+        shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
 
 
-def _link(source: str, target: str) -> None:
+def _link_file(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another disk
@@ -104,12 +201,13 @@ def _ships(loader: str) -> bool:
     return loader.startswith("loaders.")
 
 
-def _config(run: Any, out: pathlib.Path, workload: str) -> Any:
-    """Return the run's config with a workdir of its own, a record of each step, and nothing else that it would write."""
+def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
+    """Return the run's config with a workdir of its own, a record of each step, and the checkpoint that a page needs."""
     from jaxtrain import config as config_lib
     from jaxtrain.arrays import run_workload
     from jaxtrain.telemetry.report.run import RunError
 
+    workload = args.workload
     if not run_workload.of_run(run.config, workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
     named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}  # modules that are imported
@@ -121,11 +219,14 @@ def _config(run: Any, out: pathlib.Path, workload: str) -> Any:
             f"{run.path}: {own[0]}, which is imported only if you trust its code: name the run's workload with --workload"
         )
     found = config_lib.from_dict(run.config)
-    steps = found.train.steps
+    every = found.train.steps if args.no_page or args.step == 1 else args.step - 1
+    data, fsdp, model = args.mesh or (found.mesh.data, found.mesh.fsdp, found.mesh.model)
     return dataclasses.replace(
         found,
         workdir=str(out),
         train=dataclasses.replace(found.train, eval_every=0, patience=0),
-        checkpoint=dataclasses.replace(found.checkpoint, folder="", every=steps, best=""),
+        mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
+        checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, best=""),
+        guard=dataclasses.replace(found.guard, verify_every=0),
         metrics=config_lib.Metrics(every=1, digest=True),
     )

@@ -117,7 +117,7 @@ class TensorboardWriter(Writer):
         self._add(step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items()))
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        named = ((f"{name}/{i}", pixels) for name, images in pictures.items() for i, pixels in enumerate(_pixels(images)[:8]))
+        named = ((f"{name}/{i}", pixels) for name, images in pictures.items() for i, pixels in enumerate(pixels(images)[:8]))
         self._add(step, (self._summary.image(name, pixels, dataformats="HW") for name, pixels in named))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -289,13 +289,13 @@ def write_pictures(
     folder.mkdir(exist_ok=True)
     paths = []
     for name, images in pictures.items():
-        for i, pixels in enumerate(_pixels(images)[:limit]):
+        for i, image in enumerate(pixels(images)[:limit]):
             paths.append(folder / f"{name}_{i}.png")
-            Image.fromarray(pixels).save(paths[-1])
+            Image.fromarray(image).save(paths[-1])
     return paths
 
 
-def _pixels(images: np.typing.ArrayLike) -> np.ndarray:
+def pixels(images: np.typing.ArrayLike) -> np.ndarray:
     """Grey pixels, the top row first, of arrays in 0..1."""
     return (np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255).astype(np.uint8)[:, ::-1]
 

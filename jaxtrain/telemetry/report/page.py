@@ -68,30 +68,19 @@ class Page:
           every: seconds after which the page asks its server whether there is another ``version``; 0 = never, it has none.
         """
         sections = [(name, text) for name, text in self._sections() if text]
-        links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
         more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
         name = " · ".join(run.name for run in self.runs[:4]) + more
-        body = "".join(
-            f'<section aria-labelledby="{identifier(n)}"><h2 id="{identifier(n)}">{esc(n)}</h2>{text}</section>'
-            for n, text in sections
-        )
         data = json.dumps({"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False)
-        own = importlib.resources.files("jaxtrain.telemetry.report") / "assets"
-        css, js = ((own / name).read_text() for name in ("report.css", "report.js"))
-        live = f' data-every="{every:g}" data-version="{version}"' if every else ""
-        policy = f"{POLICY}; connect-src 'self'" if every else POLICY
         notes = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
-        return (
-            f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(name)}</title>'
-            f"<style>{css}</style></head><body><header>{self._header(name)}"
-            f'{LIVE if every else ""}<nav aria-label="Sections">{links}</nav></header><main>'
-            f"{notes}{_tools(several=len(self.runs) > 1) if self.charts else ''}{body}</main>"
-            f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}. Curves by plotly.js, MIT licence.</footer>"
-            f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
-            f'<script type="application/octet-stream" id="library">{plotly if self.charts else ""}</script>'
-            f"<script>{js}</script></body></html>"
+        tools = _tools(several=len(self.runs) > 1) if self.charts else ""
+        return document(
+            name,
+            self._header(name),
+            sections,
+            data=data,
+            plotly=plotly if self.charts else "",
+            above=notes + tools,
+            live=f' data-every="{every:g}" data-version="{version}"' if every else "",
         )
 
     def _sections(self) -> Iterator[tuple[str, str]]:
@@ -213,7 +202,46 @@ class Page:
 
 LIVE = '<p class="soft" id="live" aria-live="off">live</p>'
 # Were a text of a run ever taken for markup, it could still load nothing.
-POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+POLICY = "default-src 'none'; img-src data: blob:; media-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def document(
+    name: str,
+    header: str,
+    sections: Sequence[tuple[str, str]],
+    *,
+    data: str = "{}",
+    plotly: str = "",
+    above: str = "",
+    live: str = "",
+) -> str:
+    """Put a page together from its header and its sections.
+
+    Args:
+      data: JSON of its charts, which need the library ``plotly``.
+      above: markup before the sections.
+      live: attributes by which its script asks its server for another version; "" = it has none.
+    """
+    links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
+    body = "".join(
+        f'<section aria-labelledby="{identifier(n)}"><h2 id="{identifier(n)}">{esc(n)}</h2>{text}</section>'
+        for n, text in sections
+    )
+    own = importlib.resources.files("jaxtrain.telemetry.report") / "assets"
+    css, js = ((own / name).read_text() for name in ("report.css", "report.js"))
+    policy = f"{POLICY}; connect-src 'self'" if live else POLICY
+    curves = " Curves by plotly.js, MIT licence." if plotly else ""
+    return (
+        f'<!doctype html><html lang="en"{live}><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(name)}</title>'
+        f"<style>{css}</style></head><body><header>{header}"
+        f'{LIVE if live else ""}<nav aria-label="Sections">{links}</nav></header><main>{above}{body}</main>'
+        f"<footer>Made by jaxtrain on {time.strftime('%Y-%m-%d %H:%M:%S %Z')}.{curves}</footer>"
+        f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
+        f'<script type="application/octet-stream" id="library">{plotly}</script>'
+        f"<script>{js}</script></body></html>"
+    )
 
 
 def _tools(*, several: bool) -> str:

@@ -108,7 +108,13 @@ class Compared:
         return f"step {self.differs} differs: {', '.join(self._wrong(self.differs))}; {before}"
 
     def apart(self) -> str:
-        """One line: how far apart the losses of the steps are."""
-        pairs = [(self._a.values["loss"][step], self._b.values["loss"][step]) for step in self.steps]
-        most = max((abs(x - y) / max(abs(x), 1e-30) for x, y in pairs), default=math.nan)
-        return f"the losses of {len(pairs)} recorded steps are at most {most:.2g} apart, relative to their size"
+        """One line: how far apart the losses and the gradient norms of the steps are."""
+
+        def most(name: str) -> float:
+            a, b = self._a.values.get(name, {}), self._b.values.get(name, {})
+            pairs = [(a[step], b[step]) for step in self.steps if step in a and step in b]
+            return max((abs(x - y) / max(abs(x), 1e-30) for x, y in pairs), default=math.nan)
+
+        loss, norm = map(most, FIELDS)
+        text = f"the losses of {len(self.steps)} recorded steps are at most {loss:.2g} apart, and the gradient norms {norm:.2g}"
+        return f"{text}, relative to their size"

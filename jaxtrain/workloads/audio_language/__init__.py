@@ -19,5 +19,6 @@ WORKLOAD = Workload(
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
+    examples=f"{_HERE}.examples:examples",
     export=f"{_HERE}.hugging_face:EXPORT",
 )

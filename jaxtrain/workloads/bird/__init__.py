@@ -45,6 +45,7 @@ WORKLOAD = Workload(
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
+    examples=f"{_HERE}.examples:examples",
     export=f"{_HERE}.export:EXPORT",
     formats={"timm": f"{_HERE}.export.timm:FORMAT", "onnx": f"{_HERE}.export.onnx:FORMAT"},
     needs={"onnx": "onnx"},

@@ -18,5 +18,6 @@ WORKLOAD = Workload(
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
+    examples=f"{_HERE}.examples:examples",
     export=f"{_HERE}.model:EXPORT",
 )
