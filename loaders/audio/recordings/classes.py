@@ -14,8 +14,8 @@ from loaders.io import files
 # Between labels in a field: it is enough that it is there, that one part is a label of its own, or that all are.
 SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
     *((text, lambda parts: True) for text in (";", "|", " / ")),
-    *((text, any) for text in (" + ", " & ", " and ")),
-    *((text, all) for text in ("/", ",", "+", "&", " ")),
+    *((text, any) for text in (" + ", " & ", " and ", ",")),
+    *((text, all) for text in ("/", "+", "&", " ")),
 )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
         elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
             mistakes.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
     for name, where in names.items():
-        if score := re.search(r"[^\W\d_][\s,:_(]+(\d*\.\d+|\d+ ?%)\)?$", name):
+        if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
             mistakes.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
             continue
         for between, enough in SEPARATORS:

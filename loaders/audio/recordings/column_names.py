@@ -115,6 +115,7 @@ TIME = set(
     "interval window segment range span chunk slice pos".split()
 )
 MINUTES = {"min", "minute", "minutes"}  # such a word, too
+SPLIT = {"train", "test", "split", "holdout"}
 OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
 NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last word of a column that numbers or counts
 LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())

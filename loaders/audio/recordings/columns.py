@@ -21,6 +21,7 @@ from loaders.audio.recordings.column_names import (
     NUMBERS,
     OF_DAY,
     SECONDS,
+    SPLIT,
     TIME,
     is_other,
     meaning_of,
@@ -297,6 +298,8 @@ def _classes(table: Table, used: Used, options: Options) -> list[str]:
         if label and classes:
             _refuse_doubt(table, classes, label, "0 and 1, too")
         return []
+    if odd := next((name for name in classes if SPLIT & set(words(name))), None) if len(classes) > 1 else None:
+        _refuse_doubt(table, [name for name in classes if name != odd], odd, "0 and 1, too, as a split")
     hours = {name for name in unknown if OF_DAY & set(words(name))} if table.find("hour") else set()
     numbers = [name for name in unknown if name not in classes and name not in hours and _is_nearly(rows[name])]
     if classes and numbers:
@@ -367,7 +370,7 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return "a class"
     if not its or is_other(name) or meaning == "duration":
         return ""
-    if meaning == "split" or {"train", "test", "split", "holdout"} & set(words(name)):
+    if meaning == "split" or SPLIT & set(words(name)):
         return "a split"
     if values.are_times(its) and TIME & set(words(name)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"
@@ -415,8 +418,9 @@ def _is_position(layout: Layout, name: str) -> bool:
     seen: dict[str, str] = {}
     pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
     varies = any(seen.setdefault(file, text) != text for file, text in pairs)
-    parts -= OF_DAY if table.find("hour") else set()
-    named = bool(parts & (TIME | MINUTES)) and words(name)[-1] not in NUMBERING
+    named = bool(parts & (TIME | MINUTES))
+    if words(name)[-1] in NUMBERING or (table.find("hour") and parts & OF_DAY):
+        return varies and bool(parts & (TIME | {"clip"}))
     if meaning == "duration":
         return varies
     if meaning in ("time", "clock", "datetime"):

@@ -190,7 +190,9 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
     text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
     text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
     parts: Iterable[str] = [text]
-    if listed := re.fullmatch(r"\[(.*)\]|c?\((\s*['\"].*)\)|\{([^:]*)\}", text):
+    wrapped = re.fullmatch(r"(?:array|Index|set|frozenset|tuple|list|c)\((.*?)(?:, dtype=.*)?\)", text)
+    listed = re.fullmatch(r"[\[{(]*(.*?)[\]})]*", wrapped[1]) if wrapped else None
+    if listed := listed or re.fullmatch(r"\[+(.*?)\]+|\((\s*['\"].*|.*,.*)\)|\{([^:]*)\}", text):
         parts = _parts(next(part for part in listed.groups() if part is not None))
     elif separator:
         parts = text.split(separator)
@@ -203,6 +205,7 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
 def _parts(text: str) -> list[str]:
     """Return the parts of a list: between commas, or in quotes. An apostrophe inside a word is no quote."""
     quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
+    text = text.replace("\\'", "'")
     return [each["quoted"] or each["plain"] or "" for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)]
 
 

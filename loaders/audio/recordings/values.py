@@ -180,6 +180,8 @@ def degrees(text: str, negative: str) -> float:
     Args:
       negative: the hemispheres that are below 0: "S", or "W".
     """
+    if re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text):
+        text = f"{float(text):f}"
     letters = re.findall(r"[A-Z]", text.upper())
     allowed = ("N", "S") if negative == "S" else ("E", "W")
     numbers = re.findall(r"[+-]?\d+(?:[.,]\d+)?", text.replace("\u2212", "-"))
