@@ -5,6 +5,10 @@ them until the q-head says that the answer is right, or ``halt_steps`` are over.
 the row that the batch brings. Rows that the batch brings to the other slots are dropped. All of it
 happens on the device.
 
+That is the contract "deep". The contract "last" (the recursive stem model, Hakimi 2026) has no slots: each training step takes
+its rows from their beginning through a number of supervision steps, which is drawn, and has a loss after the last one alone.
+The steps before it are a detached warm-up, so that a net learns to go on from any depth.
+
 Shapes: as in `model`.
 """
 
@@ -19,9 +23,11 @@ import jax.numpy as jnp
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.trm import boards
-from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, train_flops
+from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, start, train_flops
 
 TABLE = "puzzle/w_rows"  # the parameter whose rows that it read the loss reports
+OF_DEPTH = 2**31 - 1  # folded into a step's key for `depth`: rows fold in their own places, which are smaller
+LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 
 
@@ -98,11 +104,22 @@ def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[
 
 
 def curriculum(c: Config, step: int) -> Cycles:
-    """Cycles of a step: from the first to the last ones over ``growth`` steps, cut to whole numbers."""
-    progress = min(step / c.growth, 1.0) if c.growth else 1.0
-    bounds = ((c.first_high or c.cycles_high, c.cycles_high), (c.first_low or c.cycles_low, c.cycles_low))
-    high, low = (int(first + progress * (last - first)) for first, last in bounds)
-    return high, low
+    """Return the cycles of a step: from the first to the last ones over their ``growth`` steps, cut to whole numbers."""
+
+    def grown(first: int, last: int, growth: int) -> int:
+        first = first or last
+        return int(first + (min(step / growth, 1.0) if growth else 1.0) * (last - first))
+
+    growth_low = c.growth if c.growth_low is None else c.growth_low
+    return grown(c.first_high, c.cycles_high, c.growth), grown(c.first_low, c.cycles_low, growth_low)
+
+
+def depth(c: Config, step: Array, key: Key) -> Array:
+    """Return the supervision steps of a training step of contract "last", int32 []: uniform from the fewest to the most."""
+    first = c.first_steps or c.halt_steps
+    most = first + (c.halt_steps - first) * jnp.minimum(step / max(c.growth_steps, 1), 1)
+    most = jnp.floor(most).astype(jnp.int32) if c.growth_steps else jnp.int32(c.halt_steps)
+    return jax.random.randint(jax.random.fold_in(key, OF_DEPTH), (), c.least_steps or most, most + 1)
 
 
 class Model(NamedTuple):
@@ -118,7 +135,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     model = Model(c, shard, config.train.steps)
     return Task(
         specs=Variables(make_specs(c), carry=make_carry(c, batch)),
-        loss=functools.partial(loss, model),
+        loss=functools.partial({"deep": loss, "last": last_loss}[c.contract], model),
         evaluate=functools.partial(evaluate, model),
         axes={
             "inputs": ("batch", None),
@@ -145,23 +162,47 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     done_b = halt(c, steps_b, q_b2, least_b)
     carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
     each = scores(c, logits_bsv, q_b2, rows["labels"])
-    q_loss_b = each["q_halt_loss"]
-    losses = {"lm_loss": each["lm_loss"], "q_halt_loss": q_loss_b}
     if c.q_continue:
         # The value of another step: the better of that step's two values, but at the end only its first.
         *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
-        losses["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
-        q_loss_b += losses["q_continue_loss"]
+        each["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
+    return loss_of(model, each, rows["puzzle"], steps_b, done_b, carry)
+
+
+def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
+    """Take supervision steps of each row from its beginning, with a loss after the last one. ``stage`` as of `loss`."""
+    c, cycles = model.c, stage or model.c.cycles
+    n_steps = depth(c, variables.carry["step"], key)
+    z = start(c, variables.carry, batch["inputs"].shape[0], model.shard)
+    params, rows = jax.lax.stop_gradient((variables.params, {"inputs": batch["inputs"], "puzzle": batch["puzzle"]}))
+
+    def step(_: Array, z: dict[str, Array]) -> dict[str, Array]:
+        z_h, z_l = refine(c, params, {**rows, **z}, cycles, model.shard)[:2]
+        return {"z_h": z_h, "z_l": z_l}
+
+    with jax.named_scope("warm_up"):
+        z = jax.lax.stop_gradient(jax.lax.fori_loop(0, n_steps - 1, step, z))
+    *_, logits_bsv, q_b2 = refine(c, variables.params, {**rows, **z}, cycles, model.shard)
+    each = scores(c, logits_bsv, q_b2, batch["labels"])
+    steps_b = jnp.broadcast_to(n_steps, q_b2.shape[:1])
+    return loss_of(model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.carry)
+
+
+def loss_of(model: Model, each: dict[str, Array], puzzle_b: Array, steps_b: Array, done_b: Array, carry: PyTree) -> LossOut:
+    """Return the loss of rows, and the metrics of those that are done."""
+    c = model.c
+    losses = {name: each[name] for name in LOSSES if name in each}
     n, finished_b = jnp.float32(steps_b.shape[0]), (done_b & each["valid"]).astype(jnp.float32)
-    metrics = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
+    metrics: dict[str, Mean] = {name: Mean(value_b.sum(), n) for name, value_b in losses.items()}
     metrics |= {name: Mean((each[name] * finished_b).sum(), finished_b.sum()) for name in ACCURACIES}
     metrics["steps"] = Mean((steps_b * finished_b).sum(), finished_b.sum())
     metrics["halted"] = Mean(finished_b.sum(), n)
     sparse_rows = {}
     if c.puzzle_embed:
         # The rows of the slots, not of the batch.
-        sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[rows["puzzle"]].add(1), "item")
+        sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1), "item")
+    q_loss_b = each["q_halt_loss"] + (each["q_continue_loss"] if c.q_continue else 0)
     return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, sparse_rows)
 
 
@@ -178,17 +219,14 @@ def solve(
 ) -> tuple[Array, Array, PyTree]:
     """All supervision steps, from the start: last logits and q, and ``keep(logits, q)`` of each step, stacked."""
     c, n = model.c, batch["inputs"].shape[0]
-    z = {f"z_{k}": jnp.broadcast_to(variables.carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
-    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
-    z = {name: model.shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
         z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, {**batch, **state[0]}, c.cycles, model.shard)
         logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
         return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
 
-    start = (z, jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
-    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, start, length=c.halt_steps)
+    first = (start(c, variables.carry, n, model.shard), jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
+    (_, logits_bsv, q_b2), kept = jax.lax.scan(step, first, length=c.halt_steps)
     return logits_bsv, q_b2, kept
 
 

@@ -32,6 +32,7 @@ from loaders.io import checks
 MIXERS = ("mlp", "attention")
 POSITIONS = ("none", "rope", "learned")
 LOSSES = ("stablemax", "softmax")
+CONTRACTS = ("deep", "last")
 DTYPES = ("float32", "bfloat16")
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
@@ -48,7 +49,7 @@ class Config(ModelSection):
         checks.FUNCTION,
         free=("n_difficulties", "remat"),
         state=(
-            *("n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
+            *("contract", "n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
             *("puzzle_tokens", "puzzle_embed"),
         ),
     )
@@ -72,7 +73,12 @@ class Config(ModelSection):
     first_high: int = 0  # [cycles] of the answer at step 0 of a curriculum; 0 = cycles_high
     first_low: int = 0  # [cycles] of the thought at step 0 of a curriculum; 0 = cycles_low
     growth: int = 0  # [steps] over which the cycles grow, linearly; 0 = no curriculum
+    growth_low: int | None = None  # [steps] over which the cycles of the thought grow; None = growth
+    contract: str = "deep"  # [name] deep: a loss after each supervision step; last: of a detached history, after its last one
     halt_steps: int = 16  # [supervision steps] after which a row is always done. An evaluation takes all
+    least_steps: int = 0  # [supervision steps] of contract last: drawn from these to halt_steps in each step; 0 = halt_steps
+    first_steps: int = 0  # [supervision steps] at most at step 0, of contract last; 0 = halt_steps
+    growth_steps: int = 0  # [steps] over which first_steps grows to halt_steps; 0 = no curriculum
     explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
     explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
     q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
@@ -95,13 +101,37 @@ class Config(ModelSection):
             yield "positions", "is 'rope', which turns queries and keys, and mixer='mlp' has none; use 'none' or 'learned'"
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             yield "puzzle_embed", f"is {self.puzzle_embed}, more than puzzle_tokens × embed = {self.puzzle_tokens * self.embed}"
+        yield from self._contract_problems()
         explore = ("explore",) if self.explore_end is None else ("explore", "explore_end")
         yield from checks.within(self, "[0, 1]", *explore)
-        for first, last in (("first_high", "cycles_high"), ("first_low", "cycles_low")):
-            if getattr(self, first) and not self.growth:
-                yield first, f"is {getattr(self, first)}, and growth=0 means no curriculum; set growth to its length in steps"
+        growths = ("growth", "growth" if self.growth_low is None else "growth_low", "growth_steps")
+        lasts = ("cycles_high", "cycles_low", "halt_steps")
+        for first, last, growth in zip(("first_high", "first_low", "first_steps"), lasts, growths, strict=True):
+            if getattr(self, first) and not getattr(self, growth):
+                yield (
+                    first,
+                    f"is {getattr(self, first)}, and {growth}=0 means no curriculum; set {growth} to its length in steps",
+                )
             if getattr(self, first) > getattr(self, last):
                 yield first, f"is {getattr(self, first)}, more than {last}={getattr(self, last)}"
+
+    def _contract_problems(self) -> Iterator[tuple[str, str]]:
+        yield from checks.choice(self, CONTRACTS, "contract")
+        yield from checks.not_negative(self, "least_steps", "first_steps", "growth_steps")
+        yield from checks.not_negative(self, *(() if self.growth_low is None else ("growth_low",)))
+        if self.contract == "deep":
+            for name in ("least_steps", "first_steps", "growth_steps"):
+                if getattr(self, name):
+                    yield name, f"is {getattr(self, name)}, of contract='last' alone; contract='deep' has it from its halting"
+            return
+        for name, unused in (("q_continue", False), ("explore_end", None)):
+            if getattr(self, name) != unused:
+                yield name, f"is {getattr(self, name)}, of contract='deep' alone: no row of contract='last' halts in training"
+        if self.least_steps > (self.first_steps or self.halt_steps):
+            yield (
+                "least_steps",
+                f"is {self.least_steps}, more than the {self.first_steps or self.halt_steps} steps that there are",
+            )
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("n_cells", "vocab", "n_puzzles", "n_difficulties"):
@@ -153,7 +183,14 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """Return a slot for each row of the batch, all done at first, the fixed initial states, and the step for the annealing."""
+    """Return a slot for each row of the batch, all done, the fixed initial states, and the step for the annealing.
+
+    Of the contract "last", each step begins with its own rows: it has no slots.
+    """
+    begin = {f"init_{k}": Spec((c.embed,), (None,), truncated_normal(1.0)) for k in "hl"}
+    begin["step"] = Spec((), (), zeros, "int32")
+    if c.contract == "last":
+        return begin
     z = Spec((batch, c.n_tokens, c.embed), ("batch", "seq", None), zeros, c.dtype)
     cells = Spec((batch, c.n_cells), ("batch", None), zeros, "int32")
     count = Spec((batch,), ("batch",), zeros, "int32")
@@ -165,10 +202,15 @@ def make_carry(c: Config, batch: int) -> PyTree:
         "inputs": cells,
         "labels": cells,
         "puzzle": count,
-        "init_h": Spec((c.embed,), (None,), truncated_normal(1.0)),
-        "init_l": Spec((c.embed,), (None,), truncated_normal(1.0)),
-        "step": Spec((), (), zeros, "int32"),
+        **begin,
     }
+
+
+def start(c: Config, carry: PyTree, n: int, shard: Shard) -> dict[str, Array]:
+    """Return the states of rows that begin, z_h and z_l, [B, T, D]."""
+    z = {f"z_{k}": jnp.broadcast_to(carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
+    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
+    return {name: shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
 
 
 def rms_norm(x: Array, axis: int) -> Array:
@@ -300,8 +342,10 @@ def net_flops(c: Config) -> int:
 def train_flops(c: Config, cycles: Cycles) -> int:
     """Floating-point operations of one row in one training step.
 
-    The backward pass costs twice the forward one, and only the last cycle has one.
+    The backward pass costs twice the forward one, and only the last cycle has one. Of the contract "last", the supervision
+    steps before it are forward alone: their mean, if their number is drawn.
     """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
-    return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads
+    before = (c.halt_steps + (c.least_steps or c.halt_steps) - 2) * high * (low + 1) * net_flops(c) // 2
+    return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads + (before if c.contract == "last" else 0)

@@ -1,0 +1,134 @@
+"""Contracts of training of the recursive model: gradients by NumPy, depths, floating-point operations, meshes and parts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import config as config_lib
+from jaxtrain.types import Variables
+from jaxtrain.workloads.trm import loss as trm_loss
+from jaxtrain.workloads.trm import model as trm
+from tests.support.cases import Run, assert_alike
+from tests.support.cases.trm import CASE, TINY, random_batch
+from tests.workloads.test_trm import one_device
+
+LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
+
+
+def norm(x, axis):
+    return x / np.sqrt((x * x).mean(axis, keepdims=True) + 1e-5)
+
+
+def gated(x, up, down):  # the last axis of x is mixed
+    gate, y = x @ up[:, 0], x @ up[:, 1]
+    return (gate / (1 + np.exp(-gate)) * y) @ down
+
+
+def net(c, p, x):
+    for l in range(c.depth):
+        w = {name: each[l] for name, each in p["net"].items()}
+        xt = x.swapaxes(1, 2)
+        x = norm(xt + gated(xt, w["w_mix_up"], w["w_mix_down"]), 2).swapaxes(1, 2)
+        x = norm(x + gated(x, w["w_up"], w["w_down"]), 2)
+    return x
+
+
+def cycle(c, p, batch, z):
+    rows = np.pad(p["puzzle"]["w_rows"][batch["puzzle"]], ((0, 0), (0, c.puzzle_tokens * c.embed - c.puzzle_embed)))
+    cells = p["w_cells"][batch["inputs"]]
+    x = np.sqrt(c.embed) * np.concatenate([rows.reshape(len(cells), -1, c.embed), cells], 1)
+    z_h, z_l = z
+    for _ in range(c.cycles_low):
+        z_l = net(c, p, z_l + z_h + x)
+    return net(c, p, z_h + z_l), z_l
+
+
+def loss_of(c, p, batch, z):
+    """The loss after one more cycle from z, summed over rows, by the formulas."""
+    z_h, _ = cycle(c, p, batch, z)
+    logits, q = z_h[:, c.puzzle_tokens :] @ p["w_symbols"], (z_h[:, 0] @ p["w_q"] + p["b_q"])[:, 0]
+    s = np.where(logits < 0, 1 / (1 - np.minimum(logits, 0)), 1 + logits)
+    valid = batch["labels"] >= 0
+    label = np.where(valid, batch["labels"], 0)
+    each = -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), label[..., None], -1))[..., 0] * valid
+    exact = ((logits.argmax(-1) == label) | ~valid).all(1)
+    q_loss = np.log1p(np.exp(-np.abs(q))) + np.maximum(q, 0) - q * exact
+    return (each.sum(1) / valid.sum(1) + 0.5 * q_loss).sum()
+
+
+def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
+    """Against finite differences in float64, with all that comes before the last cycle held."""
+    c = replace(LAST, least_steps=0, halt_steps=3)
+    run = config_lib.Config(model=c, train=config_lib.Train(batch=32))
+    task = trm_loss.make_task(run, one_device(), 32)
+    variables = Run(CASE._replace(model=c), (1, 1, 1)).init().variables
+    batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
+
+    def total(params):
+        out = task.loss(Variables(params, carry=variables.carry), batch, jax.random.key(0))
+        return out.loss.total, out
+
+    (value, out), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
+    assert out.metrics["steps"].total == 3 * out.metrics["steps"].weight and set(out.carry) == {"init_h", "init_l", "step"}
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables.params)
+    begin = [np.asarray(variables.carry[f"init_{k}"], np.float64) for k in "hl"]
+    z = tuple(np.broadcast_to(x, (32, c.n_tokens, c.embed)) for x in begin)
+    for _ in range(3 * c.cycles_high - 1):
+        z = cycle(c, p, batch, z)
+    assert loss_of(c, p, batch, z) == pytest.approx(float(value), rel=1e-4)
+    rng = np.random.default_rng(0)
+    leaves, tree = jax.tree.flatten(p)
+    for i, (x, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
+        direction = rng.standard_normal(x.shape)
+        direction *= 1e-5 / np.linalg.norm(direction)
+        ends = []
+        for sign in (1, -1):
+            moved = jax.tree.unflatten(tree, [*leaves[:i], x + sign * direction, *leaves[i + 1 :]])
+            ends.append(loss_of(c, moved, batch, z))
+        expected = (ends[0] - ends[1]) / 2
+        assert (np.asarray(grad, np.float64) * direction).sum() == pytest.approx(expected, rel=2e-2, abs=2e-9)
+
+
+def test_depths_are_drawn_and_grow_and_are_counted():
+    c = replace(LAST, halt_steps=16, first_steps=4, growth_steps=100, least_steps=2)
+    of = jax.jit(jax.vmap(lambda step, key: trm_loss.depth(c, step, key), in_axes=(None, 0)))
+    keys = jax.random.split(jax.random.key(0), 2000)
+    for step, most in ((0, 4), (50, 10), (99, 15), (100, 16), (1000, 16)):
+        found = np.bincount(np.asarray(of(jnp.int32(step), keys)), minlength=most + 1)
+        assert len(found) == most + 1 and not found[:2].any()
+        np.testing.assert_allclose(found[2:] / 2000, 1 / (most - 1), atol=0.05)
+    one = (c.cycles_high * (c.cycles_low + 1)) * trm.net_flops(c)
+    deep = trm.train_flops(replace(c, contract="deep"), c.cycles)
+    assert trm.train_flops(c, c.cycles) - deep == (2 + 16 - 2) / 2 * one
+    assert trm.train_flops(replace(c, least_steps=0), c.cycles) - deep == 15 * one
+
+
+def test_cycles_of_the_thought_grow_on_their_own():
+    c = replace(TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100, growth_low=10)
+    assert [trm_loss.curriculum(c, step) for step in (0, 5, 10, 50, 100)] == [(1, 2), (1, 4), (1, 6), (2, 6), (3, 6)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Run(CASE._replace(model=LAST), (1, 1, 1)).take(4)
+
+
+@pytest.mark.parametrize(("mesh", "accumulate", "remat"), [((1, 1, 1), 4, "full"), ((4, 2, 1), 2, "none")])
+def test_steps_are_the_same_in_parts(alone, mesh, accumulate, remat):
+    model = replace(LAST, remat=remat)
+    assert_alike(alone, Run(CASE._replace(model=model), mesh, accumulate).take(4), share=2e-4)
+    depths = {float(metrics["steps"].total / metrics["steps"].weight) for _, metrics in alone[0]}
+    assert len(depths) > 1 and depths <= {2, 3, 4}, "each step draws one depth for all of its rows"
+
+
+def test_options_of_one_contract_are_refused_with_the_other():
+    def names(**options):
+        return [name for name, _ in replace(TINY, **options).problems()]
+
+    assert names(least_steps=2, first_steps=1) == ["least_steps", "first_steps", "first_steps"]
+    assert names(contract="last") == ["explore_end"] and not list(LAST.problems())
+    assert names(contract="first") == ["contract", "explore_end"]
+    assert names(contract="last", explore_end=None, least_steps=4) == ["least_steps"]
