@@ -13,12 +13,13 @@ import safetensors.numpy
 import tokenizers
 
 from jaxtrain import cli, specs
+from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
-from loaders.sudoku import sudoku
+from loaders.sudoku import puzzles, sudoku
 from tests.support import runs
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
@@ -29,13 +30,14 @@ PUZZLES = dict(
 SOLUTION = "1234341221434321"
 
 
-def saved(folder, workload, model, carry=()):
+def saved(folder, workload, model, carry=(), change=lambda params: params):
     c = workload.Config(**model)
     # Large, as after training: a new model says nearly the same of every token, whatever came before.
     params = jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
         specs.materialise(workload.make_specs(c), jax.random.key(0)),
     )
+    params = change(params)
     config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
     config["warm_start"] = {"source": ""}
     runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
@@ -51,6 +53,14 @@ def writer(tmp_path_factory):
 def solver(tmp_path_factory):
     carry = {name: jax.random.normal(jax.random.key(i), (32,)) for i, name in enumerate(("init_h", "init_l"))}
     return saved(tmp_path_factory.mktemp("trm"), trm, PUZZLES, carry)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A run whose halting head is as it began."""
+    carry = {name: jnp.ones(32) for name in ("init_h", "init_l")}
+    closed = {"w_q": np.zeros((32, 2), "f4"), "b_q": np.full(2, -5, "f4")}
+    return saved(tmp_path_factory.mktemp("untrained"), trm, PUZZLES, carry, lambda params: {**params, **closed})
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
@@ -153,20 +163,60 @@ def test_boards_are_those_of_the_model(solver, tmp_path, capsys):
     one = solve.load(str(solver))
     inputs = jnp.array([[1 if s == "." else int(s) + 1 for s in board] for board in boards])
     batch = {"inputs": inputs, "puzzle": jnp.zeros(5, jnp.int32)}
-    z, q, _ = trm_loss.solve(one.model, one.variables, batch)
+    alone = trm_loss.Model(one.c, stored_params.one_device().shard, 0)
+    z, q, _ = trm_loss.solve(alone, jax.device_get(one.variables), batch)
     assert [row["question"] for row in rows] == boards
     for row, symbols, sure in zip(rows, np.asarray(z.argmax(-1)), np.asarray(q[:, 0]), strict=True):
         assert row["board"] == "".join(str(s - 1) if s >= 2 else "." for s in symbols)
         assert float(row["confidence"]) == pytest.approx(1 / (1 + np.exp(-sure)), abs=1e-3)
-        assert 1 <= int(row["steps"]) <= 5 and row["valid"] == str(int(solve.is_solution(row["question"], row["board"])))
+        assert 1 <= int(row["steps"]) <= 5 and row["valid"] == str(int(row["board"] == SOLUTION))
     (tmp_path / "plain.txt").write_text(boards[0].replace(".", "0") + "\n")
     assert cli.main(["solve", str(solver), str(tmp_path / "plain.txt")]) == 0
     assert capsys.readouterr().out.startswith(rows[0]["board"])
 
 
+def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained, tmp_path, capsys):
+    made = sudoku.generate(sudoku.Source(kind="sudoku4", n_train=30, n_test=9, blanks=(2, 6)), 0)
+    for name, each in made.items():
+        lines = [
+            f"{puzzles.to_text('sudoku4', b)},{puzzles.to_text('sudoku4', a)}"
+            for b, a in zip(each.inputs, each.labels, strict=True)
+        ]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]) + "\n")
+    test, out = str(tmp_path / "test.csv"), tmp_path / "out.csv"
+    argv = ["solve", str(solver), test, "--rollouts=5", "--noise=0.5", "--stop=either", "--choose=check"]
+    assert cli.main([*argv, "--out", str(out), "--calibrate", str(tmp_path / "train.csv")]) == 0
+    told = capsys.readouterr().out
+    assert "calibrated on 30 boards, " in told and "of 5 rollouts each: the head's choice is valid for " in told
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 9 and {int(row["rollout"]) for row in rows} <= set(range(5))
+    for row in rows:
+        assert float(row["solves"]) * 5 % 1 == 0 and float(row["halts"]) * 4 % 1 == 0
+        assert (row["valid"] == "1") == (float(row["solves"]) > 0) and row["q_valid"] <= row["valid"]
+        assert 0 < float(row["confidence"]) < 0.5, "nearly none of these boards was right"
+    argv = ["solve", str(solver), test, "--rollouts=3", "--noise", "0.5", "2", "--curve", str(tmp_path / "curve.csv")]
+    assert cli.main(argv) == 0
+    with (tmp_path / "curve.csv").open(newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert [(row["rollouts"], row["noise"]) for row in curve] == [
+        ("1", "0.0"),
+        ("2", "0.5"),
+        ("2", "2.0"),
+        ("3", "0.5"),
+        ("3", "2.0"),
+    ]
+    assert all(
+        float(row["q_low"]) <= float(row["by_q"]) <= float(row["by_check"]) and float(row["seconds"]) > 0 for row in curve
+    )
+    capsys.readouterr()
+    assert cli.main(["solve", str(untrained), test, "--rollouts=3", "--noise=0.5", "--choose=check"]) == 0
+    assert "at noise 0.5 no rollout halted" in capsys.readouterr().out
+
+
 def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
     """It holds the states that a board begins with, and none of the slots of training."""
-    (tmp_path / "p.txt").write_text(SOLUTION[:6] + "." * 10 + "\n")
+    (tmp_path / "p.txt").write_text(SOLUTION[:8] + "." * 3 + SOLUTION[11:] + "\n")
     assert cli.main(["export", str(solver), "--out", str(tmp_path / "exported")]) == 0
     for run, out in ((solver, "a.csv"), (tmp_path / "exported", "b.csv")):
         assert cli.main(["solve", str(run), str(tmp_path / "p.txt"), "--out", str(tmp_path / out)]) == 0
@@ -181,7 +231,8 @@ def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, 
         (tmp_path / "in").write_text("".join(f"{i:03}\n" for i in range(64)))
         argv = ["generate", str(writer), "--prompts", str(tmp_path / "in"), "--tokens", "4"]
     else:
-        (tmp_path / "in").write_text("".join("." * 8 + SOLUTION[i % 8 : i % 8 + 8] + "\n" for i in range(192)))
+        made = sudoku.generate(sudoku.Source(kind="sudoku4", n_train=192, n_test=0, blanks=(8, 8)), 0)["train"].inputs
+        (tmp_path / "in").write_text("".join(puzzles.to_text("sudoku4", board) + "\n" for board in made))
         argv = ["solve", str(solver), str(tmp_path / "in")]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     disk, module = small_disk(8), {"generate": generate, "solve": solve}[what]
@@ -203,16 +254,9 @@ def test_a_disk_that_fills_midway_keeps_what_was_done(writer, solver, tmp_path, 
 def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_path):
     question = "." + SOLUTION[1:]
     (tmp_path / "train.csv").write_bytes(f"question,answer\r\n{question},{SOLUTION}\r\n".encode("utf-8-sig"))
-    assert solve.read_puzzles(str(tmp_path / "train.csv"), 4) == [solve.Puzzle(question, SOLUTION)]
+    assert solve.read_puzzles(str(tmp_path / "train.csv"), "sudoku4", 4) == [solve.Puzzle(question, SOLUTION)]
     read = sudoku._split(sudoku.Source(kind="sudoku4", path=str(tmp_path)), 0, "train")
     assert (read.inputs - 1).tolist() == [[0, *map(int, SOLUTION[1:])]]
-
-
-def test_what_a_solution_is():
-    assert solve.is_solution("." * 16, SOLUTION)
-    assert not solve.is_solution("2" + "." * 15, SOLUTION), "it changes what was given"
-    assert not solve.is_solution("." * 16, "1234234134124123"), "rows and columns are right, boxes are not"
-    assert not solve.is_solution("." * 16, "." + SOLUTION[1:])
 
 
 @pytest.mark.parametrize(
@@ -224,16 +268,29 @@ def test_what_a_solution_is():
         (["generate", "{writer}", "--prompts", "{tmp}/none"], "does not exist"),
         (["generate", "{writer}", "--prompts", "{tmp}/bad.jsonl"], 'bad.jsonl:1 has no "prompt"'),
         (["generate", "{writer}", "--prompts", "{tmp}/empty.csv"], "empty.csv holds no prompt"),
-        (["solve", "{solver}", "{tmp}/short.csv"], "short.csv:2: '12..' is no board; expected 16 of 1 to 4"),
+        (["solve", "{solver}", "{tmp}/short.csv"], "short.csv:2: '12..' has 4 characters; a board of this kind has 16 of"),
+        (["solve", "{solver}", "{tmp}/five.txt"], "five.txt:2: row 1, column 3 is '5'; expected 1 to 4"),
+        (["solve", "{solver}", "{tmp}/none.txt"], "none.txt:1: the board has no solution: row 1, column 1 and row 1, column 4"),
+        (["solve", "{solver}", "{tmp}/many.txt"], "many.txt:1: the board has several solutions, which differ in row 3"),
+        (["solve", "{solver}", "{tmp}/one.txt", "--rollouts=4"], "--rollouts is 4 without noise, and all would be the same"),
+        (["solve", "{solver}", "{tmp}/one.txt", "--noise=1"], "--noise is 1 with one rollout, and the first has none"),
+        (["solve", "{untrained}", "{tmp}/one.txt", "--noise=1", "--rollouts=2"], "a halting head that was never trained"),
+        (["solve", "{solver}", "{tmp}/one.txt", "--calibrate={tmp}/one.txt"], "one.txt shares 1 boards with"),
         (["solve", "{solver}", "{tmp}/empty.csv"], "holds no board"),
         (["solve", "{writer}", "{tmp}/short.csv"], "expected a run of jaxtrain.workloads.trm"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(writer, solver, tmp_path, capsys, argv, text):
+def test_a_mistake_is_one_line(writer, solver, untrained, tmp_path, capsys, argv, text):
+    boards = {"five": f"{SOLUTION}\n125{SOLUTION[3:]}", "none": f"1..1{SOLUTION[4:]}", "many": f"{SOLUTION[:8]}........"}
+    for name, text_of in {**boards, "one": f".{SOLUTION[1:]}"}.items():
+        (tmp_path / f"{name}.txt").write_text(text_of + "\n")
     (tmp_path / "short.csv").write_text("question\n12..\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     tokens = [] if "--tokens" in argv or argv[0] == "solve" else ["--tokens", "4"]
-    assert cli.main([*(part.format(writer=writer, solver=solver, tmp=tmp_path) for part in argv), *tokens]) == 2
+    assert (
+        cli.main([*(part.format(writer=writer, solver=solver, untrained=untrained, tmp=tmp_path) for part in argv), *tokens])
+        == 2
+    )
     told = capsys.readouterr().err
     assert told.startswith("error: ") and text in told and told.count("\n") == 1

@@ -269,7 +269,7 @@ READERS = (
     Reader("a head", inputs.head, lambda folder: heads.read(folder / "head.npz")),
     Reader("embeddings", inputs.whole_rows, read_embeddings),
     Reader("boards", inputs.boards, _probe(probes.puzzles)),
-    Reader("puzzles", inputs.puzzles, lambda folder: solve.read_puzzles(str(folder / "test.csv"), 4)),
+    Reader("puzzles", inputs.puzzles, lambda folder: solve.read_puzzles(str(folder / "test.csv"), "sudoku4", 4)),
     Reader("documents", inputs.tokens, _probe(probes.documents)),
     Reader("records of a run", inputs.workdir, read_report),
 )

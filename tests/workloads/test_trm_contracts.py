@@ -12,10 +12,11 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support.cases import Run, assert_alike
-from tests.support.cases.trm import CASE, TINY, random_batch
+from tests.support.cases.trm import CASE, TINY, calm, random_batch
 from tests.workloads.test_trm import one_device
 
 LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
+CALM = CASE._replace(model=LAST, begin=calm)
 
 
 def norm(x, axis):
@@ -113,13 +114,13 @@ def test_cycles_of_the_thought_grow_on_their_own():
 
 @pytest.fixture(scope="module")
 def alone():
-    return Run(CASE._replace(model=LAST), (1, 1, 1)).take(4)
+    return Run(CALM, (1, 1, 1)).take(4)
 
 
 @pytest.mark.parametrize(("mesh", "accumulate", "remat"), [((1, 1, 1), 4, "full"), ((4, 2, 1), 2, "none")])
 def test_steps_are_the_same_in_parts(alone, mesh, accumulate, remat):
     model = replace(LAST, remat=remat)
-    assert_alike(alone, Run(CASE._replace(model=model), mesh, accumulate).take(4), share=2e-4)
+    assert_alike(alone, Run(CALM._replace(model=model), mesh, accumulate).take(4), share=5e-4)
     depths = {float(metrics["steps"].total / metrics["steps"].weight) for _, metrics in alone[0]}
     assert len(depths) > 1 and depths <= {2, 3, 4}, "each step draws one depth for all of its rows"
 

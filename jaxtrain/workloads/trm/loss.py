@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
-from jaxtrain.workloads.trm import boards
+from jaxtrain.workloads.trm import boards, rollouts
 from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, start, train_flops
 
 TABLE = "puzzle/w_rows"  # the parameter whose rows that it read the loss reports
@@ -238,11 +238,24 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    c = model.c
-    logits_bsv, q_b2, _ = solve(model, variables, batch)
+    c, found = model.c, None
+    search = rollouts.search_of(c)
+    if search == rollouts.Search(steps=c.halt_steps):
+        logits_bsv, q_b2, _ = solve(model, variables, batch)
+    else:
+        found = rollouts.explore(c, variables, batch, search, c.noise, jax.random.key(0), model.shard)
+        logits_bsv, q_b2 = found.of(found.best("q"))
     each = scores(c, logits_bsv, q_b2, batch["labels"])
     weight_b = batch["weight"] * each["valid"]
     metrics = {name: Mean((each[name] * weight_b).sum(), weight_b.sum()) for name in ("lm_loss", "q_halt_loss", *ACCURACIES)}
+    if found:
+        taken_b = found.steps.astype(jnp.float32).mean(1)
+        metrics["test_steps"] = Mean((taken_b * weight_b).sum(), weight_b.sum())
+    if found and c.rollouts > 1:
+        checked = scores(c, *found.of(found.best("check")), batch["labels"])
+        halts_b = (found.sure[:, 1:] > 0).astype(jnp.float32).mean(1)
+        metrics["exact_accuracy_checked"] = Mean((checked["exact_accuracy"] * weight_b).sum(), weight_b.sum())
+        metrics["rollouts_halted"] = Mean((halts_b * weight_b).sum(), weight_b.sum())
     for k in range(c.n_difficulties if c.n_difficulties > 1 else 0):
         weight_of_k_b = weight_b * (batch["difficulty"] == k)
         metrics[f"exact_accuracy_difficulty_{k}"] = Mean((each["exact_accuracy"] * weight_of_k_b).sum(), weight_of_k_b.sum())

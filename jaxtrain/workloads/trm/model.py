@@ -47,7 +47,7 @@ class Config(ModelSection):
 
     on_resume = checks.OnResume(
         checks.FUNCTION,
-        free=("n_difficulties", "remat"),
+        free=("n_difficulties", "remat", "rollouts", "noise", "test_steps", "residual"),
         state=(
             *("contract", "n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
             *("puzzle_tokens", "puzzle_embed"),
@@ -82,6 +82,10 @@ class Config(ModelSection):
     explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
     explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
     q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
+    rollouts: int = 1  # [passes] over a board in an evaluation, all but the first with noise; the halting head chooses
+    noise: float = 0.0  # [1] standard deviation added to both states before each supervision step of rollouts, whose size is 1
+    test_steps: int = 0  # [supervision steps] of an evaluation; 0 = halt_steps
+    residual: float = 0.0  # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
     remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
@@ -117,6 +121,13 @@ class Config(ModelSection):
 
     def _contract_problems(self) -> Iterator[tuple[str, str]]:
         yield from checks.choice(self, CONTRACTS, "contract")
+        yield from checks.at_least(self, 1, "rollouts")
+        yield from checks.not_negative(self, "noise", "residual", "test_steps")
+        if (self.rollouts > 1) != (self.noise > 0):
+            yield (
+                "noise",
+                f"is {self.noise} with rollouts={self.rollouts}; all rollouts but the first have noise, for example 0.3",
+            )
         yield from checks.not_negative(self, "least_steps", "first_steps", "growth_steps")
         yield from checks.not_negative(self, *(() if self.growth_low is None else ("growth_low",)))
         if self.contract == "deep":

@@ -4,8 +4,8 @@ import csv
 import io
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,44 +14,71 @@ import numpy as np
 from jaxtrain.arrays import run_workload, stored, stored_params
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
-from jaxtrain.types import Variables
-from jaxtrain.workloads.trm import loss
+from jaxtrain.parallel import layout as layout_lib
+from jaxtrain.types import Shard, Variables
+from jaxtrain.workloads.trm import rollouts
 from jaxtrain.workloads.trm.model import Config, make_specs
+from jaxtrain.workloads.trm.rollouts import Search
 from loaders.base import DataError
 from loaders.io import files
+from loaders.sudoku import puzzle_files
+from loaders.sudoku import puzzles as kinds
 
 MAX_CYCLES = 100_000  # cycles of all steps, and tokens, of a run that may be anyone's
 MAX_BYTES = 1 << 30  # [bytes] of a table of puzzles
+CHOICES = ("q", "check")
 QUESTION, ANSWER = ("question", "puzzle", "board", "quizzes"), ("answer", "solution", "solutions")
 
 
 class Solver(NamedTuple):
-    """A model with its parameters, on one device."""
+    """A model with its parameters, on all devices of this process."""
 
-    model: loss.Model
+    c: Config
     variables: Variables
     name: str  # of the step, and its parameters
+    shard: Shard
 
     @property
     def side(self) -> int:
-        return math.isqrt(self.model.c.n_cells)
+        return math.isqrt(self.c.n_cells or 0)
+
+    @property
+    def kind(self) -> str:
+        return kinds.kind_of(self.c.n_cells or 0, self.c.vocab or 0)
 
 
 class Puzzle(NamedTuple):
-    """A board as text, "." for a blank, row by row, and its solution, or "" if the table has none."""
+    """A board as text, "." for a blank of a Sudoku, row by row, and its solution, or "" if the table has none."""
 
     question: str
     answer: str
+
+
+class How(NamedTuple):
+    """Values that a compiled search takes, and the batch."""
+
+    noise: float = 0.0  # [1] of `rollouts.explore`
+    choose: str = "q"  # the rollout that the halting head prefers, or, by "check", one that keeps the rules, if any does
+    seed: int = 0
+    batch: int = 64  # [boards] searched together, rounded up to a multiple of the devices
+
+
+ALONE = How()
 
 
 class Solved(NamedTuple):
     """The model's answer to a puzzle."""
 
     board: str  # after all steps
-    confidence: float  # that the board is right, by the model's own head, in [0, 1]
+    q: float  # the logit of the model's own head that the board is right
     steps: int  # the first step whose board is the last one
     halted: int  # the first step at which the model was sure; 0: never
-    valid: bool  # it keeps the given digits, and every row, column and box holds each digit once
+    valid: bool  # it keeps the givens and the rules
+    rollout: int  # its number; 0 has no noise
+    q_valid: bool  # whether the board that the head prefers is valid
+    halts: float  # share of the rollouts with noise that were sure at a step
+    solves: float  # share of all rollouts whose board is valid
+    taken: float  # [supervision steps] of a rollout, on average
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
@@ -59,14 +86,13 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)
-    side = math.isqrt(max(c.n_cells or 0, 0))
-    if side not in (4, 9) or side * side != c.n_cells or c.vocab != side + 2:
-        raise StoredError(f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected Sudoku of 4 or 9")
-    if max(c.halt_steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
+    if not kinds.kind_of(max(c.n_cells or 0, 0), c.vocab or 0):
         raise StoredError(
-            f"{source.path} takes {c.halt_steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config of ours"
+            f"{source.path} solves boards of {c.n_cells} cells and {c.vocab} symbols; expected Sudoku, mazes or lights"
         )
-    layout = stored_params.one_device()
+    limit_cycles(c, c.halt_steps, str(source.path))
+    devices = jax.local_devices()
+    layout = layout_lib.make_layout(layout_lib.make_mesh(len(devices), 1, 1, devices=devices), {})
     arrays = source.arrays()
     carry = {}
     for name in ("init_h", "init_l"):
@@ -74,74 +100,97 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
         if path not in arrays or arrays[path].shape != (c.embed,):
             remedy = "export the run again" if source.is_export else "name another step"
             raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
-        carry[name] = jnp.asarray(arrays[path].read(()), jnp.float32)
+        carry[name] = jax.device_put(np.asarray(arrays[path].read(()), np.float32), layout.replicated())
     params = stored_params.read(source, make_specs(c), layout, ema=ema)
-    return Solver(loss.Model(c, layout.shard, 0), Variables(params, carry=carry), source.name(ema=ema))
+    return Solver(c, Variables(params, carry=carry), source.name(ema=ema), layout.shard)
 
 
-def read_puzzles(path: str, side: int) -> list[Puzzle]:
+def limit_cycles(c: Config, steps: int, what: str) -> None:
+    """Raise StoredError for more work than any config of ours asks for."""
+    if max(steps * c.cycles_high * c.cycles_low, c.n_tokens) > MAX_CYCLES:
+        raise StoredError(f"{what} takes {steps} steps of {c.cycles} cycles over {c.n_tokens} tokens: no config of ours")
+
+
+def need_head(solver: Solver) -> None:
+    """Raise StoredError if the halting head, which chooses between rollouts, has never been trained."""
+    if not np.any(np.asarray(solver.variables.params["w_q"])):
+        raise StoredError(
+            f"{solver.name.split()[0]} has a halting head that was never trained (w_q is 0), and it chooses rollouts; use "
+            "--choose=check, or train it: a run that warm-starts from this one does (metric q_halt_loss)"
+        )
+
+
+def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     """Return the puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
 
-    Raises DataError, with the line.
+    Raises DataError, with the line and the cell: another size, other symbols, no solution or several.
     """
     text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
     lines = files.lines(text)
     header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
     question = next((header.index(name) for name in QUESTION if name in header), None)
     answer = next((header.index(name) for name in ANSWER if name in header), None)
-    found = []
+    found, numbers = [], []
     try:
         for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
             if not any(field.strip() for field in row) or (question is not None and number == 1):
                 continue
             fields = [row[at].strip() if at is not None and at < len(row) else "" for at in (question or 0, answer)]
-            board = fields[0].replace("0", ".")
-            if len(board) != side * side or set(board) - {".", *map(str, range(1, side + 1))}:
-                raise DataError(
-                    f"{path}:{number}: {fields[0][:90]!r} is no board; expected {side * side} of 1 to {side}, or . for a blank"
-                )
+            board = fields[0].replace("0", ".") if kind in kinds.BOXES else fields[0]
             found.append(Puzzle(board, fields[1]))
+            numbers.append(number)
     except csv.Error as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     if not found:
         raise DataError(f"{path} holds no board; expected a column question, or a board a line")
+    boards = kinds.to_symbols(kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{numbers[i]}")
+    if kind in kinds.BOXES:
+        puzzle_files.check_boards(kind, boards, lambda i: f"{path}:{numbers[i]}")
     return found
 
 
-def solve(solver: Solver, puzzles: Sequence[Puzzle], *, batch: int = 64) -> Iterator[Solved]:
-    """Solves boards, in order, ``batch`` at a time."""
-    model, side = solver.model, solver.side
+def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
+    """Return the compiled search of boards: (variables, inputs, noise, key) -> arrays of each board and rollout."""
 
     @jax.jit
-    def run(variables: Variables, inputs_bs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array) -> dict[str, Any]:
         rows = {"inputs": inputs_bs, "puzzle": jnp.zeros(len(inputs_bs), jnp.int32)}
-        keep = lambda logits_bsv, q_b2: (logits_bsv.argmax(-1), q_b2[:, 0])  # noqa: E731
-        return loss.solve(model, variables, rows, keep)[2]
+        found = rollouts.explore(solver.c, variables, rows, search, noise, key, solver.shard)
+        arrays = {name: getattr(found, name) for name in ("solved", "sure", "since", "steps")}
+        best = {by: found.best(by) for by in CHOICES}
+        return {**arrays, "boards": found.logits.argmax(-1), "q": found.q[..., 0], "best": best}
 
+    return run
+
+
+def solve(
+    solver: Solver, puzzles: Sequence[Puzzle], search: Search, how: How = ALONE, *, run: Callable[..., Any] | None = None
+) -> Iterator[Solved]:
+    """Solve boards, in order.
+
+    Args:
+      run: the `program` of the search, to use it again.
+    """
+    n_devices = len(jax.local_devices())
+    batch = -(-how.batch // n_devices) * n_devices
+    run = run or program(solver, search)
     for start in range(0, len(puzzles), batch):
         some = puzzles[start : start + batch]
-        texts = [puzzle.question for puzzle in some] + ["." * side * side] * (batch - len(some))
-        symbols = np.frombuffer("".join(texts).replace(".", "0").encode(), np.uint8).reshape(batch, -1).astype(np.int32)
-        boards, q = (
-            np.asarray(x) for x in run(solver.variables, jnp.asarray(symbols - ord("0") + 1))
-        )  # [steps, B, S], [steps, B]
-        for i, puzzle in enumerate(some):
-            same = (boards[:, i] == boards[-1, i]).all(1)
-            sure = np.flatnonzero(q[:, i] > 0)
-            board = "".join("." if not 2 <= s <= side + 1 else str(s - 1) for s in boards[-1, i].tolist())
-            first = len(same) - int(np.argmin(same[::-1])) if not same.all() else 0  # the one behind the last that differs
-            confidence = float(1 / (1 + np.exp(-np.clip(q[-1, i], -80, 80))))
+        boards = kinds.to_symbols(solver.kind, solver.side, [puzzle.question for puzzle in some], str)
+        inputs = np.concatenate([boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]).astype(np.int32)
+        out = jax.device_get(run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed)))
+        for i in range(len(some)):
+            at, preferred = out["best"][how.choose][i], out["best"]["q"][i]
+            sure, solved = out["sure"][i], out["solved"][i]
             yield Solved(
-                board, confidence, first + 1, int(sure[0]) + 1 if len(sure) else 0, is_solution(puzzle.question, board)
+                board=kinds.to_text(solver.kind, out["boards"][i, at]),
+                q=float(out["q"][i, at]),
+                steps=int(out["since"][i, at]),
+                halted=int(sure[at]),
+                valid=bool(solved[at]),
+                rollout=int(at),
+                q_valid=bool(solved[preferred]),
+                halts=float((sure[1:] > 0).mean()) if len(sure) > 1 else float(sure[0] > 0),
+                solves=float(solved.mean()),
+                taken=float(out["steps"][i].mean()),
             )
-
-
-def is_solution(question: str, board: str) -> bool:
-    """Whether a board keeps the given digits, and every row, column and box holds each digit once."""
-    side = math.isqrt(len(board))
-    box = math.isqrt(side)
-    cells = np.array(list(board)).reshape(side, side)
-    boxes = cells.reshape(box, box, box, box).swapaxes(1, 2).reshape(side, side) if box * box == side else cells
-    digits = set(map(str, range(1, side + 1)))
-    lines = [*cells, *cells.T, *boxes]
-    return all(set(line) == digits for line in lines) and all(q in (".", b) for q, b in zip(question, board, strict=True))

@@ -1,18 +1,31 @@
 """Solves puzzles with a trained recursive model: the board, how sure the model is, and the steps that it took.
 
-    jaxtrain solve RUN PUZZLES [--out FILE.csv]
+    jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N --noise S] [--steps K] [--stop none|halt|check|either]
+                   [--residual R] [--choose q|check] [--calibrate FILE] [--curve FILE.csv] [--seed 0] [--batch 64]
 
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
+    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --noise 0.3 --stop either --out solved.csv
+    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 64 --noise 0.1 0.3 1 --curve curve.csv
 
-RUN is a run of jaxtrain.workloads.trm on Sudoku: its workdir, a step directory of it, or a folder of `jaxtrain export`. PUZZLES
-is a CSV with a column question (and perhaps answer), as `jaxtrain sudoku` writes it, or text with a board a line:
-digits row by row, . or 0 for blanks. FILE gets
+RUN is a run of jaxtrain.workloads.trm: its workdir, a step directory of it, or a folder of `jaxtrain export`. PUZZLES is a CSV
+with a column question (and perhaps answer), as `jaxtrain sudoku` writes it, or text with a board a line: digits row by row, .
+or 0 for blanks. A board without a solution, or with several, is an error. FILE gets
 
     question, board
     confidence    in [0, 1]: that the board is right, by the model's own head
     steps         the first supervision step whose board is the last one
     halted        the first step at which the model was sure; 0: at none
     valid         whether it keeps the given digits, and each row, column and box holds every digit once
+    rollout       the number of the chosen rollout; 0 is without noise
+    q_valid       whether the board that the head prefers is valid
+    halts         share of the rollouts with noise that the model was sure of at a step
+    solves        share of the rollouts whose board is valid
+
+Rollouts are passes with Gaussian noise of standard deviation S in both states, whose own size is 1, before each supervision
+step. By --choose q the head chooses among them, by --choose check the rules do, if any board keeps them. --stop ends a rollout
+when the head is sure (halt), those of a board when one keeps the rules (check), or at either; --residual ends one when its
+state changes by less. --calibrate fits the confidence to a table with answers that shares no board with PUZZLES. --curve writes
+accuracy with 95 % intervals and seconds a board for 1, 2, 4 … N rollouts and each S.
 
 Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """
@@ -21,12 +34,21 @@ import argparse
 import csv
 import functools
 import io
+import math
 import pathlib
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxtrain.commands import arguments
 
-COLUMNS = ("question", "board", "confidence", "steps", "halted", "valid")
+if TYPE_CHECKING:
+    from jaxtrain.workloads.trm import solve
+    from jaxtrain.workloads.trm.confidence import Scale
+    from jaxtrain.workloads.trm.rollouts import Search
+
+COLUMNS = ("question", "board", "confidence", "steps", "halted", "valid", "rollout", "q_valid", "halts", "solves")
+CURVE = ("noise", "rollouts", "boards", "by_q", "q_low", "q_high", "by_check", "check_low", "check_high", "halts", "seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,37 +57,171 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("puzzles", metavar="PUZZLES", help="a CSV with a column question, or text with a board a line")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a CSV instead of printing boards")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="boards computed together; default: 64")
+    parser.add_argument("--rollouts", type=arguments.positive, metavar="N", help="default: the run's model.rollouts")
+    parser.add_argument("--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise")
+    parser.add_argument("--steps", type=arguments.positive, metavar="K", help="supervision steps; default: the run's")
+    parser.add_argument("--stop", choices=("none", "halt", "check", "either"), default="none", help="default: none")
+    parser.add_argument("--residual", type=_size, metavar="R", help="default: the run's model.residual")
+    parser.add_argument("--choose", choices=("q", "check"), default="q", help="default: q, the halting head")
+    parser.add_argument("--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to")
+    parser.add_argument("--curve", type=pathlib.Path, metavar="FILE", help="write the accuracy by rollouts and noise")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise; default: 0")
     args = parser.parse_args(argv)
+    if args.noise and len(args.noise) > 1 and not args.curve:
+        parser.error(f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE")
+    if args.curve and args.out:
+        parser.error("--curve and --out are two commands; run one after the other")
 
     return arguments.run_model(functools.partial(_solve, args))
 
 
+def _size(text: str) -> float:
+    """Return the type of an argument that is a size: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number of at least 0")
+    return value
+
+
 def _solve(args: argparse.Namespace) -> int:
+    from jaxtrain.workloads.trm import rollouts, solve
+    from loaders.base import DataError
+
+    solver = solve.load(args.run, step=args.step, ema=args.ema)
+    c = solver.c
+    noises = args.noise or [c.noise]
+    search = rollouts.Search(
+        args.rollouts or c.rollouts,
+        args.steps or c.test_steps or c.halt_steps,
+        args.stop,
+        c.residual if args.residual is None else args.residual,
+    )
+    solve.limit_cycles(c, search.steps, "--steps" if args.steps else args.run)
+    if search.rollouts > 1 and not all(noises):
+        raise DataError(
+            f"--rollouts is {search.rollouts} without noise, and all would be the same; add --noise, for example 0.3"
+        )
+    if search.rollouts == 1 and any(noises):
+        raise DataError(f"--noise is {noises[0]:g} with one rollout, and the first has none; add --rollouts, for example 16")
+    if search.rollouts > 1 and args.choose == "q":
+        solve.need_head(solver)
+    puzzles = solve.read_puzzles(args.puzzles, solver.kind, solver.side)
+    if args.curve:
+        return _curve(args, solver, puzzles, search, noises)
+    how = solve.How(noises[0], args.choose, args.seed, args.batch)
+    scale = _calibrated(args, solver, puzzles, search, how)
+    began = time.perf_counter()
+    found = _boards(args, solver, puzzles, search, how, scale)
+    seconds = (time.perf_counter() - began) / max(len(puzzles), 1)
+    known = [(puzzle, row["board"]) for puzzle, row in zip(puzzles, found, strict=True) if puzzle.answer]
+    right = f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer" if known else ""
+    print(f"{len(found)} boards, {sum(int(row['valid']) for row in found)} of them valid solutions{right}")
+    if search.rollouts > 1:
+        halts = sum(float(row["halts"]) for row in found) / len(found)
+        print(
+            f"of {search.rollouts} rollouts each: the head's choice is valid for {sum(int(row['q_valid']) for row in found)}, "
+            f"some rollout for {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of those with noise "
+            f"halted; {seconds:.3g} s a board with compilation"
+        )
+        if not halts:
+            print(f"at noise {how.noise:g} no rollout halted: the head chose between boards that it is not sure of; lower it")
+    return 0
+
+
+def _boards(
+    args: argparse.Namespace,
+    solver: "solve.Solver",
+    puzzles: "list[solve.Puzzle]",
+    search: "Search",
+    how: "solve.How",
+    scale: "Scale",
+) -> list[dict[str, str]]:
+    """Solve the boards, and write or print them. Return the rows of the table."""
     from jaxtrain.workloads.trm import solve
     from loaders.io import records
 
-    solver = solve.load(args.run, step=args.step, ema=args.ema)
-    puzzles = solve.read_puzzles(args.puzzles, solver.side)
-    boards: list[tuple[str, bool]] = []  # and whether each is valid
-    if args.out:
-        made_of = (solver.name, *(str(puzzle) for puzzle in puzzles), args.batch)
-        with records.file(args.out, made_of) as file:
-            if not file.n:
-                file.write(_line(COLUMNS))
-            for line in list(csv.reader(part.decode() for part in file.kept()))[1:]:
-                boards.append((line[1], line[5] == "1"))
-            first = len(boards)
-            for puzzle, each in zip(puzzles[first:], solve.solve(solver, puzzles[first:], batch=args.batch), strict=True):
-                confidence = f"{each.confidence:.4f}"
-                file.write(_line((puzzle.question, each.board, confidence, each.steps, each.halted, int(each.valid))))
-                boards.append((each.board, each.valid))
-    else:
-        for each in solve.solve(solver, puzzles, batch=args.batch):
-            print(f"{each.board}  confidence {each.confidence:.3f}  steps {each.steps}{'' if each.valid else '  not valid'}")
-            boards.append((each.board, each.valid))
-    known = [(puzzle, board) for puzzle, (board, _) in zip(puzzles, boards, strict=True) if puzzle.answer]
-    right = f"; {sum(p.answer == board for p, board in known)} of {len(known)} are the table's answer" if known else ""
-    print(f"{len(boards)} boards, {sum(valid for _, valid in boards)} of them valid solutions{right}")
+    def row(puzzle: "solve.Puzzle", each: "solve.Solved") -> dict[str, str]:
+        sure, flags = f"{scale(each.q):.4f}", (each.rollout, int(each.q_valid), f"{each.halts:.4f}", f"{each.solves:.4f}")
+        values = (puzzle.question, each.board, sure, each.steps, each.halted, int(each.valid), *flags)
+        return dict(zip(COLUMNS, map(str, values), strict=True))
+
+    if not args.out:
+        found = []
+        for puzzle, each in zip(puzzles, solve.solve(solver, puzzles, search, how), strict=True):
+            found.append(row(puzzle, each))
+            valid = "" if each.valid else "  not valid"
+            print(f"{each.board}  confidence {scale(each.q):.3f}  steps {each.steps}{valid}")
+        return found
+    made_of = (solver.name, *(str(puzzle) for puzzle in puzzles), search, how, scale)
+    with records.file(args.out, made_of) as file:
+        if not file.n:
+            file.write(_line(COLUMNS))
+        lines = list(csv.reader(part.decode() for part in file.kept()))[1:]
+        found = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+        left = puzzles[len(found) :]
+        for puzzle, each in zip(left, solve.solve(solver, left, search, how), strict=True):
+            found.append(row(puzzle, each))
+            file.write(_line(list(found[-1].values())))
+    return found
+
+
+def _calibrated(
+    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search", how: "solve.How"
+) -> "Scale":
+    import numpy as np
+
+    from jaxtrain.workloads.trm import confidence, solve
+    from loaders.base import DataError
+
+    if not args.calibrate:
+        return confidence.Scale()
+    known = solve.read_puzzles(args.calibrate, solver.kind, solver.side)
+    if shared := {puzzle.question for puzzle in known} & {puzzle.question for puzzle in puzzles}:
+        raise DataError(
+            f"--calibrate {args.calibrate} shares {len(shared)} boards with {args.puzzles}; take others: {min(shared)}"
+        )
+    if any(not puzzle.answer for puzzle in known):
+        raise DataError(f"--calibrate {args.calibrate} has boards without an answer; it needs a column answer")
+    found = list(solve.solve(solver, known, search, how))
+    q = np.array([each.q for each in found])
+    right = np.array([each.board == puzzle.answer for puzzle, each in zip(known, found, strict=True)])
+    scale, (before, after) = confidence.fit(q, right), confidence.errors(q, right)
+    print(
+        f"calibrated on {len(q)} boards, {right.sum()} of them right: expected calibration error {before:.4f} → {after:.4f} "
+        f"over {confidence.FOLDS} folds"
+    )
+    return scale
+
+
+def _curve(
+    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search", noises: list[float]
+) -> int:
+    from jaxtrain.workloads.trm import confidence, solve
+    from loaders.io import atomic_write
+
+    counts = sorted({1 << i for i in range(search.rollouts.bit_length())} | {search.rollouts})
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(CURVE)
+    print("  ".join(f"{name:>10}" for name in CURVE))
+    for n in counts:
+        run = solve.program(solver, search._replace(rollouts=n))
+        for noise in noises if n > 1 else [0.0]:
+            how = solve.How(noise, args.choose, args.seed, args.batch)
+            list(solve.solve(solver, puzzles[:1], search, how, run=run))  # compiled before it is timed
+            began = time.perf_counter()
+            found = list(solve.solve(solver, puzzles, search, how, run=run))
+            seconds = (time.perf_counter() - began) / len(found)
+            by_q, by_check = sum(each.q_valid for each in found), sum(each.solves > 0 for each in found)
+            halts = sum(each.halts for each in found) / len(found)
+            shares = [(k / len(found), *confidence.interval(k, len(found))) for k in (by_q, by_check)]
+            values = (noise, n, len(found), *(f"{x:.4f}" for share in shares for x in share), f"{halts:.4f}", f"{seconds:.3g}")
+            rows.writerow(values)
+            print("  ".join(f"{value:>10}" for value in values))
+    atomic_write.write(args.curve, text.getvalue())
     return 0
 
 

@@ -1,0 +1,136 @@
+"""Rollouts: passes over the same board with noise in the states, of which the best is taken (Sghaier et al. 2026).
+
+Before each supervision step, Gaussian noise is added to both states. It leads passes that would settle on a wrong board to
+others. The q-head, or the rules of the puzzle, choose among the boards. The first pass has no noise: it is the model's own.
+The norms keep the root mean square of a state at 1, so that noise is in its units.
+
+Shapes: as in `model`; R rollouts, N = B × R rows, the rollouts of a board next to each other.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.types import Array, Key, Shard, Variables
+from jaxtrain.workloads.trm.model import Config, refine, start
+from loaders.sudoku import puzzles
+
+STOPS = ("none", "halt", "check", "either")
+
+
+class Search(NamedTuple):
+    """How boards are searched. Each value is part of the compiled program."""
+
+    rollouts: int = 1
+    steps: int = 16  # [supervision steps] at most
+    stop: str = "none"  # halt: a rollout ends when the q-head is sure; check: those of a board, when one keeps the rules
+    residual: float = 0.0  # [1] a rollout ends when its answer's state changes by less, in its own units; 0 = never
+
+
+class Found(NamedTuple):
+    """Each rollout's end, [B, R, …]."""
+
+    logits: Array  # float32 [B, R, S, V]
+    q: Array  # float32 [B, R, 2]
+    solved: Array  # bool [B, R]: the board keeps the givens and the rules
+    sure: Array  # int32 [B, R] first step at which the q-head was sure; 0: at none
+    since: Array  # int32 [B, R] first step whose board is the last one
+    steps: Array  # int32 [B, R] that the rollout took
+
+    def best(self, by: str) -> Array:
+        """Return int32 [B]: the rollout that the q-head prefers; by "check", of those that keep the rules, if there are any."""
+        q_br = self.q[..., 0]
+        if by == "check":
+            q_br = jnp.where(self.solved | ~self.solved.any(-1, keepdims=True), q_br, -jnp.inf)
+        return q_br.argmax(-1)
+
+    def of(self, best_b: Array) -> tuple[Array, Array]:
+        """Return logits [B, S, V] and q [B, 2] of a rollout of each board."""
+        logits_bsv = jnp.take_along_axis(self.logits, best_b[:, None, None, None], 1)[:, 0]
+        return logits_bsv, jnp.take_along_axis(self.q, best_b[:, None, None], 1)[:, 0]
+
+
+def search_of(c: Config) -> Search:
+    """Return the search of an evaluation."""
+    return Search(c.rollouts, c.test_steps or c.halt_steps, "none", c.residual)
+
+
+def explore(
+    c: Config, variables: Variables, rows: Mapping[str, Array], search: Search, noise: Array | float, key: Key, shard: Shard
+) -> Found:
+    """Search boards. The noise of a row follows from the key, its board, its rollout and the step alone.
+
+    Args:
+      rows: ``inputs`` [B, S] and ``puzzle`` [B], among others.
+      noise: standard deviation, in units of the state's root mean square.
+    """
+    n_boards, r = rows["inputs"].shape[0], search.rollouts
+    given = {
+        name: shard(jnp.repeat(rows[name], r, axis=0), "batch", *[None] * (rows[name].ndim - 1))
+        for name in ("inputs", "puzzle")
+    }
+    kind = puzzles.kind_of(c.n_cells, c.vocab)
+    keys_n = jax.vmap(lambda number, i: jax.random.fold_in(jax.random.fold_in(key, number), i))(
+        _numbers(given["inputs"]), jnp.tile(jnp.arange(r), n_boards)
+    )
+    noise_n = noise * jnp.tile(jnp.arange(r) > 0, n_boards)
+
+    def disturbed(z_ntd: Array, i: Array, which: int) -> Array:
+        if r == 1:
+            return z_ntd
+
+        def draw(key: Key) -> Array:
+            return jax.random.normal(jax.random.fold_in(key, 2 * i + which), z_ntd.shape[1:])
+
+        return (z_ntd + noise_n[:, None, None] * jax.vmap(draw)(keys_n)).astype(z_ntd.dtype)
+
+    def step(state: dict[str, Array]) -> dict[str, Array]:
+        i, done_n = state["i"], state["done"]
+        z = {"z_h": disturbed(state["z_h"], i, 0), "z_l": disturbed(state["z_l"], i, 1)}
+        z_h, z_l, logits_nsv, q_n2 = refine(c, variables.params, {**given, **z}, c.cycles, shard)
+        answer_ns, before_ns = logits_nsv.argmax(-1), state["logits"].argmax(-1)
+        changed_n = (answer_ns != before_ns).any(-1) | (i == 0)
+        sure_n = q_n2[:, 0] > (q_n2[:, 1] if c.q_continue else 0)
+        solved_n = puzzles.is_solved(kind, given["inputs"], answer_ns) if kind else jnp.zeros_like(sure_n)
+        new = {
+            "z_h": z_h,
+            "z_l": z_l,
+            "logits": shard(logits_nsv, "batch", None, None),
+            "q": shard(q_n2, "batch", None),
+            "solved": solved_n,
+            "sure": jnp.where((state["sure"] == 0) & sure_n, i + 1, state["sure"]),
+            "since": jnp.where(changed_n, i + 1, state["since"]),
+            "steps": jnp.full_like(state["steps"], i + 1),
+            "done": done_n,
+        }
+        new = {name: jnp.where(done_n.reshape(-1, *[1] * (x.ndim - 1)), state[name], x) for name, x in new.items()}
+        if search.stop in ("halt", "either"):
+            new["done"] |= sure_n
+        if search.stop in ("check", "either"):
+            new["done"] |= jnp.repeat(new["solved"].reshape(n_boards, r).any(-1), r)
+        if search.residual:
+            moved_n = jnp.sqrt(jnp.square((z_h - state["z_h"]).astype(jnp.float32)).mean((1, 2)))
+            new["done"] |= moved_n < search.residual
+        return {**new, "i": i + 1}
+
+    n = n_boards * r
+    count_n = jnp.zeros(n, jnp.int32)
+    state = {
+        **start(c, variables.carry, n, shard),
+        "logits": jnp.zeros((n, c.n_cells, c.vocab)),
+        "q": jnp.zeros((n, 2)),
+        **dict.fromkeys(("sure", "since", "steps"), count_n),
+        **dict.fromkeys(("solved", "done"), count_n > 0),
+        "i": jnp.int32(0),
+    }
+    state = jax.lax.while_loop(lambda state: (state["i"] < search.steps) & ~state["done"].all(), step, state)
+    return Found(*(state[name].reshape(n_boards, r, *state[name].shape[1:]) for name in Found._fields))
+
+
+def _numbers(inputs_ns: Array) -> Array:
+    """Return uint32 [N]: a number that follows from a board alone, wherever it is in a batch."""
+    weights_s = np.array([pow(2_654_435_761, i + 1, 2**32) for i in range(inputs_ns.shape[1])], np.uint32)
+    return (inputs_ns.astype(jnp.uint32) * weights_s[None]).sum(-1, dtype=jnp.uint32)

@@ -1,0 +1,140 @@
+"""Rollouts of the recursive model: noise, stops, the choice, on any number of devices; confidence and intervals."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.parallel.layout import make_layout, make_mesh
+from jaxtrain.workloads.trm import confidence, rollouts
+from jaxtrain.workloads.trm.model import refine, start
+from jaxtrain.workloads.trm.rollouts import Search
+from loaders.base import DataError
+from loaders.sudoku import puzzles
+from tests.support.cases import Run, assert_alike
+from tests.support.cases.trm import CASE, TINY, WIDE, calm, random_batch
+from tests.workloads.test_trm import one_device
+
+
+@pytest.fixture(scope="module")
+def variables():
+    found = Run(CASE._replace(begin=calm), (1, 1, 1)).init().variables
+    # Heads that are sure of some boards at some steps.
+    return jax.device_get(found._replace(params={**found.params, "w_q": 3 * jax.random.normal(jax.random.key(5), (16, 2))}))
+
+
+def explore(variables, search, noise=0.7, *, rows=slice(None), shard=None, c=TINY):
+    batch = {name: random_batch(0)[name][rows] for name in ("inputs", "puzzle")}
+    run = jax.jit(lambda v, b, s: rollouts.explore(c, v, b, search, s, jax.random.key(3), shard or one_device()))
+    return jax.device_get(run(variables, batch, jnp.float32(noise)))
+
+
+@pytest.fixture(scope="module")
+def whole(variables):
+    return explore(variables, Search(4, 6))
+
+
+def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
+    """Step by step, without a loop on the device: noise of the given size in both states, none in the first rollout."""
+    batch = {name: random_batch(0)[name] for name in ("inputs", "puzzle")}
+    z = start(TINY, variables.carry, WIDE, one_device())
+    step = jax.jit(lambda z: refine(TINY, variables.params, {**batch, **z}, TINY.cycles, one_device()))
+    boards, sure = [], []
+    for _ in range(6):
+        z_h, z_l, logits, q = step(z)
+        z = {"z_h": z_h, "z_l": z_l}
+        boards.append(np.asarray(logits.argmax(-1)))
+        sure.append(np.asarray(q[:, 0] > 0))
+    np.testing.assert_allclose(whole.q[:, 0], q, atol=2e-3)
+    np.testing.assert_array_equal(whole.logits[:, 0].argmax(-1), boards[-1])
+    first = np.array(sure).argmax(0) + 1
+    np.testing.assert_array_equal(whole.sure[:, 0], np.where(np.any(sure, 0), first, 0))
+    differs = np.array([(b != boards[-1]).any(1) for b in boards])
+    np.testing.assert_array_equal(whole.since[:, 0], [max([0, *(np.flatnonzero(d) + 1)]) + 1 for d in differs.T])
+    assert len({board.tobytes() for board in whole.q[0, :, 0]}) == 4 and (whole.steps == 6).all()
+    still = explore(variables, Search(4, 6), 0.0)
+    assert (still.q == still.q[:, :1]).all()
+    little = explore(variables, Search(4, 1), 1e-3).q - explore(variables, Search(4, 1), 0.0).q
+    more = explore(variables, Search(4, 1), 2e-3).q - explore(variables, Search(4, 1), 0.0).q
+    np.testing.assert_allclose(more[:, 1:], 2 * little[:, 1:], atol=3e-3)
+
+
+def test_noise_follows_from_the_board_and_the_rollout_alone(variables, whole):
+    """In another batch, with more rollouts, over eight devices."""
+    alone = explore(variables, Search(6, 6), rows=slice(3, 5))
+    np.testing.assert_allclose(alone.q[:, :4], whole.q[3:5], atol=1e-2)
+    layout = make_layout(make_mesh(8, 1, 1), {})
+    replicated = jax.device_put(variables, layout.replicated())
+    np.testing.assert_allclose(explore(replicated, Search(4, 6), shard=layout.shard).q, whole.q, atol=1e-2)
+
+
+def test_stops_keep_the_board_at_which_they_stop(variables, whole, monkeypatch):
+    halted = explore(variables, Search(4, 6, "halt"))
+    np.testing.assert_array_equal(halted.steps, np.where(whole.sure > 0, whole.sure, 6))
+    assert len(np.unique(halted.steps)) > 2
+    for k in np.unique(halted.steps):
+        at = halted.steps == k
+        np.testing.assert_allclose(halted.q[at], explore(variables, Search(4, int(k))).q[at], atol=2e-3)
+    monkeypatch.setattr(puzzles, "is_solved", lambda kind, boards, answers: answers[..., 0] == 3)
+    each = [explore(variables, Search(4, k)) for k in range(1, 7)]
+    solved = np.array([one.solved.any(1) for one in each])
+    checked = explore(variables, Search(4, 6, "check"))
+    expected = np.where(solved.any(0), solved.argmax(0) + 1, 6)
+    assert (checked.steps == expected[:, None]).all() and len(set(expected.tolist())) > 1, "of a board all stop together"
+    either = explore(variables, Search(4, 6, "either"))
+    assert (either.steps <= np.minimum(halted.steps, 6)).all() and (either.steps < halted.steps).any()
+    best = checked.best("check")
+    any_solved = checked.solved.any(1)
+    assert np.take_along_axis(checked.solved, np.asarray(best)[:, None], 1)[any_solved].all()
+    np.testing.assert_array_equal(np.asarray(best)[~any_solved], checked.q[..., 0].argmax(1)[~any_solved])
+
+
+def test_a_fixed_point_stops_at_its_bound(variables):
+    assert (explore(variables, Search(1, 6, residual=1e-9)).steps == 6).all()
+    assert (explore(variables, Search(1, 6, residual=10.0)).steps == 1).all()
+    params = variables.params
+    settling = variables._replace(params={**params, "net": {name: x / 10 for name, x in params["net"].items()}})
+    found, last = (explore(settling, Search(1, n, residual=1e-3)).steps for n in (200, 3))
+    assert 3 < found.min() <= found.max() < 200 and (last == 3).all()
+    early = explore(settling, Search(1, 200, residual=1e-3))
+    late = explore(settling, Search(1, 200))
+    np.testing.assert_allclose(early.logits, late.logits, atol=0.1)
+
+
+def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
+    c = replace(TINY, rollouts=3, noise=0.7, test_steps=4)
+    assert not list(c.problems())
+    alone = Run(CASE._replace(model=c, begin=calm), (1, 1, 1)).take(1)
+    metrics = alone[1]
+    assert {"exact_accuracy_checked", "rollouts_halted"} <= set(metrics)
+    assert float(metrics["test_steps"].total) == 4 * float(metrics["test_steps"].weight) > 0
+    assert_alike(alone, Run(CASE._replace(model=c, begin=calm), (4, 2, 1)).take(1), share=2e-4)
+
+
+def test_options_are_refused_by_name():
+    assert (
+        [n for n, _ in replace(TINY, rollouts=4).problems()] == ["noise"] == [n for n, _ in replace(TINY, noise=1.0).problems()]
+    )
+    assert "noise" in [n for n, _ in replace(TINY, rollouts=2, noise=-1.0).problems()]
+
+
+def test_a_confidence_is_as_often_right():
+    """Of logits that are too sure: the scale that made the answers is found, and the error of the rest is small."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(0, 6, 4000)
+    right = rng.random(4000) < 1 / (1 + np.exp(-(0.4 * q - 1)))
+    scale = confidence.fit(q, right)
+    assert scale.slope == pytest.approx(0.4, abs=0.04) and scale.offset == pytest.approx(-1, abs=0.15)
+    before, after = confidence.errors(q, right)
+    assert before > 0.08 and after < 0.03
+    all_right = confidence.fit(np.linspace(1, 5, 30), np.ones(30, bool))
+    assert 0.9 < all_right(3.0) < 1
+    with pytest.raises(DataError, match="19 boards calibrate no confidence; expected at least 20"):
+        confidence.fit(q[:19], right[:19])
+
+
+def test_intervals_are_wilsons():
+    np.testing.assert_allclose(confidence.interval(8, 10), (0.4902, 0.9433), atol=1e-4)
+    np.testing.assert_allclose(confidence.interval(0, 20), (0, 0.1611), atol=1e-4)
