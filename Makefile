@@ -14,7 +14,7 @@ TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One environment has one Python; another needs a folder of its own: make test VENV=.venv-3.13 PYTHON=python3.13.
-.PHONY: checked train docs trm-demo giblet-demo higgs-demo test test-all lint lint-targets lock fuzz soak wheel clean
+.PHONY: checked train docs trm-demo trm-table giblet-demo higgs-demo test test-all lint lint-targets lock fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -23,6 +23,10 @@ train: $(TRAIN)
 trm-demo: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:4x4 $(ARGS)
 	$(VENV)/bin/python -m jaxtrain.main --config=configs/trm_sudoku.py:9x9 $(ARGS)
+
+# Contracts of training and rollouts on graded boards at equal CPU time, as a table: make trm-table ARGS="--minutes 4 --seeds 0".
+trm-table: $(TRAIN)
+	$(VENV)/bin/python -m tools.trm_table $(ARGS)
 
 # The multimodal autoencoder at a hundredth of its size, its parameters split over 8 devices that the CPU is divided into.
 giblet-demo: $(TRAIN)

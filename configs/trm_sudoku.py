@@ -7,7 +7,9 @@ original (loaders/sudoku/sudoku.py has the formats). Without one, hard puzzles w
 are generated, and nothing has to
 be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with attention, see `get_config`: less).
 
-For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs.
+For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs, and :deep and :last, the two
+contracts of training on graded boards, which `make trm-table` compares. :maze and :lights are other puzzles, in full size for
+one GPU.
 
 What a step costs (--plan=gpu:h100x1 and, compiled for 16 chips, --plan=tpu:v4:2x2x4): an application of the net 1.22 GFLOP a
 row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last one, which is differentiated, three times that; in all 32.8 TFLOP
@@ -17,7 +19,9 @@ needs half of the 40 GB of one H100.
 `python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores (docs/results/cpu-steps.md).
 """
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -99,4 +103,42 @@ def small(*, embed: int, cycles_low: int) -> dict[str, Any]:
     )
 
 
-DEMOS = {"4x4": four, "9x9": nine}
+def graded(contract: str) -> dict[str, Any]:
+    """Return a config of 9 × 9 boards that singles solve, with 16 to 24 blanks.
+
+    `tools.trm_table` sets the steps, so that CPU times are equal.
+    """
+    own = dict(contract="last", least_steps=1) if contract == "last" else {}
+    return dict(
+        workload="jaxtrain.workloads.trm",
+        loader="loaders.sudoku.sudoku",
+        workdir=f"runs/trm-{contract}",
+        model=dict(small(embed=64, cycles_low=2), **own),
+        data=dict(sources=(dict(n_train=4_000, n_test=512, blanks=(16, 24), grade="easy"),)),
+        train=dict(steps=800, batch=64, ema=0.98, eval_every=0.5),
+        optim=recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1),
+    )
+
+
+def other(**source: Any) -> dict[str, Any]:
+    """Return another puzzle's config, with attention, as the original has it for mazes: 0.9 hours on one H100 at 40 %."""
+    return dict(
+        workload="jaxtrain.workloads.trm",
+        loader="loaders.sudoku.sudoku",
+        workdir=f"runs/trm-{source['kind']}",
+        model=dict(mixer="attention", positions="rope", cycles_low=4, remat="full"),
+        data=dict(sources=(source,)),
+        train=dict(steps=20_000, batch=128, ema=0.999, eval_every=2_000, eval_batches=4),
+        optim=recipe(lr=1e-4, warmup=0.1, weight_decay=1.0),
+        checkpoint=dict(every=1_000),
+    )
+
+
+DEMOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "4x4": four,
+    "9x9": nine,
+    "deep": functools.partial(graded, "deep"),
+    "last": functools.partial(graded, "last"),
+    "maze": functools.partial(other, kind="maze", n_train=1_000, n_test=1_000, side=30, views=7),
+    "lights": functools.partial(other, kind="lights", n_train=20_000, n_test=1_000, side=10, views=7),
+}

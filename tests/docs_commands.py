@@ -60,6 +60,7 @@ PUZZLES = (
     "--config.model.halt_steps=2 --config.model.dtype=float32"
 )
 GENERATED = "\"--config.data.sources=({'n_train': 20, 'n_test': 8, 'blanks': (10, 20)},)\""
+OTHER = "\"--config.data.sources=({{'kind': '{}', 'n_train': 20, 'n_test': 8, 'side': 8}},)\""
 GIBLET = (
     f"{RUN} '--config.model.video_widths=(16, 16, 16)' '--config.model.audio_widths=(8, 8)' "
     "'--config.model.text_widths=(8, 8)' '--config.model.trunk_widths=(16, 16)' --config.model.bottleneck=8 "
@@ -117,7 +118,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (r"--plan-setup|plan --setup", Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in")),
     (r"tools\.compile_table", Why("it needs compilers that are fetched; tests/compiled compiles the same steps")),
-    (r"tools\.bench_|tools\.few_examples|tools\.esc10_folds", Why("it measures, for minutes")),
+    (r"tools\.bench_|tools\.few_examples|tools\.esc10_folds|tools\.trm_table", Why("it measures, for minutes")),
     (r"tools\.chip\.trace$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (r"^python tools/gpu_check\.py$", Why("it measures for minutes; tests/tools/test_gpu_check.py runs its parts")),
@@ -209,6 +210,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"=(configs/)?lm(\.py)?:", Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),))),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
+    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze')}")),
+    (r"trm_sudoku(\.py)?:lights", Run(f"{PUZZLES} {OTHER.format('lights')}")),
     (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
     (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),
     (r"giblet(\.py)?:", Run(GIBLET)),
@@ -243,6 +246,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Run(says="the wren sings", instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8"))),
     ),
     (r"^jaxtrain predict ", Why("it needs the mask of real scans; tests/commands/test_predict.py makes one")),
+    (r"^jaxtrain solve .*--curve", Run("--batch 8", says="by_check", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain solve ", Run(says="8 boards", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain (export|checkpoint) ", Run()),
     (r"^jaxtrain runs", Run(says="xcm")),

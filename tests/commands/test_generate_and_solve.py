@@ -214,6 +214,21 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
     assert "at noise 0.5 no rollout halted" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind, cells, symbols", [("lights", 36, "01"), ("maze", 64, "# SGo")])
+def test_other_puzzles_are_solved_by_the_same_command(tmp_path, kind, cells, symbols):
+    model = {**PUZZLES, "n_cells": cells, "vocab": len(symbols) + 1, "halt_steps": 2}
+    run = saved(tmp_path / "run", trm, model, {name: jnp.ones(32) for name in ("init_h", "init_l")})
+    made = ["sudoku", str(tmp_path / "p"), f"--kind={kind}", f"--side={round(cells**0.5)}", "--train=1", "--test=3"]
+    assert cli.main(made) == 0
+    out = tmp_path / "s.csv"
+    noise = ["--rollouts=2", "--noise=0.1", "--choose=check"]
+    assert cli.main(["solve", str(run), str(tmp_path / "p" / "test.csv"), *noise, "--out", str(out)]) == 0
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 and all(len(row["board"]) == cells and set(row["board"]) <= {*symbols, "?"} for row in rows)
+    assert {row["valid"] for row in rows} == {"0"}
+
+
 def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
     """It holds the states that a board begins with, and none of the slots of training."""
     (tmp_path / "p.txt").write_text(SOLUTION[:8] + "." * 3 + SOLUTION[11:] + "\n")
