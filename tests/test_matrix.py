@@ -31,6 +31,8 @@ CASES = {
     "language": language.CASE,
     # Slots that halt, at random too; a table whose rows are updated by signs; an average of the parameters.
     "trm": trm.CASE._replace(model=replace(trm.TINY, heads=8)),
+    # Rows taken through a drawn number of steps, of which the last one alone is differentiated.
+    "trm_last": trm.CASE._replace(model=replace(trm.LAST, heads=8), begin=trm.calm),
     # Two means in the loss.
     "audio_language": audio_language.CASE,
     # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an evaluation.

@@ -73,9 +73,9 @@ PARTS = {
         "workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
     ),
     "workloads": Part(
-        "language and audio language on more meshes and processes; exports and embeddings",
+        "language and audio language on more meshes and processes; a killed run of puzzles; exports and embeddings",
         "workloads/test_language.py workloads/test_audio_language.py workloads/test_audio_language_run.py "
-        "workloads/bird/test_embed.py commands/test_export.py",
+        "workloads/bird/test_embed.py commands/test_export.py workloads/test_trm_run.py",
     ),
     "data": Part(
         "the built-in birds, the loader's pipeline, indexes at length; a review in a browser",

@@ -82,8 +82,8 @@ def kind_of(n_cells: int, vocab: int) -> str:
 
 
 def to_text(kind: str, board: np.ndarray) -> str:
-    """Return the text of a board's symbols. Padding, which a model may answer, is a question mark."""
-    return "".join(("?" + characters(kind))[symbol] for symbol in board.tolist())
+    """Return the text of a board's symbols. Padding, which a model may answer, is a blank, or else a question mark."""
+    return "".join((("." if kind in BOXES else "?") + characters(kind))[symbol] for symbol in board.tolist())
 
 
 def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain.arrays import stored_params
 from jaxtrain.types import Variables
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support.cases import Run, assert_alike
-from tests.support.cases.trm import CASE, TINY, calm, random_batch
-from tests.workloads.test_trm import one_device
+from tests.support.cases.trm import CASE, LAST, TINY, calm, random_batch
 
-LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
 CALM = CASE._replace(model=LAST, begin=calm)
 
 
@@ -64,7 +63,7 @@ def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
     """Against finite differences in float64, with all that comes before the last cycle held."""
     c = replace(LAST, least_steps=0, halt_steps=3)
     run = config_lib.Config(model=c, train=config_lib.Train(batch=32))
-    task = trm_loss.make_task(run, one_device(), 32)
+    task = trm_loss.make_task(run, stored_params.one_device().shard, 32)
     variables = Run(CASE._replace(model=c), (1, 1, 1)).init().variables
     batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
 

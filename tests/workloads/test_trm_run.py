@@ -33,3 +33,20 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     assert {p.name for p in (folder / "whole" / "pictures").iterdir()} >= {"step000008_steps_0.png", "step000016_steps_3.png"}
     assert "already reached step 16" in processes.run(*killed)
     assert not processes.unexplained(folder / "killed")
+
+
+@pytest.mark.slow
+def test_a_run_of_one_loss_killed_while_its_depth_grows_resumes_exactly(folder):
+    """The drawn depths follow from the step, and the state has no slots."""
+    growth = ("least_steps=1", "first_steps=2", "growth_steps=12")
+    last = [f"--config.model.{name}" for name in ("contract=last", "explore_end=None", *growth)]
+    whole = processes.run(folder, "trm.py", "--config.workdir=whole", *last)
+    assert "step 16" in whole
+    killed = (folder, "trm.py", "--config.workdir=killed", *last)
+    after = str(folder / "killed" / "checkpoints" / "8")
+    processes.run(*killed, code=-signal.SIGKILL, KILL_AT="12", KILL_AFTER=after)
+    assert "resuming from step 8" in processes.run(*killed)
+    assert processes.hashes(folder / "killed", 16) == processes.hashes(folder / "whole", 16)
+    assert not any("z_h" in path for path in processes.hashes(folder / "whole", 16))
+    found = processes.records(folder / "killed", "train")
+    assert found == processes.records(folder / "whole", "train")

@@ -1,5 +1,7 @@
 """The recursive model in a small size: slots that halt, and a table of puzzles."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ TINY = trm.Config(
     n_cells=16, vocab=6, n_puzzles=24, n_difficulties=2, embed=16, heads=2, puzzle_tokens=2, puzzle_embed=24, inner_multiple=16,
     cycles_high=2, cycles_low=2, halt_steps=3, explore=0.5, explore_end=0.1, dtype="float32",
 )  # fmt: skip
+LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
 GROUPS = (config_lib.Group("^puzzle/", lr=0.01, name="sign_sgd"),)
 # Lion and signs make rounding noise as large as any gradient; AdamATan2 divides by it: only the table's own rule is by signs.
 OPTIM = config_lib.Optim(lr=0.003, schedule="constant", clip=0.0, eps=1e-3, groups=GROUPS)

@@ -22,10 +22,10 @@ or 0 for blanks. A board without a solution, or with several, is an error. FILE 
     solves        share of the rollouts whose board is valid
 
 Rollouts are passes with Gaussian noise of standard deviation S in both states, whose own size is 1, before each supervision
-step. By --choose q the head chooses among them, by --choose check the rules do, if any board keeps them. --stop ends a rollout
-when the head is sure (halt), those of a board when one keeps the rules (check), or at either; --residual ends one when its
-state changes by less. --calibrate fits the confidence to a table with answers that shares no board with PUZZLES. --curve writes
-accuracy with 95 % intervals and seconds a board for 1, 2, 4 … N rollouts and each S.
+step. By --choose q the head chooses among them. By --choose check the rules do, if any board keeps them. A rollout ends early
+by --stop halt, when the head is sure. All those of a board end by --stop check, when one keeps the rules. By --residual a
+rollout ends when its state changes by less. The confidence is fitted by --calibrate to a table with answers, which may share no
+board with PUZZLES. For 1, 2, 4 … N rollouts and each S, --curve writes accuracy with 95 % intervals, and seconds a board.
 
 Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """
