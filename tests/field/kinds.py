@@ -80,6 +80,7 @@ NAMES_AND_VALUES = (
     Case("arbimon-presences", "recording,site,year,month,day,hour,min,robin<Song>,wren<Call>\na.wav,S,2024,5,23,5,30,1,---\n"
          "b.wav,S,2024,5,23,6,0,0,1\n", ("a.wav 0 30 robin<Song>", "b.wav 0 30 wren<Call>", "=open-class 1")),
     Case("kaleidoscope-bats", f"{KALEIDOSCOPE},Dur,Fc\n/x,A,x.wav,0,2,1,1,2,EPTFUS,,3.1,25\n", ("A/x.wav 2 3 EPTFUS",)),
+    Case("column-without-letters", "file,%,robin\na.wav,7,1\n", ("a.wav 0 30 robin",)),
     Case("spanish-booleans", "archivo;robin;wren\na.wav;VERDADERO;FALSO\nb.wav;FALSO;VERDADERO\n", WHOLE),
     Case("german-answers", "datei;robin;wren\na.wav;ja;nein\nb.wav;nein;ja\n", WHOLE),
     _two("false-positives", ",FP", ",0", ",1", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=FP"),

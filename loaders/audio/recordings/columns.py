@@ -291,7 +291,7 @@ def _classes(table: Table, used: Used, options: Options) -> list[str]:
     """
     rows = {name: table.values(name) for name in table.columns}
     unknown = [name for name in rows if not is_other(name) and not meaning_of(name) and name not in used.get("split", ())]
-    unknown = [name for name in unknown if words(name)[-1] not in NUMBERING]
+    unknown = [name for name in unknown if not NUMBERING & set(words(name)[-1:])]
     classes = [name for name in unknown if values.are_answers(rows[name])]
     if used["label"] or used.get("genus"):
         label = next((name for name in used["label"] if values.are_answers(rows[name], both=True)), None)
@@ -419,7 +419,7 @@ def _is_position(layout: Layout, name: str) -> bool:
     pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
     varies = any(seen.setdefault(file, text) != text for file, text in pairs)
     named = bool(parts & (TIME | MINUTES))
-    if words(name)[-1] in NUMBERING or (table.find("hour") and parts & OF_DAY):
+    if NUMBERING & set(words(name)[-1:]) or (table.find("hour") and parts & OF_DAY):
         return varies and bool(parts & (TIME | {"clip"}))
     if meaning == "duration":
         return varies
