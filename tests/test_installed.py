@@ -81,6 +81,6 @@ def test_a_run_its_plan_and_its_export_need_no_network_and_say_what_they_should(
     assert not [pattern for pattern in CONSOLE if not any(re.fullmatch(pattern, line) for line in lines)], lines
     planned = alone("plan", *RUN, "gpu:h100x8")
     assert "this run has no problem" in planned.stdout and not planned.stderr
-    exported = alone("export", "runs/trm-4x4", "--out", "out")
-    assert "params of step 4" in exported.stdout and not exported.stderr
+    exported = alone("export", "runs/trm-4x4", "--ema", "--out", "out")
+    assert "ema of step 4" in exported.stdout and not exported.stderr
     assert "no problems" in alone("checkpoint", "verify", "out").stdout
