@@ -44,6 +44,7 @@ def main() -> None:
         __import__(name)
     # Every case of an attack compiles the same programs: here they are kept, however little they take.
     sys.modules["jax"].config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    gc.freeze()  # a fork copies no page of theirs to collect its own garbage
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

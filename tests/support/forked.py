@@ -6,6 +6,7 @@ As a script, with a socket's descriptor, this is that process: a request is JSON
 a process's number and, later, the code or signal by which it has ended.
 """
 
+import gc
 import io
 import json
 import os
@@ -156,6 +157,7 @@ def _become(request: dict, output: int) -> list[str]:
 if __name__ == "__main__":
     for name in IMPORTS:
         __import__(name)
+    gc.freeze()  # a fork copies no page of theirs to collect its own garbage
     arguments = serve(int(sys.argv[1]))
     if arguments is not None:
         from jaxtrain import cli
