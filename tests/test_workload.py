@@ -92,32 +92,53 @@ sys.exit(cli.main([]))
 """
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of the packages and the tests. Python compiles it once for all that is tried in it."""
+    folder = tmp_path_factory.mktemp("copied")
+    for part in ("jaxtrain", "loaders", "configs", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def without(copied, tmp_path):
+    """Takes folders of workloads out of the copy, until the test ends."""
+    workloads, gone = copied / "jaxtrain" / "workloads", []
+
+    def take(*names):
+        for name in names:
+            gone.append((workloads / name).rename(tmp_path / name))
+
+    yield take
+    for folder in gone:
+        folder.rename(workloads / folder.name)
+
+
+def python(folder, *arguments):
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rest_works_without_a_workload(name, tmp_path):
+def test_the_rest_works_without_a_workload(name, copied, without):
     """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands that are left."""
-    for part in ("jaxtrain", "loaders", "configs"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "jaxtrain" / "workloads" / name)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    without(name)
+    output = python(copied, "-c", IMPORT)
     gone = workload.of(f"{workload.PACKAGE}.{name}").commands
-    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    listed = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
     assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed
 
 
 TRAINER = ("test_specs.py", "test_state.py", "test_layout.py", "test_begin.py", "test_evaluate.py", "test_programs.py")
 
 
-def test_the_trainers_own_tests_pass_without_any_workload(tmp_path):
+def test_the_trainers_own_tests_pass_without_any_workload(copied, without):
     """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for bit."""
-    for part in ("jaxtrain", "loaders", "configs", "tests"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in NAMES:
-        shutil.rmtree(tmp_path / "jaxtrain" / "workloads" / name)
+    without(*NAMES)
     run = "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TRAINER)]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*command, f"{run}[adamw-data]"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
+    files = (f"tests/{name}" for name in TRAINER)
+    output = python(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, f"{run}[adamw-data]")
+    assert " passed" in output and "failed" not in output
