@@ -20,14 +20,16 @@ WIDE = 0.02  # largest share of their products in float32, but for patches, whic
 _ATTENTION, _MLP = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
 LANGUAGE_FLOPS = 1024 * (6 * (2 * (_ATTENTION + _MLP) + 256 * 1024) + 2 * 2 * (_ATTENTION + _MLP - 256 * 512))
 CASES = [
-    *(("gpu:h100x8", name, "small", "mixed") for name in WORKLOADS),
-    *(("gpu:h100x8", name, "small", "data") for name in ("bird", "language")),
+    # Each workload compiles for a GPU once: those of the last line have their kernels and products at their published sizes.
+    *(("gpu:h100x8", name, "small", "mixed") for name in ("trm", "giblet")),
+    ("gpu:h100x8", "language", "small", "data"),
     *(("gpu:h100x8", name, "published", "fsdp") for name in ("bird", "language", "higgs")),
     ("tpu:v4:2x2x2", "bird", "small", "fsdp"),
     ("tpu:v5e:2x4", "trm", "small", "fsdp"),  # libtpu 0.0.42 fails on it with the options for v5e
 ]
 REST = [
-    *(("gpu:h100x8", name, "small", "data") for name in ("trm", "higgs", "giblet")),
+    *(("gpu:h100x8", name, "small", "mixed") for name in ("bird", "language", "higgs")),
+    *(("gpu:h100x8", name, "small", "data") for name in ("bird", "trm", "higgs", "giblet")),
     *(("gpu:h100x8", name, "published", "fsdp") for name in ("trm", "giblet")),
     *(("gpu:h100x8", name, "published", mesh) for name in WORKLOADS for mesh in ("data", "mixed")),
     *(("tpu:v4:2x2x2", name, "small", "fsdp") for name in ("language", "trm", "higgs", "giblet")),
