@@ -20,33 +20,23 @@ from jaxtrain.specs import fan_in, ones, zeros
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import LossOut, Mean, Spec, Task, Variables
-from jaxtrain.workloads.bird import augment
-from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird.objectives.supervised import Supervised
 from loaders.base import Field
+from tests.support import toy, toy_rows
 
 BATCH = 32
 MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
-MODEL = bird.Config(
-    n_classes=8, n_frames=64, n_mels=32, embed=32, depth=2, heads=8, dtype="float32",
-    supervised=Supervised(label_smoothing=0.1),
-    augment=augment.Config(shift=8, time_masks=2, time_mask=8, mel_masks=1, mel_mask=4, gain=0.1, noise=0.05),
-)  # fmt: skip
-FIELDS = {
-    "spectrogram": Field((64, 32), np.float32),
-    **{name: Field((), np.int32) for name in ("label", "index", "epoch")},
-    "weight": Field((), np.float32),
-}
-# An eps above rounding noise: the gradient of the keys' bias is zero, and Adam would make its noise as large as any other.
+MODEL = toy.Config()
+FIELDS = toy_rows.fields(toy_rows.Config())
+# An eps above rounding noise, which Adam would make as large as a gradient.
 OPTIM = config_lib.Optim(lr=0.01, schedule="constant", clip=0.5, eps=1e-4)
 
 
 def make_batch(seed):
     rng = np.random.default_rng(seed)
     return {
-        "spectrogram": rng.normal(size=(BATCH, 64, 32)).astype("f4"),
-        "label": rng.integers(0, 8, BATCH, dtype="i4"),
-        "index": np.arange(BATCH, dtype="i4"),
+        "x": rng.normal(size=(BATCH, toy_rows.WIDTH)).astype("f4"),
+        "label": rng.integers(0, toy_rows.CLASSES, BATCH, dtype="i4"),
+        "index": np.arange(BATCH),
         "epoch": np.full(BATCH, seed, "i4"),
         # Uneven in every way of splitting: by data group, by row modulo 4, and some rows not at all.
         "weight": (rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)).astype("f4"),
@@ -62,7 +52,7 @@ class Run:
             model=MODEL, optim=OPTIM, train=config_lib.Train(steps=10, batch=BATCH, accumulate=accumulate, ema=ema),
             metrics=config_lib.Metrics(every=1),
         )  # fmt: skip
-        make_task = (lambda *_: task) if task else bird.make_task
+        make_task = (lambda *_: task) if task else toy.make_task
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
@@ -128,10 +118,11 @@ def moments(state):
 
 def test_gradients_are_those_of_the_plain_mean(make_run, alone):
     """Against jax.grad of the weighted mean, without any of step.py."""
-    run, batch = make_run("alone"), make_batch(0)
+    run, batch = make_run("alone"), make_batch(0) | {"row": np.arange(BATCH)}
+    key = jax.random.fold_in(jax.random.key(0), 0)  # of the run's seed and the step
 
     def loss(params):
-        out = run.task.loss(Variables(params), batch, None)
+        out = run.task.loss(Variables(params), batch, key)
         return out.loss.total / out.loss.weight
 
     value, grads = jax.jit(jax.value_and_grad(loss))(run.init().variables.params)
