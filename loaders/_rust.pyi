@@ -41,8 +41,8 @@ def recording_doubts(path: str | os.PathLike[str]) -> tuple[int, bool]:
     """Look for what is odd about a recording that can be read.
 
     Returns (stated, cancels): the number of samples per channel that its header states, 0 if none, which differs from
-    recording_info's if the file was cut short or its header never brought up to date; whether its two channels cancel each
-    other at a few places that are decoded.
+    recording_info's if the file was cut short or its header never brought up to date (2^63 − 1 if none is stated, and the
+    file ends inside a page or frame); whether its two channels cancel each other at a few places that are decoded.
     Raises what recording_info raises.
     """
 

@@ -135,6 +135,47 @@ def test_a_format_of_ffmpeg_is_read_to_its_length_or_refused(tmp_path, name, arg
     assert _rust.recording_info(path)[1] == frames
 
 
+def cut_files(kind: str, folder: pathlib.Path) -> dict[str, bytes]:
+    """Recordings of noise in all codings of a format that are read."""
+    wave = np.stack([corpus.noise(seed, 60_000 / RATE, RATE) for seed in range(2)], 1)
+    found = {}
+    for subtype in READ.get(kind, ()):
+        for channels in (1, 2) if "ADPCM" in subtype else (2,):
+            found[f"{subtype} {channels}"] = corpus.encode(
+                wave[:, :channels], 48_000 if subtype == "OPUS" else RATE, kind, subtype
+            )
+    for name, arguments, _, refused in ENCODED if kind == "ffmpeg" and FFMPEG else ():
+        for more in (
+            ([], ["-movflags", "faststart"]) if name.endswith(("m4a", "mov")) and not refused else ([],) * (not refused)
+        ):
+            command = ["ffmpeg", "-v", "error", "-y", "-f", "f32le", "-ar", str(RATE), "-ac", "2", "-i", "-", *arguments, *more]
+            path = folder / name
+            data = wave.astype("<f4").tobytes()
+            if not subprocess.run([*command, str(path)], input=data, capture_output=True, timeout=60, check=False).returncode:
+                found[f"{name} {' '.join(more)}"] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("kind", [*READ, "ffmpeg"])
+def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_refused(tmp_path, kind):
+    path = tmp_path / "cut"
+    for name, data in cut_files(kind, tmp_path).items():
+        whole = _rust.decode(data)[0]
+        path.write_bytes(data)
+        assert _rust.recording_doubts(path)[0] <= len(whole), name
+        for size in (len(data) - 1, len(data) - 10, len(data) * 9 // 10, len(data) // 2, 100, 60, 20):
+            path.write_bytes(data[:size])
+            try:
+                _, frames, *_ = _rust.recording_info(path)
+            except ValueError as error:
+                assert not str(error).startswith("not a") or size <= 100, (name, size, error)
+                continue
+            wave = _rust.decode(data[:size])[0]  # of its whole length
+            assert frames == len(wave) < len(whole) and _rust.recording_doubts(path)[0] > frames, (name, size)
+            assert size < len(data) - 10 or len(whole) - frames < 16_384, (name, size)
+            assert abs(wave - whole[:frames]).max() < 1e-4, (name, size)
+
+
 # ---- headers of WAV and others ----------------------------------------------------------------------------------------
 
 SAMPLES = np.random.default_rng(0).integers(-20_000, 20_000, 5000).astype("<i2")

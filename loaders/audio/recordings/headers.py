@@ -19,6 +19,7 @@ SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies
 LOWEST, HIGHEST = 1_000, 768_000  # [Hz] a recording's rate
 CHUNKS = 64  # that are looked at in a WAV's header
 LARGEST = 1 << 16  # [bytes] of a header chunk that is read
+MORE = (1 << 63) - 1  # frames that a file states which goes on for an unknown time
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +32,7 @@ class Header:
     frames: int
     channels: int
     slow: bool  # of a format that is decoded several times slower
-    stated: int  # frames that the header states, 0 if it leaves them open
+    stated: int  # frames that the header states, 0 if it leaves them open, MORE if the file then ends inside some
     cancels: bool  # its two channels cancel each other: their mean is almost silence
     digest: str  # of a few bytes: equal for copies
     about: dict[str, str]  # date, time, latitude, longitude, site, of its header or its name
@@ -56,7 +57,8 @@ def read_all(
             n_read += outcome is not known.get(path)
             promised = outcome.stated / outcome.rate
             if outcome.stated > outcome.frames:
-                text = f"{path} ends after {outcome.seconds:.3f} s; its header states {promised:.3f} s"
+                why = ", inside a page or frame" if outcome.stated == MORE else f"; its header states {promised:.3f} s"
+                text = f"{path} ends after {outcome.seconds:.3f} s{why}"
                 if not mistakes.add("truncated-file", text):
                     continue
             elif 0 < outcome.stated < outcome.frames:

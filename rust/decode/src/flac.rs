@@ -11,6 +11,7 @@ use crate::simd;
 
 /// Frame headers that are tried, from the end backwards, before a recording counts as damaged.
 const LAST_FRAMES: usize = 8;
+const CUT: &str = "a frame is cut off";
 
 /// Bytes before the place where a frame is expected: the headers of later frames are longer by some bytes.
 const MARGIN: usize = 64;
@@ -273,7 +274,9 @@ impl Flac {
                 return Err(Error::NoAudio { format: "FLAC" });
             };
             let frames = header.position + u64::from(header.block);
-            if frames == stream.total || self.frame(&stream, at).is_ok() {
+            let found = self.frame(&stream, at);
+            // A last frame that is there, and damaged, is an error of the crops that need it.
+            if found.is_ok() || frames == stream.total && found != corrupt("FLAC", CUT) {
                 let channels = u16::from(stream.channels);
                 return Ok(Info { rate: stream.rate, channels, frames, stated: stream.total });
             }
@@ -482,13 +485,17 @@ impl Flac {
                 samples.resize(n.max(samples.len()), 0);
                 subframe(&mut bits, stream.bits + u32::from(side), &mut samples[..n])
             };
-            if done.is_none() || bits.overrun() {
-                return corrupt("FLAC", "a frame cannot be decoded or is truncated");
+            if bits.overrun() {
+                return corrupt("FLAC", CUT);
+            }
+            if done.is_none() {
+                return corrupt("FLAC", "a frame cannot be decoded");
             }
         }
         let size = header.size + bits.bytes();
         match frame.get(size..size + 2) {
             Some(check) if crc16(&frame[..size]).to_be_bytes() == check => Ok(size + 2),
+            None => corrupt("FLAC", CUT),
             _ => corrupt("FLAC", "a frame's checksum does not match"),
         }
     }

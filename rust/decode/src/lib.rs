@@ -50,9 +50,13 @@ pub struct Info {
     pub channels: u16,
     /// Length in samples per channel, without the encoder's delay and padding.
     pub frames: u64,
-    /// The length that the headers state, which a file that was cut short or never finished does not have; 0 if none.
+    /// The length that the headers state, which a file that was cut short or never finished does not have; 0 if none, and
+    /// `MORE` if a file without a stated length ends inside a page or a frame.
     pub stated: u64,
 }
+
+/// The stated length of a recording that goes on for an unknown time. It fits into 63 bits, since tables hold it.
+pub const MORE: u64 = i64::MAX as u64;
 
 /// Why a recording cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -179,7 +183,8 @@ impl Decoder {
         self.is_other = matches!(format, Format::Other);
         self.flac.origin = None;
         self.chain.forget(); // other bytes may lie at the address of earlier ones
-        let (name, info) = match format {
+        let cut = matches!(format, Format::Ogg(..)) && ogg::is_cut(bytes);
+        let (name, mut info) = match format {
             Format::Pcm(pcm) => (pcm.name, pcm.info()),
             Format::Flac => ("FLAC", self.flac.info(bytes)?),
             Format::Mp3 => ("MP3", self.mp3.info(bytes)?),
@@ -190,6 +195,9 @@ impl Decoder {
             Format::Ogg(codec, serial) => (codec.name(), self.ogg.info(bytes, codec, serial)?),
             Format::Other => (other::name(bytes), other::info(bytes)?),
         };
+        if cut {
+            info.stated = MORE;
+        }
         if info.rate == 0 || info.channels == 0 {
             return corrupt(name, "the sample rate or the number of channels is 0");
         }

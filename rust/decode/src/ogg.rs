@@ -13,6 +13,9 @@ const MAX_FALSE: usize = 256;
 /// Pages without a complete packet that a seek skips before it falls back to the first page.
 const MAX_PASSED: usize = 16;
 
+/// Bytes of the largest page.
+const LARGEST: usize = HEADER + 255 + 255 * 255;
+
 /// Samples for each byte that sound has at most: 4 kbit/s at 32 kHz.
 const USUAL: u64 = 64;
 
@@ -175,6 +178,13 @@ pub(super) fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page>
         at = page.at + page.size;
     }
     last
+}
+
+/// Whether the bytes end inside a page, as those of a file that was cut short do.
+pub(super) fn is_cut(bytes: &[u8]) -> bool {
+    let tail = bytes.len().saturating_sub(LARGEST);
+    let last = bytes[tail..].windows(5).rposition(|w| w == b"OggS\0");
+    last.is_some_and(|at| Page::parse(bytes, tail + at).is_none())
 }
 
 /// Whether the packets from `audio` on can hold so many samples, of which each has `longest` at most. A page may state any

@@ -66,7 +66,7 @@ fn blocks(bytes: &[u8]) -> Option<Blocks> {
             b"data" => {
                 let (bytes_of_block, samples) = found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
                 let data = riff::whole(&bytes[at + 8..], size, riff::chunk).len();
-                let stated = (size / bytes_of_block) as u64 * samples;
+                let stated = if size == u32::MAX as usize { 0 } else { (size / bytes_of_block) as u64 * samples };
                 return Some(Blocks { data: at + 8..at + 8 + data, bytes: bytes_of_block, samples, stated });
             }
             _ => {}
@@ -94,6 +94,9 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let probe = symphonia::default::get_probe();
     let reader = probe.probe(&Hint::new(), stream, FormatOptions::default(), MetadataOptions::default());
     let reader = reader.map_err(|error| match error {
+        _ if format == "CAF" && ends_early(bytes) => {
+            Error::Corrupt { format, what: "it ends before its stated length" }
+        }
         symphonia::core::errors::Error::Unsupported(what) => Error::Unsupported { format, what: what.into() },
         _ => Error::Unsupported { format, what: "this variant of its headers".into() },
     })?;
@@ -121,6 +124,16 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
     let frames = (frames - edit.skip).min(edit.frames.unwrap_or(u64::MAX));
     let info = Info { rate, channels: channels.try_into().unwrap_or(u16::MAX), frames, stated: 0 };
     Ok(Opened { reader, track: id, base, parameters, info, skip: edit.skip })
+}
+
+/// Whether a chunk of a CAF states more bytes than there are, as in a file that was cut short.
+fn ends_early(bytes: &[u8]) -> bool {
+    let mut at = 8usize;
+    while let Some(size) = bytes.get(at..).and_then(|rest| rest.get(4..)).and_then(|rest| rest.first_chunk()) {
+        let Ok(size) = usize::try_from(i64::from_be_bytes(*size)) else { return false };
+        at = at.saturating_add(12).saturating_add(size);
+    }
+    at > bytes.len()
 }
 
 /// The samples in the packets of a CAF that are the recording, by its packet table.
@@ -168,15 +181,14 @@ pub(super) fn info(bytes: &[u8]) -> Result<Info, Error> {
         }
         if format == "CAF" {
             // ALAC's last packet says how long it is.
+            opened.info.stated = if ends_early(bytes) { opened.info.frames } else { 0 };
             opened.info.frames = opened.info.frames.min(end(format, &mut opened)?);
         }
         let mut info = opened.info;
         if let Some(blocks) = blocks(bytes) {
-            // symphonia believes the header.
-            let frames = (blocks.data.len() / blocks.bytes) as u64 * blocks.samples;
-            if frames > blocks.stated {
-                (info.frames, info.stated) = (frames, blocks.stated);
-            }
+            // symphonia believes the header. A block that was cut is not decoded.
+            info.frames = (blocks.data.len() / blocks.bytes) as u64 * blocks.samples;
+            info.stated = blocks.stated;
         }
         Ok(info)
     })

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use super::super::{corrupt, Error};
+use super::super::{corrupt, Error, MORE};
 use super::header::Header;
 use super::table::{self, Table};
 use super::tag::Tag;
@@ -64,7 +64,7 @@ pub(super) struct Index {
     pub changed: Option<(usize, u32)>,
     /// Whether there may be tags between the frames, since the first one's is not to be trusted: files were joined.
     skips_tags: bool,
-    /// The samples that the tag of a file states that was cut short, else 0.
+    /// The length that the tag of a file states that was cut short, `MORE` if it has no tag, and else 0.
     pub stated: u64,
     /// The recording without delay and padding, in decoded samples.
     pub begin: u64,
@@ -118,6 +118,10 @@ impl Constant {
         nearest.into_iter().find(|&at| begins(at))
     }
 }
+
+/// Bytes at the end in which frames are looked for that follow each other, and how many are sure to be frames.
+const TAIL: usize = 8192;
+const SURE: usize = 2;
 
 /// Frames to walk, about a minute, beyond which the recording is walked whole and its seek table kept.
 const FAR: usize = 2048;
@@ -187,11 +191,19 @@ impl Index {
         };
         let samples = first.samples() as u64;
         let frames = tag.as_ref().and_then(|tag| tag.frames).map_or(0, |frames| frames as usize);
-        self.stated = if frames > self.n * 101 / 100 + 1 { frames as u64 * samples } else { 0 };
+        let cut = stated.is_none() && is_cut(bytes, end, first);
+        self.stated = match frames > self.n * 101 / 100 + 1 || cut && frames > self.n {
+            true => frames as u64 * samples,
+            false if cut => MORE,
+            false => 0,
+        };
         (self.begin, self.end) = (0, self.n as u64 * samples);
         if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref() {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
             self.begin = (delay + DECODER_DELAY).min(self.end);
+            if (1..MORE).contains(&self.stated) {
+                self.stated = self.stated.min(stated.saturating_sub(padding)).saturating_sub(self.begin);
+            }
             if !joined(self.n) {
                 self.end = self.end.min(stated.saturating_sub(padding)).max(self.begin);
             }
@@ -258,6 +270,18 @@ impl Index {
             }
         }
     }
+}
+
+/// Whether the last frame, which follows others of the same stream, goes on beyond `end`.
+fn is_cut(bytes: &[u8], end: usize, first: Header) -> bool {
+    let frames = |mut at: usize| {
+        std::iter::from_fn(move || {
+            let header = bytes.get(at..end).and_then(Header::parse).filter(|header| header.same_stream(first))?;
+            at += header.size;
+            Some(at)
+        })
+    };
+    (end.saturating_sub(TAIL)..end).filter(|&at| bytes[at] == 0xff).any(|at| frames(at).skip(SURE).any(|at| at > end))
 }
 
 /// Bytes of the ID3v1 and APE tags at the end.
