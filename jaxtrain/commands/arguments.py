@@ -18,6 +18,7 @@ import argparse
 import errno
 import importlib.util
 import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,29 @@ def add_base(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="the weights that a run with adapters froze; default: where it has them from",
     )
+
+
+def out_file(text: str) -> Any:
+    """Parse the name of a file to write, which is refused before any work for it is done."""
+    return _writable(text, folder=False)
+
+
+def out_folder(text: str) -> Any:
+    """Parse the name of a folder to make, which is refused before any work for it is done."""
+    return _writable(text, folder=True)
+
+
+def _writable(text: str, folder: bool) -> Any:
+    from loaders.io import atomic_write
+
+    if "://" in text:
+        return text
+    try:
+        atomic_write.refuse_unwritable(text, folder=folder)
+    except (OSError, ValueError) as error:
+        name, why = getattr(error, "filename", text), getattr(error, "strerror", error)
+        raise argparse.ArgumentTypeError(f"{name}: {why}; name another path, or change its permissions") from error
+    return pathlib.Path(text)
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:

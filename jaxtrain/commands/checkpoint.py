@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.add_run(action, nargs=2 if name == "diff" else 1)
         if name == "export":
             action.add_argument(
-                "--out", metavar="DIR", required=True, help="a workdir to make; DIR/checkpoints/<step> must not exist"
+                "--out",
+                type=arguments.out_folder,
+                metavar="DIR",
+                required=True,
+                help="a workdir to make; DIR/checkpoints/<step> must not exist",
             )
             arguments.add_base(action)
         if name == "inspect":

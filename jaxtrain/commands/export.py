@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain export", __doc__)
     arguments.add_run(parser, ema=True, nargs="?")
     parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
-    parser.add_argument("--out", help="the folder to make")
+    parser.add_argument("--out", type=arguments.out_folder, help="the folder to make")
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="parameters whose path matches: ^encoder/")
     parser.add_argument("--dtype", choices=DTYPES, help="round floating-point arrays to this; default: as they are")
     parser.add_argument("--shard-size", type=_size, default="5GB", help="largest file; default: 5GB")

@@ -25,7 +25,7 @@ from jaxtrain.commands import arguments
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, help="the folder to make")
     arguments.add_base(parser)
     arguments.add_workload(parser)
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from jaxtrain.commands import arguments
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain metrics", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
-    parser.add_argument("--out", metavar="FILE", required=True, help="the Parquet file to write")
+    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the Parquet file to write")
     args = parser.parse_args(argv)
 
     from jaxtrain.telemetry.report.run import RunError

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10, metavar="M", help="after which no run begins; default: 10")
     parser.add_argument("--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60")
     parser.add_argument("--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3")
-    parser.add_argument("--out", metavar="DIR", help="the runs, which are kept; default: a temporary folder")
+    parser.add_argument(
+        "--out", type=arguments.out_folder, metavar="DIR", help="the runs, which are kept; default: a temporary folder"
+    )
     args = parser.parse_args(rest)
 
     from jaxtrain.telemetry.report.run import RunError

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mesh", type=_mesh, metavar="D,F,M", help="devices along data, fsdp and model; default: the run's mesh"
     )
-    parser.add_argument("--out", metavar="DIR", help="the workdir of the replay; default: RUN-replay-N")
+    parser.add_argument(
+        "--out", type=arguments.out_folder, metavar="DIR", help="the workdir of the replay; default: RUN-replay-N"
+    )
     parser.add_argument("--no-page", action="store_true", help="compare the steps, and write no page about step N")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)

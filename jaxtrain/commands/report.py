@@ -20,7 +20,7 @@ from jaxtrain.commands import arguments
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain report", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
-    parser.add_argument("--out", metavar="FILE", required=True, help="the HTML file to write")
+    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the HTML file to write")
     parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
     args = parser.parse_args(argv)
 

@@ -16,6 +16,7 @@ from typing import IO
 import numpy as np
 
 NAME_MAX = 255  # [bytes] of a file's name
+PATH_MAX = 4000  # [bytes] of a path, with some for files in it
 
 
 @contextlib.contextmanager
@@ -34,16 +35,19 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise
 
 
-def refuse_unwritable(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if a file or folder ``path`` could not be made, before any work for it is done."""
-    above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
+def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
+    """Raise OSError if a folder, or a file, ``path`` could not be made, before any work for it is done."""
+    whole = above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
     while not os.path.lexists(above) and above != above.parent:
         above = above.parent
-    if above.is_file() and above != pathlib.Path(os.path.abspath(path)):
+    if not folder and whole.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not above.is_dir() and (folder or above != whole):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(above))
     if not os.access(above if above.is_dir() else above.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    if any(len(os.fsencode(part)) > NAME_MAX for part in pathlib.Path(path).parts):
+    names = [*whole.parts, f".{whole.name}.partial"]
+    if any(len(os.fsencode(name)) > NAME_MAX for name in names) or len(os.fsencode(whole)) > PATH_MAX:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
@@ -76,9 +80,7 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     Raises OSError if another process makes it now.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with naming(path), contextlib.ExitStack() as closing:
-        partial.mkdir(parents=True, exist_ok=True)
-        _own(partial, path, closing)
+    with alone(partial, path):
         try:
             for left in partial.iterdir():  # of a command that was killed
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -89,6 +91,15 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[None]:
+    """Make a folder, and keep it from other processes. Raises OSError, with the name ``path``, if another one has it."""
+    with naming(path or folder), contextlib.ExitStack() as closing:
+        folder.mkdir(parents=True, exist_ok=True)
+        _own(folder, path or folder, closing)
+        yield
 
 
 def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> None:

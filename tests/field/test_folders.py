@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxtrain import cli
+from loaders.io import atomic_write
 from tests.field import corpus
 from tests.field.corpus import rows_of
 from tests.support.corpus import encode, noise
@@ -36,10 +37,48 @@ def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
     (recordings / "._a.wav").write_bytes(bytes(99))
     (recordings / "more.zip").write_bytes(b"PK\x03\x04")
     assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
-    assert counts(tmp_path / "out") == {"unread-sound": 4, "unread-table": 2, "hidden-file": 1}
+    assert counts(tmp_path / "out") == {"unread-sound": 4, "unread-table": 2, "hidden-file": 1, "other-file": 1}
     n, told = len(corpus.RECORDINGS), capsys.readouterr()
-    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
+    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, 1 other-file, listed in {tmp_path / 'out'}/mistakes.csv"
     assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("unread-sound", "a.voc a.sph a.dsf a.snd a.wve a.gsm a.amr a.mka a.3gp a.mov a.wma a.aac a.zc sphere-without-ending"),
+        ("unread-table", "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data"),
+        ("other-file", "a.jpg notes.txt LICENSE settings.ini"),
+    ],
+)
+def test_every_other_file_is_counted_by_its_kind(tmp_path, kind, names):
+    (tmp_path / "rec" / "index").mkdir(parents=True)
+    (tmp_path / "rec" / "a.wav").write_bytes(encode(noise(0, 1.0, 8000), 8000))
+    for name in names.split():
+        (tmp_path / "rec" / name).write_bytes(b"NIST_1A\n   1024\n" if "sphere" in name else b"anything")
+    for _ in range(2):  # its own index, in the same folder, is none of them
+        assert index(tmp_path / "rec", "--out", tmp_path / "rec" / "index") == 0
+        assert counts(tmp_path / "rec" / "index") == {kind: len(names.split())}
+
+
+def test_recordings_that_a_table_does_not_name_are_counted(recordings, tmp_path):
+    (tmp_path / "events.csv").write_text("file,start,end,label\na.wav,2,3,robin\nA/x.wav,2,3,robin\n")
+    assert index(tmp_path / "events.csv", "--audio", recordings, "--out", tmp_path / "out") == 0
+    assert counts(tmp_path / "out") == {"no-table": len(corpus.RECORDINGS) - 2}
+    (tmp_path / "events.csv").rename(recordings / "events.csv")
+    assert index(recordings / "events.csv", "--out", tmp_path / "near") == 0
+    near = [name for name in corpus.RECORDINGS if name.rpartition("/")[0] in ("", "A")]
+    assert counts(tmp_path / "near") == {"no-table": len(near) - 2}
+
+
+def test_the_second_writer_of_an_index_is_told(recordings, tmp_path, capsys):
+    with atomic_write.alone(tmp_path / ".out.new"):
+        (tmp_path / ".out.new" / "mine").touch()
+        assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 2
+        assert f"{tmp_path}/out: another process writes it now" in capsys.readouterr().err
+        assert (tmp_path / ".out.new" / "mine").exists(), "nothing of the other's is touched"
+    assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
+    assert not (tmp_path / "out" / "mine").exists() and not (tmp_path / ".out.new").exists()
 
 
 def test_tables_next_to_recordings(recordings, tmp_path):
@@ -91,15 +130,6 @@ def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
     assert index(folder, "--out", tmp_path / "out", "--on=duplicate-content=keep") == 0
     assert counts(tmp_path / "out")["other-time"] == 1
     assert "20210623_201730.WAV: its name states" in (tmp_path / "out" / "mistakes.csv").read_text()
-
-
-def test_a_place_that_cannot_be_written_is_refused_first(recordings, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert index(recordings, "--labels=none", "--out", tmp_path / "file" / "out") == 2
-    told = capsys.readouterr().err
-    assert "Not a directory" in told and "annotations" not in told
-    assert index(recordings, "--labels=none", "--out", tmp_path / ("n" * 300)) == 2
-    assert "annotations" not in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_what_is_understood(recordings, tmp_path, capsys):

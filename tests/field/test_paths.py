@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain import cli, loop
 from jaxtrain import config as config_lib
-from jaxtrain import loop
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.checkpoint import Checkpointer, History
 from jaxtrain.commands import checkpoint, export, lora_to_peft, metrics, report
@@ -77,6 +77,30 @@ def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch,
     for command, argv in commands:
         assert command.main(argv) == 0, (command.__name__, capsys.readouterr().err)
     train(str(folder / "warm"), warm_start__source=out["merged"])
+
+
+FILES = (
+    "fit --out", "search --out", "review --out", "solve --out", "generate --out", "predict --out", "predict --correlation",
+    "encode-audio --out", "train-codec", "report --out", "metrics --out",
+)  # fmt: skip
+FOLDERS = (
+    "detect --out", "embed --out", "index --out", "index --pictures", "index --unpack", "probe --out", "benchmark esc10 --out",
+    "generate-audio --out", "prepare-giblet --out", "tokens", "sudoku", "export --out", "lora-to-peft --out",
+    "checkpoint export --out", "checkpoint strip --out", "replay --out", "prove --out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [*FILES, *FOLDERS])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, command):
+    """Nothing else of the command line is looked at."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    wrong = {f"{tmp_path}/file/x": "Not a directory", str(tmp_path / ("n" * 250)): "File name too long"}
+    wrong |= {f"{tmp_path}/folder": "Is a directory"} if command in FILES else {f"{tmp_path}/file": "Not a directory"}
+    for out, why in wrong.items():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command.split(), out])
+        assert ended.value.code == 2 and f": {why}; name another path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

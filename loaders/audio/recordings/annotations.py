@@ -67,6 +67,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "hidden-file": ("a recording whose name begins with a point", DROP, False),
     "unread-table": ("a table next to recordings; name it as a source to use it", DROP, False),
     "unread-sound": ("a file that looks like sound, an archive or a project; convert, rename or unpack it", DROP, False),
+    "other-file": ("a file next to recordings that is neither sound nor a table", DROP, False),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),
 }
 

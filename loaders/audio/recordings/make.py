@@ -60,7 +60,7 @@ def make(
     """
     out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
-    atomic_write.refuse_unwritable(out)
+    atomic_write.refuse_unwritable(out, folder=True)
     splitter = Splitter(options.split, options.seed)
     if splitter.column and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column)
@@ -71,6 +71,7 @@ def make(
     annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
     classes.refuse_joined(((each.where, each.labels) for each in annotations), mistakes)
     paths = {each.path for each in annotations}
+    sources.unnamed(given, reading, paths, mistakes)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
     where = _root(given, reading, root, paths)
     below = os.path.join(where, "")

@@ -18,12 +18,21 @@ from loaders.io import files
 Note = Callable[[str], None]
 SOUND = re.compile(
     rb"RIF[FX]|RF64|BW64|riff\x2e\x91\xcf\x11|fLaC|OggS|ID3|\xff[\xf1-\xfb]|....ftyp|caff|\x1aE\xdf\xa3|FORM....AIF|wvpk|\.snd|#!AMR"
-    rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0",
+    rb"|MAC |\x30\x26\xb2\x75\x8e\x66\xcf\x11|TTA1|#!SILK|wac0|NIST_1A|Creative Voice|DSD |FRM8|FORM....(8SVX|16SV)|MP\+|MPCK",
     re.DOTALL,
 )  # the first bytes of recordings
+SOUNDS = (
+    ".3g2 .3gp .8svx .aa3 .aac .ac3 .adts .amr .ape .avi .avr .awb .dff .dsf .dts .f4a .fap .flv .gsm .iff .latm .loas "
+    ".m4b .m4r .m4v .mka .mkv .mov .mp1 .mp2 .mpc .mpeg .mpg .mpga .nist .oma .ra .ram .raw .rm .sd2 .sf .snd .sph "
+    ".spx .svx .tak .tta .voc .vox .wma .wv .wve .webm .weba .xi .zc"
+).split()  # endings of recordings that are not read here
 AUDACITY = re.compile(r"\"?-?[\d.,]+\"?(\t|  *)\"?-?[\d.,]+\"?(\t| |$)")  # its first line, between tabs, or blanks as of old
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".wac", ".aup", ".aup3")  # that may hold recordings
-TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".ods", ".data", ".textgrid", ".eaf", ".svl")  # that people annotate in
+TABLES = (
+    ".csv .tsv .txt .xls .xlsx .ods .data .textgrid .eaf .svl .json .jsonl .geojson .xml .parquet .feather .arrow .sqlite "
+    ".sqlite3 .db .mdb .accdb .rds .rda .rdata .mat .lab .mlf .antx .cha"
+).split()  # that people annotate in, of which the first three hold other texts, too
+OWN = ("index.json", "detect.json", "embeddings.json")  # in the folders that jaxtrain makes
 
 
 def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda text: None) -> Iterator[Annotation]:
@@ -60,19 +69,41 @@ def root_of(path: pathlib.Path) -> str:
 
 
 def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] = ()) -> None:
-    """Count files next to recordings that look like sound or tables, and are neither recordings nor ``used``."""
+    """Count files next to recordings that are neither recordings nor ``used``: sound, tables and others."""
+    names = list(names)
+    with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
+    made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
     for path in names:
-        if is_audio(path) or path in used or os.path.basename(path) in ("index.json", "mistakes.csv"):
+        above = (str(folder) for folder in pathlib.PurePath(path).parents)
+        if (
+            is_audio(path)
+            or path in used
+            or made.intersection(above)
+            or os.path.basename(path) in ("index.json", "mistakes.csv")
+        ):
             continue
         try:
             with files.regular(pathlib.Path(path)) as file:
                 first = file.read(4096)
         except (files.FileError, OSError):
-            continue
-        if SOUND.match(first) or path.lower().endswith(ARCHIVES):
+            first = b""
+        if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
             mistakes.add("unread-sound", path)
-        elif _is_table(path, first):
-            mistakes.add("unread-table", path)
+        else:
+            mistakes.add("unread-table" if _is_table(path, first) else "other-file", path)
+
+
+def unnamed(given: Iterable[str], options: Options, named: Collection[str], mistakes: Mistakes) -> None:
+    """Count the recordings of --audio, or next to those that the tables among ``given`` name, that are not ``named``."""
+    if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
+        return
+    if options.audio:
+        near = list(walk(pathlib.Path(options.audio).expanduser(), Mistakes()))
+    else:
+        near = [entry.path for folder in {os.path.dirname(path) for path in named} for entry in os.scandir(folder)]
+    for path in sorted(near):
+        if is_audio(path) and not os.path.basename(path).startswith(".") and path not in named and os.path.isfile(path):
+            mistakes.add("no-table", path)
 
 
 def _is_table(path: str, first: bytes) -> bool:
@@ -118,20 +149,19 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         files.inside(folder, os.path.relpath(each, os.path.abspath(folder)), remedy=remedy)
     if metadata or selections or catalogues:
         finder = finder if finder.folder else Finder(folder, mistakes)
-        for each in metadata:
-            yield from _birdset(pathlib.Path(each), mistakes, finder)
         about: set[str] = set()
-        for each in sorted([*selections, *catalogues]):
-            for annotation in _of_file(pathlib.Path(each), options, mistakes, finder, note):
+        for each in (*metadata, *sorted([*selections, *catalogues])):
+            of_it = _birdset(pathlib.Path(each), mistakes, finder) if each in metadata else None
+            for annotation in of_it or _of_file(pathlib.Path(each), options, mistakes, finder, note):
                 about.add(annotation.path)
                 yield annotation
-        for each in audio if not metadata else ():
+        for each in audio:
             if os.path.abspath(each) not in about:
                 mistakes.add("no-table", each)
         return
     if not audio:
         packed = ", ".join(os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path))
-        given = [path for path in names if path.lower().endswith(TABLES)]
+        given = [path for path in names if path.lower().endswith(tuple(TABLES[:10]))]
         hint = f"; it holds {len(names)} other files"
         if packed:
             hint = f"; unpack {packed[:80]} first: --unpack"

@@ -68,18 +68,21 @@ def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[st
     Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk is full.
     """
     refuse_other(out)
-    with atomic_write.naming(out):
-        about = _replace(out, plan, mistakes, options)
+    fresh = out.with_name(f".{out.name}.new")
+    with atomic_write.alone(fresh, out):
+        about = _replace(out, fresh, plan, mistakes, options)
     shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
     return about
 
 
-def _replace(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
-    shutil.rmtree(fresh, ignore_errors=True)
+def _replace(
+    out: pathlib.Path, fresh: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    old = out.with_name(f".{out.name}.old")
     try:
-        (fresh / "data").mkdir(parents=True)
+        for left in fresh.iterdir():  # of a command that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        (fresh / "data").mkdir()
         splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
         splits = {split: about for split, about in splits.items() if about["rows"]}
         if not splits:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--codebooks", type=int, default=8, help="of module:function; default: 8")
     parser.add_argument("--codebook-size", type=int, default=1024, help="of module:function; default: 1024")
     parser.add_argument("--listen", metavar="AUDIO", help="a recording to encode and decode, to listen to")
-    parser.add_argument("--out", metavar="WAV", help="of --listen")
+    parser.add_argument("--out", type=arguments.out_file, metavar="WAV", help="of --listen")
     args = parser.parse_args(argv)
     if (args.manifest is None) == (args.listen is None) or bool(args.listen) != bool(args.out):
         parser.error("give either a manifest, or --listen AUDIO --out WAV")

@@ -19,7 +19,6 @@ A prompt is a user's turn, which an assistant answers with a recording, or, with
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain generate-audio", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="the folder to make")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make")
     parser.add_argument("--each", type=arguments.positive, default=1, help="answers to each prompt; default: 1")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a recording, at most; default: 10")
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="default: 1")

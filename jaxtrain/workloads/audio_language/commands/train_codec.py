@@ -30,7 +30,7 @@ SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain train-codec", __doc__)
-    parser.add_argument("out", metavar="CODEC.npz")
+    parser.add_argument("out", type=arguments.out_file, metavar="CODEC.npz")
     parser.add_argument("sound", metavar="SOUND", nargs="+", help="audio files, folders of them, manifests")
     parser.add_argument("--codebooks", type=arguments.positive, default=8, help="default: 8")
     parser.add_argument("--size", type=arguments.positive, default=1024, help="codes of each; default: 1024")

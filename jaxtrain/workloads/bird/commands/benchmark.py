@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--views", type=arguments.positive, default=1, help="of each clip, averaged; default: 1")
         arguments.add_run(action, ema=True)
         action.add_argument("--data", required=True, metavar="DIR", help="the benchmark's recordings and labels")
-        action.add_argument("--out", required=True, metavar="DIR", help="the folder of the results")
+        action.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder of the results")
         action.add_argument("--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200")
         action.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     args = parser.parse_args(argv)

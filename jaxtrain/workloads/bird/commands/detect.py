@@ -24,14 +24,13 @@ or --formats only the tables are made again. Under srun or mpirun the processes 
 import argparse
 import fcntl
 import functools
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird.commands import table_flags
-from loaders.io import atomic_write, checks, machine
+from loaders.io import checks, machine
 
 FORMATS = ("raven", "audacity", "csv")
 
@@ -40,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
-    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make, or to resume"
+    )
     parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
     parser.add_argument(
@@ -70,7 +71,6 @@ def _detect(args: argparse.Namespace) -> int:
     from jaxtrain.telemetry import console as console_lib
     from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, encoder, heads
 
-    atomic_write.refuse_unwritable(args.out)
     membership = cluster.find()
     if membership.local_devices:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
@@ -129,7 +129,8 @@ def _detect(args: argparse.Namespace) -> int:
         f"{args.out}: {counts['detections']} detections in {len(windows.recordings)} recordings, {windows.n} windows"
         + (f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else "")
     )
-    print(f"{len(windows.recordings)} recordings used; {mistakes.summary(f'{args.out}/mistakes.csv')}")
+    used = f"{len(windows.recordings)} recordings used, {counts['silent']} without detections"
+    print(f"{used}; {mistakes.summary(f'{args.out}/mistakes.csv')}")
     return 1 if counts["mistakes"] else 0
 
 

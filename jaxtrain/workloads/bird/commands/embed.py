@@ -43,7 +43,9 @@ KINDS = ("mean", "cls", "patches")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make, or to resume")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make, or to resume"
+    )
     parser.add_argument("--data", help="folder, glob or file of shards; default: the run's training data")
     parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
@@ -75,7 +77,6 @@ def _embed(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embed, encoder
 
-    atomic_write.refuse_unwritable(args.out)
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
     model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
@@ -87,10 +88,11 @@ def _embed(args: argparse.Namespace) -> int:
     columns = [name for name in args.columns.split(",") if name]
     options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
     code, counts = 0, ""
-    if args.recordings:
-        done, counts, code = _embed_windows(args, model, changes, options)
-    else:
-        done = embed.embed(model, encoder.data_config(model, **changes), args.out, **options)
+    with atomic_write.alone(pathlib.Path(args.out).expanduser()):
+        if args.recordings:
+            done, counts, code = _embed_windows(args, model, changes, options)
+        else:
+            done = embed.embed(model, encoder.data_config(model, **changes), args.out, **options)
     print(
         f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
         f"second, {done['waiting']:.0%} of the time waiting for the loader"

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed` by one run, or indexes"
     )
-    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="MODEL", help="the file to write, .npz")
+    parser.add_argument("--out", required=True, type=arguments.out_file, metavar="MODEL", help="the file to write, .npz")
     parser.add_argument("--run", default="", metavar="RUN", help="a run, step directory or export, to embed an INDEX by")
     parser.add_argument("--ema", action="store_true", help="with --run: the average of the parameters")
     parser.add_argument("--split", default="train", help="of an INDEX; default: train")
@@ -74,7 +74,8 @@ def _fit(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads
 
-    atomic_write.refuse_unwritable(args.out)
+    listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-mistakes.csv")
+    atomic_write.refuse_unwritable(listed, folder=False)
     cluster.use_compilation_cache()
     mistakes = Mistakes()
     folders = [embeddings.read(folder) for folder in _embedded(args)]
@@ -104,12 +105,10 @@ def _fit(args: argparse.Namespace) -> int:
         print(
             "no row is without a class, so the thresholds hold among calls alone; add silence: --background N, or empty windows"
         )
-    if args.labels:
-        for line in mistakes.report():
-            print(line, file=sys.stderr)
-        listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-mistakes.csv")
-        mistakes.save(listed)
-        print(f"{len(given.y)} rows used; {mistakes.summary(str(listed))}")
+    for line in mistakes.report():
+        print(line, file=sys.stderr)
+    mistakes.save(listed)
+    print(f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class; {mistakes.summary(str(listed))}")
     return 0
 
 
@@ -137,6 +136,7 @@ def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
         changes = {"train": str(index), "test": "", "audio_root": args.audio_root, "views": 1}
         data = encoder.data_config(model, **changes, label="labels" if has_labels else "", multilabel=has_labels)
         made[index] = place if len(indexes) == 1 else place.with_name(f"{place.name}-{number}")
-        done = embed.embed(model, data, made[index], split=args.split, kinds=kinds, batch=args.batch)
+        with atomic_write.alone(made[index]):
+            done = embed.embed(model, data, made[index], split=args.split, kinds=kinds, batch=args.batch)
         print(f"{made[index]}: {done['done']} rows of {index} embedded ({done['unreadable']} unreadable)")
     return [made.get(folder, folder) for folder in given]

@@ -38,16 +38,20 @@ ROWS = 5  # annotations that a dry run prints
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain index", __doc__)
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="the index to make, or to bring up to date")
+    parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help="the index to make, or to bring up to date")
     parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index")
-    parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="with --show: write pictures of it there")
+    parser.add_argument(
+        "--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: write pictures of it there"
+    )
     source = parser.add_argument_group("sources")
     source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
     source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
     source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
     table_flags.add(source)
     source.add_argument("--dry-run", action="store_true", help="print how the sources are understood, and write nothing")
-    source.add_argument("--unpack", metavar="FOLDER", help="unpack the tar archives of the sources here first")
+    source.add_argument(
+        "--unpack", type=arguments.out_folder, metavar="FOLDER", help="unpack the tar archives of the sources here first"
+    )
     row = parser.add_argument_group("rows")
     row.add_argument("--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…")
     row.add_argument("--min-count", type=arguments.positive, default=1, help="events of a class, at least; default: 1")

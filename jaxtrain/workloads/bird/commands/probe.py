@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", required=True, nargs="+", metavar="EMBEDDINGS", help="folders, each a row of the table")
     parser.add_argument("--test", nargs="+", metavar="EMBEDDINGS", help="as many, of the test recordings")
     parser.add_argument("--folds", metavar="COLUMN", help="instead of --test: predict each fold from the others")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder of the results")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder of the results")
     parser.add_argument("--kind", default="mean", choices=("mean", "cls"), help="default: mean")
     parser.add_argument("--draws", type=arguments.positive, default=1000, help="of the bootstrap; default: 1000")
     parser.add_argument("--k", type=arguments.positive, default=20, help="neighbours; default: 20")

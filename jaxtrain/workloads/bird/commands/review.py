@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain review", __doc__)
     parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
     parser.add_argument("--root", default="", metavar="FOLDER", help="folder above all recordings; default: their nearest")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("answers.csv"), help="default: answers.csv")
+    parser.add_argument("--out", type=arguments.out_file, default=pathlib.Path("answers.csv"), help="default: answers.csv")
     parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show similar sounds of these folders")
     parser.add_argument("--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain")
     parser.add_argument(
@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _review(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
 
-    atomic_write.refuse_unwritable(args.out)
+    listed = args.out.with_name(f"{args.out.stem}-mistakes.csv")
+    atomic_write.refuse_unwritable(listed, folder=False)
     mistakes = Mistakes()
     reading = table_flags.of(args)
     items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, mistakes=mistakes)
     for line in mistakes.report():
         print(line, file=sys.stderr)
+    mistakes.save(listed)
     near = None
     if args.embeddings:
         near = neighbours.Neighbours(
@@ -72,8 +74,9 @@ def _review(args: argparse.Namespace) -> int:
             raise
         raise InferenceError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
     with server:
-        print(f"{args.table}: {mistakes.summary()}")
-        print(f"{len(items)} windows; answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
+        recordings = len({item.path for item in items})
+        print(f"{args.table}: {len(items)} windows of {recordings} recordings used; {mistakes.summary(str(listed))}")
+        print(f"answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", default="mean", choices=("mean", "cls"), help="features of --like; default: mean")
     parser.add_argument("--approximate", action="store_true", help="by an index that is made once; for many millions of rows")
     parser.add_argument("--top", type=arguments.positive, default=20, help="how many; default: 20")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a CSV, too")
+    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", help="write a CSV, too")
     args = parser.parse_args(argv)
     if bool(args.like) == bool(args.model):
         parser.error("expected --like QUERY or --model HEAD")
@@ -54,8 +54,6 @@ def _search(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads, search
     from loaders.io import atomic_write
 
-    if args.out:
-        atomic_write.refuse_unwritable(args.out)
     cluster.use_compilation_cache()
     folders = [embeddings.read(folder) for folder in args.embeddings]
     places = [folder.places() for folder in folders]

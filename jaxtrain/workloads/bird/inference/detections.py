@@ -129,11 +129,13 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
 
 
 def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
-    """Write the tables from the scores, in place of earlier ones. Return counts: detections, unreadable (windows), mistakes.
+    """Write the tables from the scores, in place of earlier ones. Return counts.
+
+    They are of detections, unreadable windows, silent recordings, and mistakes.
 
     Raises InferenceError: scores that cannot be read; OSError.
     """
-    out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0}
+    out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
     remove_partial(out)
     remove_partial(parts.folder)
     with contextlib.ExitStack() as stack:
@@ -160,6 +162,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
                 mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
             counts["unreadable"] += missing
             counts["detections"] += len(found)
+            counts["silent"] += not found
             if found:
                 _write_tables(parts, recording, found, options, folders, writers)
     for name in ("raven", "audacity"):

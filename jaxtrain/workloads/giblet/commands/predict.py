@@ -13,7 +13,6 @@ after the last finished volume.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -23,8 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain predict", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("folder", metavar="FOLDER", help="of `jaxtrain prepare-giblet`")
-    parser.add_argument("--out", required=True, type=pathlib.Path, metavar="FILE", help="the NIfTI to write: .nii or .nii.gz")
-    parser.add_argument("--correlation", type=pathlib.Path, metavar="FILE", help="write r of each voxel, too")
+    parser.add_argument(
+        "--out", required=True, type=arguments.out_file, metavar="FILE", help="the NIfTI to write: .nii or .nii.gz"
+    )
+    parser.add_argument("--correlation", type=arguments.out_file, metavar="FILE", help="write r of each voxel, too")
     parser.add_argument("--mask", default="", metavar="FOLDER", help="with the mask.nii.gz of the voxels; default: FOLDER")
     parser.add_argument("--follow-links", action="store_true", help="links in FOLDER may lead out of it")
     parser.add_argument("--batch", type=arguments.positive, default=16, help="volumes computed together; default: 16")

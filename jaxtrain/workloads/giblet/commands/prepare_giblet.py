@@ -40,7 +40,7 @@ from loaders.io.files import DataError
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain prepare-giblet", __doc__)
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="the folder to make")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, help="the folder to make")
     parser.add_argument("--video", required=True, type=pathlib.Path, help="any film that FFmpeg decodes")
     parser.add_argument("--fmri", required=True, nargs="+", type=pathlib.Path, help="one 4-D NIfTI file for each viewer")
     parser.add_argument("--mask", type=pathlib.Path, help="a NIfTI; default: voxels that vary")

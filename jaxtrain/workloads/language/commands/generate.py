@@ -14,7 +14,6 @@ the same command resumes after the finished ones.
 import argparse
 import functools
 import json
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_run(parser, ema=True)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to be continued")
     parser.add_argument("--prompts", dest="file", default="", metavar="FILE", help="a prompt a line, or JSON lines")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write JSON lines instead of printing text")
+    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", help="write JSON lines instead of printing text")
     parser.add_argument("--tokens", type=arguments.positive, default=64, help="of a continuation, at most; default: 64")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token; default: 0.8")
     parser.add_argument("--top-p", type=float, default=0.95, help="probability that drawn tokens add up to; default: 0.95")

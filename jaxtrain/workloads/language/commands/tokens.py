@@ -25,7 +25,6 @@ skipped, counted and listed.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -33,7 +32,7 @@ from jaxtrain.commands import arguments
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain tokens", __doc__)
-    parser.add_argument("out", metavar="OUT", type=pathlib.Path, help="the folder to make, or to resume")
+    parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make, or to resume")
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="files, folders or globs")
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json, or bytes")
     parser.add_argument("--eos", default="", help="token that ends every document; default: none")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain solve", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("puzzles", metavar="PUZZLES", help="a CSV with a column question, or text with a board a line")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a CSV instead of printing boards")
+    parser.add_argument("--out", type=arguments.out_file, metavar="FILE", help="write a CSV instead of printing boards")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="boards computed together; default: 64")
     parser.add_argument("--rollouts", type=arguments.positive, metavar="N", help="default: the run's model.rollouts")
     parser.add_argument("--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise")

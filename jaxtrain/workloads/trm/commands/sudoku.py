@@ -38,7 +38,7 @@ from loaders.sudoku import puzzles as kinds
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain sudoku", __doc__)
-    parser.add_argument("out", metavar="OUT", type=pathlib.Path, help="the folder to make")
+    parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make")
     parser.add_argument("--kind", choices=kinds.KINDS, default="sudoku", help="default: sudoku")
     parser.add_argument("--train", type=arguments.positive, default=1000, help="puzzles to train on; default: 1000")
     parser.add_argument("--test", type=int, default=1000, help="puzzles to test on; default: 1000")
