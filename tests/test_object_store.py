@@ -12,7 +12,7 @@ from jaxtrain import cli
 from jaxtrain.arrays import safetensors, stored
 from jaxtrain.arrays import source as source_lib
 from loaders.io import files
-from tests.support import object_store, runs
+from tests.support import object_store, runs, small_runs
 from tests.support.processes import ROOT, cluster, free_port, records, run, wait_for
 
 RUN = "gs://bucket/toy/checkpoints"
@@ -103,6 +103,37 @@ def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypa
     store.delete("bucket", "out/README.md")
     (problem,) = source.damage()
     assert "README.md" in problem and "does not exist" in problem
+
+
+@pytest.mark.slow
+def test_a_base_in_a_bucket_is_frozen_kept_and_found_again_by_two_processes(tmp_path, bucket):
+    """And refused on both, by name, where no copy was kept and it is gone."""
+    environment, store = bucket
+    folder, base = small_runs.of_bytes(tmp_path), "gs://bucket/base"
+    run(folder, "cfg.py", "--config.workdir=base", f"--config.checkpoint.folder={base}/checkpoints", **environment)
+
+    def adapters(name, *more):
+        args = (
+            "--config.lora.rank=2",
+            f"--config.warm_start.source={base}",
+            f"--config.checkpoint.folder=gs://bucket/{name}",
+            *more,
+        )
+        both = cluster(folder, "cfg.py", f"--config.workdir={name}", *args, processes=2, only0=environment, only1=environment)
+        outputs = [p.communicate(timeout=300)[0] for p in both]
+        return [p.returncode for p in both], outputs
+
+    for name, keep in (("kept", "true"), ("bare", "false")):
+        codes, outputs = adapters(name, f"--config.warm_start.keep={keep}")
+        assert codes == [0, 0], outputs
+        assert len(list(folder.glob(f"{name}/base/*"))) == (keep == "true")
+    for about in store.all("bucket"):
+        if about["name"].startswith("base/"):
+            store.delete("bucket", about["name"])
+    codes, outputs = adapters("kept", "--config.warm_start.keep=true", "--config.train.steps=4")
+    assert codes == [0, 0] and "resuming from step 2" in outputs[0], outputs
+    codes, outputs = adapters("bare", "--config.train.steps=4")
+    assert codes == [2, 2] and all("gone or differ" in text or "process 0 says why" in text for text in outputs), outputs
 
 
 @pytest.mark.slow

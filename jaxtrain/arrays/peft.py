@@ -82,7 +82,9 @@ def export(run: str, out: str, *, step: int | None = None, ema: bool = False, na
     numbers = sum(math.prod(entry.shape) for entry in entries)
     what = f"adapters and {', '.join(about['modules_to_save'])}" if about["modules_to_save"] else "adapters"
     average = ", averaged" if ema else ""
-    return f"{target}: {what} of {source.path}{average}, {len(entries)} arrays, {numbers:,} numbers"
+    kept = run_workload.section_of(config, "lora", config_lib.Lora).dtype
+    rounded = f"; trained over a base in {kept}: load it with torch_dtype=torch.{kept}" if kept != "float32" else ""
+    return f"{target}: {what} of {source.path}{average}, {len(entries)} arrays, {numbers:,} numbers{rounded}"
 
 
 def _module(name: str) -> str:

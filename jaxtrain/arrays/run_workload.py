@@ -82,10 +82,8 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
             print(f"{source.path} does not record the digest of what it froze: {named or section['source']} is taken for it")
         return {**config, "warm_start": {**section, **({"source": named} if named else {})}}
     rules = section_of(config, "warm_start", config_lib.WarmStart)
-    workdir = str(config.get("workdir") or "")  # with config.checkpoint.folder, the step lies elsewhere
-    workdirs = [source.path.parent.parent, *([workdir] if workdir and "://" not in workdir else [])]
-    recorded = dict.fromkeys(place for each in workdirs for place in base_weights.places(record, each))
-    place = base_weights.find(record, rules, [named] if named else list(recorded))
+    recorded = base_weights.places(record, base_weights.workdirs(source.path, config.get("workdir")))
+    place = base_weights.find(record, rules, [named] if named else recorded)
     return {**config, "warm_start": {**section, "source": place, "step": None}}
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -141,7 +142,7 @@ def export(
             kinds[entry.dtype.name] += entry.n_bytes
         with _describing(source):
             further = contract.files(based, kinds.most_common(1)[0][0])
-            hub = contract.hub(config, further)
+            hub = contract.hub(config, {*further, *arrays})
             for other in others:
                 if other.files:
                     further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
@@ -225,7 +226,7 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str)
     for path, spec in specs.items():
         if path not in arrays and path not in base:
             raise StoredError(f"{path} is neither in the run nor in its base weights (config.warm_start.skip)")
-        one = arrays[path] if path in arrays else warm_start.folded(base[path], spec.shape)
+        one = arrays[path] if path in arrays else _as_kept(warm_start.folded(base[path], spec.shape), adapters.dtype)
         n_layers, n_first = lora.sides(spec)
         layers, first, last = spec.shape[:n_layers], spec.shape[n_layers:][:n_first], spec.shape[n_layers:][n_first:]
         expected = {lora.A: (*layers, adapters.rank, *last), lora.B: (*layers, *first, adapters.rank)}
@@ -237,6 +238,14 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str)
             one = one._replace(read=functools.partial(_merge, one, parts[lora.A], parts[lora.B], scale, n_layers, n_first))
         found[path] = one
     return found
+
+
+def _as_kept(one: Stored, dtype: str) -> Stored:
+    """Round a frozen array to config.lora.dtype, as the run computed with it, and keep its own dtype."""
+    kept, path = jnp.dtype(dtype), "/".join(map(str, one.keys))
+    if jnp.promote_types(one.dtype, kept) == kept:
+        return one
+    return one._replace(read=lambda index: _rounded(_rounded(one.read(index), kept, path), one.dtype, path))
 
 
 def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_first: int, index: stored.Index) -> np.ndarray:

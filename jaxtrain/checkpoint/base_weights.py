@@ -11,7 +11,7 @@ import hashlib
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,10 +73,16 @@ def digest(rules: WarmStart) -> str:
     return total.hexdigest()[:32]
 
 
-def places(base: Base, workdir: epath.PathLike) -> list[str]:
-    """Return the places where a run's base may lie: its copy in the workdir, and where it came from."""
-    kept = epath.Path(workdir) / FOLDER / f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
-    return [os.fspath(kept), base.source] if kept.exists() else [base.source]
+def workdirs(step: epath.Path, workdir: Any) -> list[epath.PathLike]:
+    """Return the workdirs of a step's run: above its checkpoints, or with config.checkpoint.folder as its config has it."""
+    return [step.parent.parent, *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else [])]
+
+
+def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
+    """Return the places where a run's base may lie: its copies in workdirs, and where it came from."""
+    name = f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
+    kept = [os.fspath(place) for workdir in workdirs if (place := epath.Path(workdir) / FOLDER / name).exists()]
+    return list(dict.fromkeys([*kept, base.source]))
 
 
 def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ its meta says ``"weights_only": true``: enough to evaluate, export and warm-star
 import contextlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a
 TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
 
 log = logging.getLogger("jaxtrain")
+
+EVALUATED = re.compile(r"^train\.(eval_batches|ema)$|^data\.(\w+\[\d+\]\.)?test")  # fields that an evaluation depends on
 
 
 class Restored(NamedTuple):
@@ -290,6 +293,8 @@ class Checkpointer:
                 log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), first_line(error))
                 continue
             offset = self._check_data(path / str(step), step, saved["data"], data, changes)
+            if evaluated := [str(change) for change in changes if EVALUATED.search(change.path)]:
+                self._scores.forget(f"its evaluations were others ({'; '.join(evaluated)})")
             if others := [str(change) for change in changes if not change.path.startswith(("workdir", "resume.", "data."))]:
                 log.info("the config differs from the checkpoint's: %s", "; ".join(others))
             history = History(offset, saved["data"].get("rewinds", 0), saved["data"].get("base"))

@@ -128,7 +128,8 @@ def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, s
         same, change = False, f"config.warm_start.step: the run froze {base.source}, {rules.step} now"
     allowed = any(name in config.resume.allow for name in ("warm_start", "warm_start.source", "warm_start.step"))
     if base and base.source and not allowed:
-        where = base_weights.places(base, config.workdir) if same else [_exact(rules).source]
+        theirs = base_weights.workdirs(restored.source, _saved_config(restored).get("workdir"))
+        where = base_weights.places(base, [config.workdir, *theirs]) if same else [_exact(rules).source]
         try:
             i = where.index(base_weights.find(base, rules, where)) if cluster.is_main() else 0
             problem = ""
@@ -193,6 +194,13 @@ def _warm_start(
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
     if not config.other_front_end and (unfit := list(assembly.config.model.warm_start_problems(warm_start.config_of(config)))):
         raise warm_start.WarmStartError(config.source, unfit)
+    if (
+        not config.ema
+        and not stored.is_safetensors(config.source)
+        and (warm_start.config_of(config).get("train") or {}).get("ema")
+    ):
+        text = "evaluations of that run are of the average of its parameters, which config.warm_start.ema=true takes"
+        log.warning("warm start from %s: %s", config.source, text)
     variables = assembly.abstract.state.variables
     table = {**_by_path(variables.params), **_by_path(variables.frozen)}
     table = {path: x for path, x in table.items() if not lora.is_adapter(path)}

@@ -179,8 +179,9 @@ def on_this_machine(config: Config) -> Problems:
         yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
     source = config.warm_start.source
     yield from _url_problems("warm_start.source", source)
-    kept = pathlib.Path(config.workdir) / "base"  # by warm_start.keep
-    if source and "://" not in source and not pathlib.Path(source).expanduser().exists() and not kept.exists():
+    kept = [pathlib.Path(folder).expanduser() / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
+    there = [*kept, pathlib.Path(source).expanduser()]
+    if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
     metrics = config.metrics
     for name, is_on, package, extra in (

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from jaxtrain import specs
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
+from loaders.text import tokenizer
 
 LAYER = {
     "scale_attention": "input_layernorm.weight",
@@ -128,6 +131,39 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
     """Read the existing files of a folder, by name. Raises FileError."""
     there = [name for name in names if (folder / name).is_file()]
     return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
+
+
+def tokenizer_files(named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None) -> tuple[dict[str, bytes], bool]:
+    """Read the files of a run's tokenizer, and say whether the token ids of its base weights mean the same tokens.
+
+    They are those of the first tokenizer that is named, else of the base weights. Its companions may lie at either.
+
+    Args:
+      named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes or characters.
+      vocab: the run's. Base weights with another one have another tokenizer.
+    """
+    own = next(filter(None, named), None)
+    of_base = read_files(base, tokenizer.FILES) if base else {}
+    about = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
+    if own is None:
+        theirs = (about.get("text_config") or about).get("vocab_size", vocab)
+        return (of_base, True) if vocab in (None, theirs) else ({}, False)
+    if own == "bytes":
+        return {}, False
+    place = pathlib.Path(own).expanduser()
+    found = read_files(place if place.is_dir() else place.parent, tokenizer.FILES)
+    if "tokenizer.json" not in found:
+        print(f"warning: the run's tokenizer, {own}, is gone, and the export has none", file=sys.stderr)
+        return {}, not of_base
+    same = of_base.get("tokenizer.json", found["tokenizer.json"]) == found["tokenizer.json"]
+    return (of_base | found, True) if same else (found, False)
+
+
+def without_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of config.json or generation_config.json without those that name tokens by their ids."""
+    return {
+        name: value for name, value in fields.items() if not re.search(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$", name)
+    }
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

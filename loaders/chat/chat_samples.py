@@ -14,6 +14,7 @@ and the others wait. A part of a recording (offset, duration) is cut from its co
 
 import concurrent.futures
 import functools
+import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ class Sample(NamedTuple):
     clips: tuple[chatml.Clip, ...]
     size: Shape  # its needs
     n_audio: int  # labels of one codebook
+    codes: str = ""  # a digest of the codes of its recordings
 
 
 class Tools(NamedTuple):
@@ -161,7 +163,8 @@ class Tools(NamedTuple):
         size = Shape(len(laid.tokens) - audio, audio, len(t.text), len(t.audio))
         if not len(t.text) and not len(t.audio):
             raise chatml.SampleError("it has no labels: there is no assistant's turn from start_index on")
-        return Sample(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()))
+        codes = hashlib.sha256(laid.codes.tobytes()).hexdigest()[:16]
+        return Sample(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()), codes)
 
 
 def open_codec(config: Config) -> codec_lib.Codec:

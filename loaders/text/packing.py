@@ -168,7 +168,7 @@ class Packed(Stream):
                     int(order.hash_of(SHUFFLE, self._seed, w)[0]), 0, len(placed.stops), np.arange(len(placed.stops))
                 ))  # fmt: skip
             self._kept[w] = placed._replace(document=chosen[placed.document])
-            while len(self._kept) > KEPT_WINDOWS:
+            while self._shuffle and len(self._kept) > KEPT_WINDOWS:  # else all are needed: rows are asked for in mixed order
                 del self._kept[next(iter(self._kept))]
             if w == len(self._ends):
                 self._ends.append((self._ends[-1] if w else 0) + len(placed.stops))

@@ -14,8 +14,8 @@ A row is one sequence of ``context`` positions, made of documents by `loaders.te
 
 Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's number of rows is
 only known when it is packed. So a seek packs the windows before it once, at one or two microseconds a document (us/doc of
-tools/packing_report.py). Nothing is stored. "test" goes once through all sources, each in order, and takes turns by their
-shares: packed if packing is best_fit, else window after window with a padded last one.
+tools/packing_report.py). Nothing is stored. "test" goes once through all sources, which take turns by their shares: packed if
+packing is best_fit, in a mixed order that is always the same, else window after window with a padded last one.
 
 The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens
 that a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
@@ -126,7 +126,9 @@ class Tokens(Loader):
         else:
             # Rows of all sources in their shares, so that the first batches are of all of them.
             numbers = [np.arange(stream.n_rows()) for stream in self._streams]
-            due = [(number + 0.5) / source.share for number, source in zip(numbers, config.sources, strict=True)]
+            if config.packing == "best_fit":  # whose first rows are the longest documents
+                numbers = [order.permutation(0, 0, max(len(each), 1), each) for each in numbers]
+            due = [(np.arange(len(each)) + 0.5) / source.share for each, source in zip(numbers, config.sources, strict=True)]
             turn = np.argsort(np.concatenate(due), kind="stable")
             self._number = np.concatenate(numbers)[turn]
             self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[turn]

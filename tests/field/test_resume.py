@@ -4,7 +4,11 @@ import json
 import pathlib
 import shutil
 
+import ml_dtypes
+import numpy as np
 import pytest
+import safetensors.numpy
+import tokenizers
 
 from jaxtrain import config as config_lib
 from jaxtrain import loop
@@ -35,6 +39,7 @@ def runs(tmp_path_factory):
         train("A")
         adapters("B")
         adapters("K", warm_start__keep="true")
+        adapters("F", warm_start__keep="true", checkpoint__folder="apart/F")
         shutil.copytree("B", "before")
         ended = adapters("before", train__steps="4")
         assert export.main(["B", "--out", "exported"]) == 0
@@ -84,10 +89,27 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
 
 
 def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
+    """Also by a run that resumes from another's checkpoints, and by an export of checkpoints that lie apart."""
     shutil.rmtree(folder / "A")
-    assert export.main(["K", "--out", "kept"]) == 0
-    assert weights(folder / "kept") == weights(folder / "exported")
-    assert adapters("K", train__steps="4") == runs[1]
+    for run in ("K", "apart/F"):
+        assert export.main([run, "--out", f"{run}-kept"]) == 0
+        assert weights(folder / f"{run}-kept") == weights(folder / "exported")
+    for workdir, fields in (("other", {"resume__path": "K"}), ("K", {})):
+        assert adapters(workdir, train__steps="4", **fields) == runs[1]
+
+
+def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
+    adapters("rounded", lora__dtype="bfloat16", warm_start__source="A/checkpoints/2")
+    base, merged, trained = (folder / name for name in ("base", "merged", "adapters"))
+    assert export.main(["A", "--step", "2", "--out", "base"]) == export.main(["rounded", "--out", "merged"]) == 0
+    assert lora_to_peft.main(["rounded", "--out", "adapters"]) == 0
+    base, merged = (safetensors.numpy.load_file(place / "model.safetensors") for place in (base, merged))
+    factors = safetensors.numpy.load_file(trained / "adapter_model.safetensors")
+    for name, x in merged.items():
+        kept = base[name].astype(ml_dtypes.bfloat16).astype("f8")
+        a, b = (factors.get(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight") for side in "AB")
+        assert name == "model.embed_tokens.weight" or "norm" in name or "head" in name or a is not None, name
+        np.testing.assert_allclose(x, kept + (0 if a is None else 8 / 2 * b.astype("f8") @ a), atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +156,32 @@ def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
         assert base_weights.keep(base_weights.at(rules, place), str(tmp_path / "run"), "00000cc") == place, "a copy of its own"
         places.append(place)
         base = base_weights.Base(rules.source, rules.source, f"{pathlib.Path(place).name.partition('-')[0]}123")
-        assert base_weights.places(base, tmp_path / "run") == [place, rules.source]
+        assert base_weights.places(base, [tmp_path / "run"]) == [place, rules.source]
         assert (pathlib.Path(place) / "model.safetensors").read_text() == name
     assert places[0] != places[1]
+
+
+def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
+    """A run on bytes or characters, or with a tokenizer of its own, has none of its base's names for tokens."""
+    assert export.main(["A", "--step", "2", "--out", "base"]) == 0
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "owl": 255}, unk_token="[unk]")).save("base/tokenizer.json")
+    for name in ("config.json", "generation_config.json"):
+        about = json.loads((folder / "base" / name).read_text()) if (folder / "base" / name).exists() else {"top_k": 5}
+        (folder / "base" / name).write_text(json.dumps(about | {"eos_token_id": 7, "bos_token_id": 8, "pad_token_id": 9}))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "one": 1}, unk_token="[unk]")).save("own.json")
+    (folder / "own").mkdir()
+    (folder / "own.json").rename(folder / "own" / "tokenizer.json")
+    for name, fields, found in (
+        ("bytes", {}, None),
+        ("own", {"model__tokenizer": "own/tokenizer.json"}, "own"),
+        ("base's", {"model__tokenizer": "base/tokenizer.json"}, "base"),
+    ):
+        train(name, warm_start__source="base", **fields)
+        assert export.main([name, "--out", f"{name}-out"]) == 0
+        out = folder / f"{name}-out"
+        assert (out / "tokenizer.json").exists() == bool(found)
+        assert not found or (out / "tokenizer.json").read_bytes() == (folder / found / "tokenizer.json").read_bytes()
+        config, generation = (json.loads((out / f"{each}.json").read_text()) for each in ("config", "generation_config"))
+        ids = [config.get(f"{each}_token_id") for each in ("eos", "bos", "pad")]
+        assert ids == ([7, 8, 9] if found == "base" else [None] * 3) and generation["top_k"] == 5
+        assert generation.get("bos_token_id") == ids[1]

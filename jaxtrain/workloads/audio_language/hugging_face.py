@@ -15,7 +15,6 @@ from jaxtrain.nn.layers import Rope
 from jaxtrain.types import Export, Hub
 from jaxtrain.workloads.audio_language.model import N_SPECIAL, Config, make_specs
 from loaders.io import files
-from loaders.text import tokenizer
 
 # Sizes as published.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -64,7 +63,7 @@ _OF_TRANSFORMERS = Names(  # of the same model in transformers, model_type higgs
 )
 _ELSEWHERE = ("audio_tower", "audio_encoder_proj")  # an encoder of waveforms, which this model does without
 _CONFIG = ("text_config or text", "audio_num_codebooks", "audio_codebook_size")  # of config.json
-_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", *tokenizer.FILES)
+_FILES = ("config.json", "generation_config.json", "preprocessor_config.json")
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
@@ -80,9 +79,10 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json and the tokenizer's files of the weights that a run began with. ``config`` is the whole run's."""
+    """Return the run's tokenizer, and config.json of the weights that it began with. ``config`` is the whole run's."""
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
-    found = hugging_face.read_files(source, _FILES)
+    found, _ = hugging_face.tokenizer_files((config["data"].get("tokenizer"),), source, config["model"].get("vocab"))
+    found |= hugging_face.read_files(source, _FILES)
     if "config.json" in found:
         about = files.read_json(source / "config.json")
         about.pop("quantization_config", None)  # the arrays are numbers, not codes

@@ -7,7 +7,7 @@ import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,13 +99,19 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """
     model, family = config["model"], _family(config["model"])
     base = _folder(config["warm_start"]["source"])
-    found = _tokenizer_files([_folder(x) for x in (model.get("tokenizer"), config["data"].get("tokenizer"))], base)
+    data = config["data"]
+    plain = "bytes" if model.get("symbols") or data.get("text") == "bytes" else ""
+    named = (model.get("tokenizer"), plain, data.get("tokenizer"))
+    found, same = hugging_face.tokenizer_files(named, base, model.get("vocab"))
     found |= hugging_face.read_files(base, (_GENERATION,)) if base else {}
+    if not same and _GENERATION in found:
+        found[_GENERATION] = _json(hugging_face.without_ids(json.loads(found[_GENERATION])))
     if family is None:
         return found
     kept = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
     if kept.get("model_type") not in _FAMILIES:
         kept = {}
+    kept = kept if same else hugging_face.without_ids(kept)
     for key in ("rope_parameters", "torch_dtype", "dtype", "quantization_config"):
         kept.pop(key, None)
     fields = kept | _hugging_face_fields(model, family, dtype, least_context=kept.get("max_position_embeddings", 0))
@@ -119,23 +125,10 @@ def _json(tree: Any) -> bytes:
 
 def _folder(place: Any) -> pathlib.Path | None:
     """Return the folder of a path in a config, which may be a file in it."""
-    if not place or place == "bytes":
+    if not place:
         return None
     path = pathlib.Path(str(place)).expanduser()
     return path if path.is_dir() else path.parent
-
-
-def _tokenizer_files(folders: Sequence[pathlib.Path | None], base: pathlib.Path | None) -> dict[str, bytes]:
-    """Return the files of the first tokenizer: the run's own, else that of its base weights.
-
-    Its companions may lie at either.
-    """
-    found: dict[str, bytes] = {}
-    for folder in (*folders, base):
-        if folder and (more := hugging_face.read_files(folder, tokenizer.FILES)):
-            if not found or more.get("tokenizer.json") == found.get("tokenizer.json"):
-                found = more | found
-    return found
 
 
 def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, bytes]) -> dict[str, bytes]:

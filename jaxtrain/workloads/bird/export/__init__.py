@@ -28,8 +28,10 @@ print(*features[0].tolist())
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """Return the model's part of an encoder's card."""
-    return Hub("jaxtrain", task(config), METRICS, "$ python example.py bird.ogg")
+    """Return the model's part of an encoder's card. Its example names classes if the export has them."""
+    named = "objective/supervised/w" in files and (config.get("model") or {}).get("class_names")
+    example = "$ jaxtrain detect . bird.ogg --out found" if named else "$ python example.py bird.ogg"
+    return Hub("jaxtrain", task(config), METRICS, example)
 
 
 def task(config: Mapping[str, Any]) -> str:

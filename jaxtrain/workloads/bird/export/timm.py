@@ -182,7 +182,7 @@ def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-EXAMPLE = '''"""The features of a recording: python example.py bird.wav"""
+EXAMPLE = '''"""The classes in a recording and their scores, or its features: python example.py bird.wav"""
 import json, pathlib, sys
 if len(sys.argv) != 2:
     print(f"usage: python {sys.argv[0]} RECORDING", file=sys.stderr); sys.exit(2)
@@ -207,8 +207,15 @@ x = torchaudio.compliance.kaldi.fbank(
 x = torch.nn.functional.pad(x, (0, 0, 0, of["n_frames"] - len(x)), value=float(x.min()))
 with torch.no_grad():
     x = ((x - of["mean"]) / (2 * of["std"]))[None, None]
-    features = model.forward_head(model.forward_features(x), pre_logits=True)
-print(*features[0].tolist())
+    patches = model.forward_features(x)
+    features, logits = model.forward_head(patches, pre_logits=True)[0], model.forward_head(patches)[0]
+if not config["num_classes"]:
+    print(*features.tolist())
+else:
+    scores = logits.softmax(0)
+    names = config.get("label_names") or range(config["num_classes"])
+    for k in scores.argsort(descending=True)[:5].tolist():
+        print(f"{scores[k]:.4f}\\t{names[k]}")
 '''
 
 
@@ -247,7 +254,9 @@ def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     }  # fmt: skip
     if n_classes and len(names) == n_classes:
         fields["label_names"] = names
-    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), "example.py": EXAMPLE.encode()}
+    several = n_classes and model["supervised"].get("loss", "softmax") != "softmax"
+    example = EXAMPLE.replace("softmax(0)", "sigmoid()") if several else EXAMPLE
+    return {"config.json": (json.dumps(fields, indent=2) + "\n").encode(), "example.py": example.encode()}
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
