@@ -177,6 +177,11 @@ def make_executor(
         "config.workdir": str(folder),
     }.items():
         _check_line(option, text or "")
+    if "%" in str(folder):
+        raise LaunchError(f"config.workdir is {str(folder.parent)!r}: SLURM replaces what follows a %; choose another folder")
+    places = [*dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent)))]
+    if args.container and (wrong := [place for place in places if set(",:") & set(place)]):
+        raise LaunchError(f"--container mounts {wrong[0]!r}, and a comma or colon would split it; choose another folder")
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -193,13 +198,12 @@ def make_executor(
         python = "python3"
         srun += [
             f"--container-image={args.container}",
-            f"--container-mounts={ROOT}:{ROOT},{os.getcwd()}:{os.getcwd()},{folder.parent}:{folder.parent}",
+            f"--container-mounts={','.join(f'{place}:{place}' for place in places)}",
             f"--container-workdir={os.getcwd()}",
         ]
     elif args.container:
-        binds = ",".join(dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent))))
         gpus = ["--nv"] if args.gpus_per_node else []
-        python = shlex.join([args.container_runtime, "exec", *gpus, "--bind", binds, args.container, "python3"])
+        python = shlex.join([args.container_runtime, "exec", *gpus, "--bind", ",".join(places), args.container, "python3"])
     environment = [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
     if secret:
         environment += [f"JAXTRAIN_SECRET=$(cat {shlex.quote(str(secret))}) || exit 2", "export JAXTRAIN_SECRET"]

@@ -171,6 +171,15 @@ def test_containers(folder, corpus, capsys, runtime, parts):
     assert all(part in srun for part in [*parts, str(ROOT), str(folder)])
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [("a,b", ["--container=image.sif"], "would split it"), ("50%j", [], "SLURM replaces")],
+)
+def test_a_workdir_that_slurm_or_a_container_reads_otherwise_is_refused(folder, corpus, capsys, name, more, why):
+    said = launch(capsys, f"--config=tiny.py:{corpus}", f"--config.workdir={name}/run", *more, "--dry-run", code=2)
+    assert why in said and repr(str(folder / name / "run")) in said
+
+
 def test_the_notice_and_the_code_are_those_of_the_config(folder, corpus, capsys):
     overrides = ("--config.preemption.signals=('SIGTERM', 'SIGUSR1')", "--config.preemption.exit_code=99")
     script = launch(capsys, f"--config=tiny.py:{corpus}", *overrides, "--notice=60", "--dry-run")

@@ -502,13 +502,6 @@ def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes
     assert list(disk.iterdir()) == []
 
 
-def test_an_output_that_is_a_file_is_refused(sources, tmp_path, capsys):
-    (tmp_path / "out").write_text("mine")
-    assert call(sources, tmp_path / "out") == 2 and "out is a file; choose another --out" in capsys.readouterr().err
-    assert call(sources, tmp_path / "out" / "film") == 2 and "out" in capsys.readouterr().err
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 @pytest.mark.parametrize("change", [dict(tr="nan"), dict(fps="inf"), dict(code_rate="-1"), dict(slots=0)])
 def test_a_number_that_is_none_is_refused(sources, tmp_path, capsys, change):
     with pytest.raises(SystemExit):

@@ -86,7 +86,7 @@ FILES = (
 FOLDERS = (
     "detect --out", "embed --out", "index --out", "index --pictures", "index --unpack", "probe --out", "benchmark esc10 --out",
     "generate-audio --out", "prepare-giblet --out", "tokens", "sudoku", "export --out", "lora-to-peft --out",
-    "checkpoint export --out", "checkpoint strip --out", "replay --out", "prove --out",
+    "checkpoint export --out", "replay --out", "prove --out",
 )  # fmt: skip
 
 
