@@ -139,7 +139,7 @@ def prepare(
 
 def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
     """Make the folder, or check that it is of the same data and settings. Return whether all is prepared."""
-    atomic_write.refuse_unwritable(out)
+    atomic_write.refuse_unwritable(out, folder=True)
     if (out / NAME).is_file():
         before = _read(out)
         for name, why in (("settings", "with other settings"), ("fingerprints", "from other data")):

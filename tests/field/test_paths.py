@@ -85,6 +85,7 @@ FILES = (
 )  # fmt: skip
 FOLDERS = (
     "detect --out", "embed --out", "index --out", "index --pictures", "index --unpack", "probe --out", "benchmark esc10 --out",
+    "prepare --out",
     "generate-audio --out", "prepare-giblet --out", "tokens", "sudoku", "export --out", "lora-to-peft --out",
     "checkpoint export --out", "replay --out", "prove --out",
 )  # fmt: skip

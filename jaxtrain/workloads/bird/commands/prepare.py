@@ -14,7 +14,6 @@ An hour takes 230 MB at 32 kHz. A recording that cannot be decoded whole is copi
 
 import argparse
 import functools
-import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ SHOWN = 10  # recordings that are copied as they are, with their reasons
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain prepare", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="index, or shards: folder, glob or address")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder to make, or to complete")
+    parser.add_argument("--out", type=arguments.out_folder, required=True, metavar="DIR", help="folder to make, or to complete")
     parser.add_argument("--packed", action="store_true", help="pack samples without loss; they are read more slowly")
     parser.add_argument("--sample-rate", type=int, default=32_000, metavar="HZ", help="of the front end; default: 32000")
     parser.add_argument(
