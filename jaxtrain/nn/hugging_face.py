@@ -13,7 +13,6 @@ from jaxtrain import specs
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
-from loaders.text import tokenizer
 
 LAYER = {
     "scale_attention": "input_layernorm.weight",
@@ -133,7 +132,9 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
     return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
 
 
-def tokenizer_files(named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None) -> tuple[dict[str, bytes], bool]:
+def tokenizer_files(
+    named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None, names: Sequence[str]
+) -> tuple[dict[str, bytes], bool]:
     """Read the files of a run's tokenizer, and say whether the token ids of its base weights mean the same tokens.
 
     They are those of the first tokenizer that is named, else of the base weights. Its companions may lie at either.
@@ -141,9 +142,10 @@ def tokenizer_files(named: Sequence[str | None], base: pathlib.Path | None, voca
     Args:
       named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes or characters.
       vocab: the run's. Base weights with another one have another tokenizer.
+      names: of a tokenizer's files.
     """
     own = next(filter(None, named), None)
-    of_base = read_files(base, tokenizer.FILES) if base else {}
+    of_base = read_files(base, names) if base else {}
     about = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
     if own is None:
         theirs = (about.get("text_config") or about).get("vocab_size", vocab)
@@ -151,7 +153,7 @@ def tokenizer_files(named: Sequence[str | None], base: pathlib.Path | None, voca
     if own == "bytes":
         return {}, False
     place = pathlib.Path(own).expanduser()
-    found = read_files(place if place.is_dir() else place.parent, tokenizer.FILES)
+    found = read_files(place if place.is_dir() else place.parent, names)
     if "tokenizer.json" not in found:
         print(f"warning: the run's tokenizer, {own}, is gone, and the export has none", file=sys.stderr)
         return {}, not of_base

@@ -15,6 +15,7 @@ from jaxtrain.nn.layers import Rope
 from jaxtrain.types import Export, Hub
 from jaxtrain.workloads.audio_language.model import N_SPECIAL, Config, make_specs
 from loaders.io import files
+from loaders.text import tokenizer
 
 # Sizes as published.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -81,7 +82,9 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return the run's tokenizer, and config.json of the weights that it began with. ``config`` is the whole run's."""
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
-    found, _ = hugging_face.tokenizer_files((config["data"].get("tokenizer"),), source, config["model"].get("vocab"))
+    found, _ = hugging_face.tokenizer_files(
+        (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.FILES
+    )
     found |= hugging_face.read_files(source, _FILES)
     if "config.json" in found:
         about = files.read_json(source / "config.json")
