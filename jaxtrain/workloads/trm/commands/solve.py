@@ -35,7 +35,6 @@ import csv
 import functools
 import io
 import math
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--residual", type=_size, metavar="R", help="default: the run's model.residual")
     parser.add_argument("--choose", choices=("q", "check"), default="q", help="default: q, the halting head")
     parser.add_argument("--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to")
-    parser.add_argument("--curve", type=pathlib.Path, metavar="FILE", help="write the accuracy by rollouts and noise")
+    parser.add_argument("--curve", type=arguments.out_file, metavar="FILE", help="write the accuracy by rollouts and noise")
     parser.add_argument("--seed", type=int, default=0, help="of the noise; default: 0")
     args = parser.parse_args(argv)
     if args.noise and len(args.noise) > 1 and not args.curve:
