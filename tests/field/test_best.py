@@ -11,7 +11,6 @@ from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import Checkpointer, History
 from loaders.base import Rows
 from loaders.text import token_files, tokens
-from tests.field.test_paths import toy_task_state
 from tests.support import toy_task
 
 
@@ -61,7 +60,7 @@ def test_a_short_evaluation_is_like_the_whole_one(tmp_path):
 
 
 def test_the_best_of_other_evaluations_is_not_compared_with(tmp_path, caplog):
-    planned, record = toy_task_state(), {"loss": 1.0}
+    planned, record = toy_task.planned(), {"loss": 1.0}
     for step, batches in ((1, 0), (2, 0), (3, 2)):
         train, checkpoint = config_lib.Train(eval_batches=batches), config_lib.Checkpoint(best="-loss")
         ours = Checkpointer(config_lib.Config(workdir=str(tmp_path / "w"), train=train, checkpoint=checkpoint), toy_task.TASK)

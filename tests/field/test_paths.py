@@ -22,7 +22,7 @@ NAMES = [HARD, "[ab]", "é" * 100, "日本" * 33, "-dash", "a\nb", "C:x", "#frag
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_steps_are_saved_found_and_copied(tmp_path, name):
-    planned = toy_task_state()
+    planned = toy_task.planned()
     config = config_lib.Config(workdir=str(tmp_path / name))
     for step in (2, 4):
         ours = Checkpointer(config, toy_task.TASK)
@@ -34,14 +34,6 @@ def test_steps_are_saved_found_and_copied(tmp_path, name):
     assert source.damage() == [] and source.path.name == "4"
     assert all(np.isfinite(np.asarray(one.read(()), np.float32)).all() for one in source.arrays().values())
     assert checkpoint.main(["export", str(tmp_path / name), "--out", str(tmp_path / f"{name} 2")]) == 0
-
-
-def toy_task_state():
-    from jaxtrain.parallel.layout import make_layout, make_mesh
-    from jaxtrain.step import state as state_lib
-
-    layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {"batch": "data"})
-    return state_lib.make_abstract(toy_task.TASK, toy_task.TX, layout, toy_task.FIELDS, batch=16, ema=False)
 
 
 def train(workdir, **fields):

@@ -1,5 +1,6 @@
 """A task that is never computed: arrays of every kind in its state."""
 
+import jax
 import numpy as np
 
 from jaxtrain import specs
@@ -24,3 +25,12 @@ TASK = Task(
 )
 FIELDS = {"x": Field((3,), np.dtype("f4")), "label": Field((), np.dtype("i4")), "unused": Field((9,), np.dtype("f4"))}
 TX = make_optimizer(Optim(groups=(Group("^head/", freeze=True),)), TASK.specs.params, steps=10)
+
+
+def planned():
+    """The abstract state of the task on one device."""
+    from jaxtrain.parallel.layout import make_layout, make_mesh
+    from jaxtrain.step import state as state_lib
+
+    layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {"batch": "data"})
+    return state_lib.make_abstract(TASK, TX, layout, FIELDS, batch=16, ema=False)
