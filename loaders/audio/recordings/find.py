@@ -57,11 +57,12 @@ class Names:
 
     def __init__(self, names: Iterable[str]):
         """names: of recordings, relative to a folder, "/" between."""
-        self.all: list[str] = []
+        self.all: set[str] = set()
         self._by_last: dict[str, list[str]] = {}
         self._any_case: dict[str, list[str]] = {}
+        self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
         for name in names:
-            self.all.append(name)
+            self.all.add(name)
             last = _one_form(name.rpartition("/")[2])
             for key in dict.fromkeys((last, last.rpartition(".")[0])):
                 self._by_last.setdefault(key, []).append(name)
@@ -91,6 +92,11 @@ class Names:
                 agreeing.setdefault(len(folders), []).append(each)
         return (agreeing[max(agreeing)] if agreeing else []), others
 
+    def contradicted(self, recording: str, name: str) -> str:
+        """Return an earlier name of a recording whose folders contradict a new one, or ""."""
+        before = self._meant.setdefault(recording, name)
+        return "" if Names([before]).match(name)[0] else before
+
 
 def _one_form(name: str) -> str:
     return unicodedata.normalize("NFC", name)
@@ -109,7 +115,6 @@ class Finder:
         self.folder, self._mistakes = folder, mistakes
         self._found: dict[tuple[str, str], str | None] = {}
         self._names: dict[pathlib.Path, Names] = {}
-        self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
         """Return the absolute path of a recording. None for none or several, which is counted once for each name."""
@@ -143,8 +148,7 @@ class Finder:
                 text += f"; {others[0]!r} has its file name, in a folder that contradicts the table's"
             self._mistakes.add("missing-file", text)
             return None
-        before = self._meant.setdefault(paths[0], name)
-        if not Names([before]).match(name)[0]:
+        if before := self._of(folder).contradicted(found[0], name):
             self._mistakes.add(
                 "ambiguous-name", f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
             )

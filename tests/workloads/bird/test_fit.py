@@ -234,6 +234,22 @@ def test_a_table_says_what_is_known(tmp_path):
     assert not given.exclusive
 
 
+@pytest.mark.parametrize(
+    ("text", "y", "known"),
+    [
+        ("file,start,end,owl,wren\n0.wav,0,1,1,0\n0.wav,1,2,0,1\n0.wav,2,3,0,0\n", [[1, 0], [0, 1], [0, 0]], [[1, 1]] * 3),
+        ("file,start,end,label\n0.wav,0,1,owl\n0.wav,1,2,wren\n0.wav,2,3,\n", [[1, 0], [0, 1], [0, 0]], [[1, 1]] * 3),
+        ("file,start,end,label,answer\n0.wav,0,0.3,owl,yes\n0.wav,0.5,1,owl,no\n0.wav,1,2,owl,no\n0.wav,2,3,wren,\n",
+         [[1, 0], [0, 0], [0, 1]], [[1, 1], [1, 0], [1, 1]]),
+    ],
+)  # fmt: skip
+def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y, known):
+    folder = embeddings.read(fake(tmp_path / "e", np.ones((4, 3)), np.eye(2)[[0] * 4], ["a", "b"], [0] * 4))
+    (tmp_path / "t.csv").write_text(text)
+    given = examples.of_table([folder], str(tmp_path / "t.csv"))
+    assert (given.rows[0].tolist(), given.y.tolist(), given.known.tolist()) == ([0, 1, 2], y, known)
+
+
 def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
     """A table of other names of its columns, half of which is about recordings that the embeddings do not have."""
     x = np.random.default_rng(0).normal(size=(6, 3))
@@ -262,6 +278,8 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
         ("file,start,end,label\n0.wav,0,1,owl;wren\n", "split it with --separator ';'"),
         ("a,b\n1,2\n", "expected file, start, end, label"),
         ("file,start,end,label\n0.wav,0,1,owl\n", "has no counter-example"),
+        ("file,start,end,label\n/one/0.mp3,0,1,owl\n/two/0.mp3,1,2,wren\n", "'/two/0.mp3', another line '/one/0.mp3'"),
+        ("file,start,end,label\n0.wav,0,1,\n", "has no label in any line"),
         (None, "holds no embeddings"),
     ],
 )

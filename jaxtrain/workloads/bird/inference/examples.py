@@ -2,8 +2,9 @@
 
 Labels are the embeddings' own, or a table (of detections, of annotations, of answers to them) with a line for each part of a
 recording: file, start, end, label, and answer ("yes", "no", "skip"; without that column: yes). A row of the embeddings that
-holds at least `OVERLAP` seconds of a part, or all of a shorter one, has its label. One that is given some class is taken to
-have no other. Of an example with denials alone, nothing else is known.
+holds at least `OVERLAP` seconds of a part, or all of a shorter one, has its label: one "yes" counts more than any "no". A row
+that is given some class is taken to have no other. A line without a label, or with 0 for all classes, says that its part has
+none of them. Of an example with denials alone, nothing else is known.
 """
 
 import os
@@ -22,7 +23,7 @@ from loaders.audio.recordings.find import Names
 
 OVERLAP = 0.25  # [s]
 ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
-Part = tuple[str, str, float, float, str, int]  # where, file, start, end, label, answer
+Part = tuple[str, str, float, float, str, int]  # where, file, start, end, label or "" for no class, answer
 
 
 class Examples(NamedTuple):
@@ -80,7 +81,8 @@ def of_table(
     """
     mistakes = mistakes or Mistakes()
     parts = _read(path, reading or columns.Options(), mistakes)
-    of_folders = [list(_matches(each.places(), each.root, parts)) for each in folders]
+    of_folders = [list(_matches(each.places(), each.root, parts, mistakes)) for each in folders]
+    _refuse(mistakes)
     spoken = {part[0] for matches in of_folders for _, part in matches}
     for where, file, start, end, *_ in parts:
         if where not in spoken:
@@ -89,16 +91,18 @@ def of_table(
     if not spoken:
         first = parts[0][1] if parts else "no file"
         raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
-    names = tuple(sorted({label for where, _, _, _, label, _ in parts if where in spoken}))
+    names = tuple(sorted({label for where, _, _, _, label, _ in parts if where in spoken} - {""}))
+    if not names:
+        raise InferenceError(f"{path} has no label in any line about {folders[0].folder}; name its column: --label-column")
     numbers = {name: i for i, name in enumerate(names)}
     rows, ys, knowns, groups = [], [], [], []
     rng = np.random.default_rng(seed)
     for at, (each, matches) in enumerate(zip(folders, of_folders, strict=True)):
-        answers: dict[int, dict[int, int]] = defaultdict(dict)
+        answers: dict[int, dict[str, int]] = defaultdict(dict)
         good = np.array(each.array("weight", 1)) > 0
         for row, (*_, label, answer) in matches:
             if good[row] and answer >= 0:
-                answers[row][numbers[label]] = answer
+                answers[row][label] = max(answer, answers[row].get(label, 0))
         free = np.setdiff1d(np.flatnonzero(good), list(answers))
         share = background // len(folders) + (at < background % len(folders))
         drawn = np.sort(rng.permutation(free)[:share])
@@ -106,11 +110,12 @@ def of_table(
         y = np.zeros((len(found) + len(drawn), len(names)), np.float32)
         known = np.ones_like(y)
         for i, row in enumerate(found.tolist()):
-            for c, answer in answers[row].items():
-                y[i, c] = answer
-            if not y[i].any():
+            silent = answers[row].pop("", 0)
+            asked = [numbers[label] for label in answers[row]]
+            y[i, asked] = list(answers[row].values())
+            if not y[i].any() and not silent:
                 known[i] = 0
-                known[i, list(answers[row])] = 1
+                known[i, asked] = 1
         rows.append(np.concatenate([found, drawn]).astype(np.int64))
         ys.append(y)
         knowns.append(known)
@@ -138,38 +143,56 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
     for line in lines.read(layout, reading, mistakes):
         denied = (layout.text(line.row, "asked"),) if line.answer in ("no", "skip") else ()
         labels = line.labels or tuple(filter(None, denied))
+        answer = ANSWERS[line.answer]
+        if not labels and line.answer != "skip":
+            labels, answer = ("",), 1
         begin, stop = (line.start or 0.0), (float("inf") if line.end is None else line.end)
         if not 0 <= begin < stop:
             raise InferenceError(
                 f"{line.where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
             )
-        found += [(line.where, line.file, begin, stop, label, ANSWERS[line.answer]) for label in labels]
-    classes.refuse_joined([(part[0], (part[4],)) for part in found], mistakes)
-    if refused := mistakes.refused():
-        text = next(text for kind, text in mistakes.lines if kind in refused)
-        raise InferenceError(f"{text} ({refused[0]}); correct the line")
+        found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
+    classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], mistakes)
+    _refuse(mistakes)
     return found
 
 
-def _matches(places: Places, root: str, parts: Iterable[Part]) -> Iterable[tuple[int, Part]]:
-    """Yield the rows that hold enough of a part."""
+def _refuse(mistakes: Mistakes) -> None:
+    """Raise InferenceError for the first mistake of a kind that is refused."""
+    if refused := mistakes.refused():
+        text = next(text for kind, text in mistakes.lines if kind in refused)
+        raise InferenceError(f"{text} ({refused[0]}); correct the line")
+
+
+def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistakes) -> Iterable[tuple[int, Part]]:
+    """Yield the rows that hold enough of a part. Names that may mean several recordings are mistakes."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
     names = Names(by_path)
+    meant: dict[str, str] = {}
     for part in parts:
-        _, file, start, end, _, _ = part
-        name = file.replace("\\", "/")
-        name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
-        if name not in by_path:
-            alike, _ = names.match(file)
-            name = alike[0] if len(alike) == 1 else name
-        for row in by_path.get(name, ()):
+        where, file, start, end, _, _ = part
+        if file not in meant:
+            meant[file] = _recording(file, root, names, where, mistakes)
+        for row in by_path.get(meant[file], ()):
             low, high = places.start[row], places.end[row]
             if np.isnan(low) or np.isnan(high):
                 yield row, part
             elif min(high, end) - max(low, start) >= min(OVERLAP, end - start, high - low) - 1e-6:
                 yield row, part
+
+
+def _recording(file: str, root: str, names: Names, where: str, mistakes: Mistakes) -> str:
+    """Return the recording that a name means, or "". A name that several have, or that contradicts another, is a mistake."""
+    name = file.replace("\\", "/")
+    name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
+    found = [name] if name in names.all else names.match(file)[0]
+    if len(found) > 1:
+        mistakes.add("ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}")
+    elif found and (before := names.contradicted(found[0], file)):
+        mistakes.add("ambiguous-name", f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone")
+    return found[0] if len(found) == 1 else ""
 
 
 def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
