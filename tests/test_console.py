@@ -137,6 +137,9 @@ def test_the_progress_line_names_what_the_loader_is_slow_at():
     assert "waiting for data 23% (most in decode)" in console.progress_line(1, 9, 2.0, rates, slowest="decode")
     assert "waiting for data 23%  " in console.progress_line(1, 9, 2.0, rates)
     assert "decode" not in console.progress_line(1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode")
+    supply = {"rows_asked_per_second": 6000.0, "rows_given_per_second": 1500.0, "cores_missing": 6}
+    line = console.progress_line(1, 9, 2.0, rates | supply, slowest="decode")
+    assert "(most in decode; steps take 6,000 rows/s, the loader gives 1,500: 6 more cores for each process)" in line
 
 
 def test_the_progress_line_has_what_the_loss_is_the_sum_of():

@@ -35,6 +35,22 @@ def test_sums_over_many_batches_are_kept_in_float64():
     assert metrics.mean(sums)["a"] == 2**25 + 3
 
 
+def test_rates_name_the_cores_that_the_loader_lacks(clock, monkeypatch):
+    monkeypatch.setattr(metrics.machine, "cores", lambda: 2)
+    meter = metrics.Meter(steps=100, batch=80, flops=1000, peak=4000.0, local_rows=40)  # one of two processes
+    meter.begin(0, 0.0)
+    clock.time += 10
+    loader = {"rows": 400, "threads": 2, "seconds": {"read": 1.0, "decode": 15.0, "idle": 4.0, "wait": 8.0}}
+    rates = meter.rates(10, 8.0, loader)  # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, here and there
+    assert (rates["rows_asked_per_second"], rates["rows_given_per_second"], rates["cores_missing"]) == (400.0, 100.0, 6)
+    clock.time += 10
+    faster = {"rows": 1200, "threads": 2, "seconds": {"read": 1.0, "decode": 19.0, "idle": 14.0, "wait": 8.0}}
+    rates = meter.rates(20, 8.0, faster)
+    assert (rates["rows_asked_per_second"], rates["rows_given_per_second"], rates["cores_missing"]) == (80.0, 800.0, 0)
+    clock.time += 1
+    assert "cores_missing" not in meter.rates(21, 8.0, faster) and "cores_missing" not in meter.rates(22, 8.0, {"rows": 1})
+
+
 def test_rates_are_those_since_the_last_line(clock):
     meter = metrics.Meter(steps=100, batch=8, flops=1000, peak=4000.0)
     meter.begin(10, 5.0)

@@ -3,6 +3,7 @@
 It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), since a dead file server may hang it.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.doctor.check import Check, Found, fail, ok, raised, warn
 from loaders import base
 from loaders.base import DataError, Loader, Rows
+from loaders.io import machine
 
 GROUP = "data"
 MAX_SHARDS = 64  # that are sampled, evenly spread if there are more
@@ -126,5 +128,8 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     text += f"; a step needs {wanted:,.0f} of this process at most"
     if rate >= wanted:
         return ok(GROUP, "rate", text)
-    remedy = "more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
+    counts = train.diagnostics()
+    cores = min(counts.get("threads", 1), machine.cores())
+    more = max(1, math.ceil(cores * (wanted / rate - 1))) if rate else 0
+    remedy = f"{more:,} more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
     return warn(GROUP, "rate", text, remedy)

@@ -63,6 +63,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             f"  {1e3 * moving:.2f} ms to read the state and write it again once, at {chip.bandwidth / 1e12:g} TB/s",
             f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
         ]
+        rows = config.train.batch / ideal * MFU
+        lines += [f"  {rows:,.0f} rows/s from the loader at {MFU:.0%} of it; jaxtrain doctor measures what these cores give"]
         if tokens := assembly.task.tokens:
             lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]
     else:

@@ -167,7 +167,12 @@ def progress_line(
       slowest: the loader's slowest stage, which is named after a long wait.
     """
     each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
-    blame = f" (most in {slowest})" if slowest and rates["data_wait_share"] >= WORTH_NAMING else ""
+    why = [f"most in {slowest}"] if slowest else []
+    if "rows_asked_per_second" in rates:
+        asked, given, cores = (rates[name] for name in ("rows_asked_per_second", "rows_given_per_second", "cores_missing"))
+        more = f": {cores:.0f} more core{'s' * (cores != 1)} for each process" if cores else ""
+        why.append(f"steps take {asked:,.0f} rows/s, the loader gives {given:,.0f}{more}")
+    blame = f" ({'; '.join(why)})" if why and rates["data_wait_share"] >= WORTH_NAMING else ""
     return (
         f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''}  "
         f"{rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "

@@ -32,6 +32,12 @@ STEP = (
     Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
     Entry("mfu_full_attention", "mfu_full_attention", "mfu with attention counted as if no mask or window applied"),
     Entry("data_wait_share", "data_wait_share", "share of the time in which the loop waited for the loader"),
+    Entry(
+        "rows_asked_per_second, rows_given_per_second",
+        r"rows_(asked|given)_per_second",
+        "rows that steps would take without a wait, and that the loader makes while it works",
+    ),
+    Entry("cores_missing", "cores_missing", "cores of each process that would close that gap, for the loader alone"),
     Entry("goodput", "goodput", "share of the wall time, over all starts, that went into steps made for the first time"),
     Entry("eta_seconds", "eta_seconds", "seconds to the last step at this pace"),
 )

@@ -11,6 +11,9 @@ import numpy as np
 
 from jaxtrain.parallel import chips
 from jaxtrain.types import Mean
+from loaders.io import machine
+
+NOT_WORKING = ("idle", "wait")  # stages of a loader in which its threads wait for others
 
 
 class Sums:
@@ -60,8 +63,10 @@ class Meter:
       seconds_per_step: the latest, nan before the first.
     """
 
-    def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0):
+    def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0, local_rows: int = 0):
+        """``local_rows``: of the batch, that this process's loader reads. 0 = all."""
         self.seconds_per_step = math.nan
+        self._local_rows, self._worked = local_rows or batch, (0, 0.0)
         self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
@@ -69,7 +74,8 @@ class Meter:
         """Start (again) to count here: after compilation, an evaluation, a restart."""
         self._last = (time.perf_counter(), step, waited)
 
-    def rates(self, step: int, waited: float) -> dict[str, float]:
+    def rates(self, step: int, waited: float, loader: Mapping[str, Any] | None = None) -> dict[str, float]:
+        """Return the rates since the last call. ``loader``: its diagnostics."""
         now = time.perf_counter()
         then, first, waited_then = self._last
         seconds, steps = max(now - then, 1e-9), step - first
@@ -81,8 +87,26 @@ class Meter:
             "mfu": steps * self._flops / seconds / self._peak,
             **({"mfu_full_attention": steps * self._full_flops / seconds / self._peak} if self._full_flops else {}),
             "data_wait_share": min((waited - waited_then) / seconds, 1.0),
+            **self._supply(steps * self._batch / max(seconds - (waited - waited_then), 0.01 * seconds), loader or {}),
             "eta_seconds": (self._steps - step) * seconds / steps if steps else math.nan,
         }
+
+    def _supply(self, asked: float, loader: Mapping[str, Any]) -> dict[str, float]:
+        """Compare the rows/s that steps would take without a wait with those that the loader makes while it works.
+
+        Nothing of a loader that does not count its rows and its threads' seconds, or made none since the last call.
+        """
+        if not {"rows", "seconds", "threads"} <= loader.keys() or not asked:
+            return {}
+        worked = sum(seconds for stage, seconds in loader["seconds"].items() if stage not in NOT_WORKING)
+        (rows_then, worked_then), self._worked = self._worked, (loader["rows"], worked)
+        rows, seconds = loader["rows"] - rows_then, worked - worked_then
+        if rows <= 0 or seconds <= 0:
+            return {}
+        given = loader["threads"] * rows / seconds * self._batch / self._local_rows  # if other processes' are as fast
+        cores = min(loader["threads"], machine.cores())
+        missing = max(0, math.ceil(cores * (asked / given - 1)))
+        return {"rows_asked_per_second": asked, "rows_given_per_second": given, "cores_missing": missing}
 
 
 def peak_flops() -> tuple[float, str]:

@@ -67,7 +67,12 @@ class MetricsLogger:
         flops, source = peak
         log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
         self._meter = metrics.Meter(
-            steps=config.train.steps, batch=config.train.batch, flops=task.flops, peak=flops, full_flops=task.full_flops
+            steps=config.train.steps,
+            batch=config.train.batch,
+            flops=task.flops,
+            peak=flops,
+            full_flops=task.full_flops,
+            local_rows=sum(stop - start for start, stop in data.rows.ranges),
         )
         population = data.train.population
         named = "index" in assembly.abstract.batch
@@ -159,13 +164,13 @@ class MetricsLogger:
             log.warning("step %d skipped: loss %g, gradient norm %g; examples %s", step, loss, norm, examples)
         steps = self._config.train.steps
         if self._is_recorded(step) or skipped:
-            rates = self._meter.rates(step, self._data.waited)
+            loader = self._data.train.diagnostics()
+            rates = self._meter.rates(step, self._data.waited, loader)
             self._write(step, "train", record | rates | {"goodput": self._process.clock.goodput()})
             if self._shuffle_stats:
                 self._write(step, "data", self._shuffle_stats.record())
-            slowest = self._data.train.diagnostics().get("slowest")
             terms = {name: record[name] for name in self._task.terms}
-            line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=slowest)
+            line = console.progress_line(step, steps, record["loss"], rates, terms=terms, slowest=loader.get("slowest"))
             self._process.console.progress(line)
 
     def evaluating(self, step: int, batch: int, n: int) -> None:

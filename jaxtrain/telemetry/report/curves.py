@@ -17,7 +17,10 @@ from loaders.io import files
 
 POINTS = 110_000  # of all curves together: 1.6 MB
 MOST_POINTS = 2000  # of a curve
-RATES = ("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput")
+RATES = (
+    *("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput"),
+    *("rows_asked_per_second", "rows_given_per_second", "cores_missing"),
+)
 HIDDEN = ("step", "eta_seconds", "failures")
 GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", "Saves", "Order of the examples")
 

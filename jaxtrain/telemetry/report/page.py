@@ -130,6 +130,10 @@ class Page:
                 (f"{share:.1%}", "goodput"),
                 (str(goodput.restarts(run.starts)), "restarts"),
             ]
+        cores = run_lib.number(run.latest.get("cores_missing"))
+        if cores >= 1:
+            asked, given = (number(run_lib.number(run.latest.get(f"rows_{name}_per_second"))) for name in ("asked", "given"))
+            cards.append((f"{given} of {asked}", f"rows/s from the loader: {number(cores)} more cores a process"))
         for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
             value = run_lib.number(run.latest.get(rate))
             if math.isfinite(value):
