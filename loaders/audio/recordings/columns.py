@@ -333,8 +333,8 @@ def _are_frequencies(table: Table, used: Used, name: str) -> bool:
 
 def _are_posneg(texts: Sequence[str]) -> bool:
     """Whether a column holds the words of DCASE alone: POS, NEG, UNK."""
-    found = {text.casefold() for text in texts if values.given(text)}
-    return bool(found) and found <= {"pos", "neg", "unk"}
+    found = set(filter(values.given, texts))
+    return bool(found) and len(found) < 10 and {text.casefold() for text in found} <= {"pos", "neg", "unk"}
 
 
 def _refuse_doubt(table: Table, classes: Sequence[str], name: str, odd: str) -> list[str]:

@@ -61,10 +61,11 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
     labels_of = _Labels(layout, options)
     channel_of = _Channels(layout, mistakes)
     needed = [*(name for several in used.values() for name in several), *layout.classes]
+    needed = [name for name in needed if any(map(values.is_sheet_error, table.values(name)))]
     for number, row in rows:
         where = f"{table.path}:{number}"
         try:
-            if broken := next((name for name in needed if values.is_sheet_error(row[name])), None):
+            if needed and (broken := next((name for name in needed if values.is_sheet_error(row[name])), None)):
                 raise _WrongLine(f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
             start, end = times.of(row)
             its_labels = labels_of(row)
@@ -76,7 +77,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         except ValueError as error:
             mistakes.add("bad-date", f"{where}: {error}, or --date-column none")
             continue
-        is_open = any(row[name].casefold() in values.OPEN for name in layout.classes)
+        is_open = layout.classes and any(row[name].casefold() in values.OPEN for name in layout.classes)
         if is_open and not mistakes.add("open-class" if its_labels else "unanswered", where):
             continue
         if has_times and start is None and its_labels and not mistakes.add("no-times", where):
@@ -134,7 +135,7 @@ def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
     They agree in all columns that both fill: a view of the waveform may have no frequencies.
     """
     view, selection = layout.column("view"), layout.column("selection")
-    if not view or not selection:
+    if not view or not selection or len(set(layout.table.values(view))) < 2:
         return list(layout.table.rows())
     places = [
         name
@@ -164,6 +165,7 @@ class _Channels:
         self._first = 0 if zero else 1
 
     @staticmethod
+    @functools.lru_cache(1 << 10)
     def _number(text: str) -> str:
         found = re.fullmatch(r"(?:ch|channel|kanal|canal)?[ ._]*(\d{1,9})(?:\.0+)?", text.strip().casefold())
         return str(int(found[1])) if found else text.strip().casefold()
@@ -294,6 +296,8 @@ def _file(layout: Layout, row: Row) -> str:
 def _answer(layout: Layout, row: Row) -> str:
     """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. Raises _WrongLine."""
     text = layout.text(row, "answer")
+    if not text:
+        return ""
     found = values.verdict(text)
     if found is None:
         raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")

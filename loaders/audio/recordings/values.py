@@ -49,6 +49,7 @@ NO = {
 }
 OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
+WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok"}
 DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted"}
@@ -150,15 +151,21 @@ def verdict(text: str) -> str | None:
     return None if found is None else "yes" if found else "no"
 
 
+def _words(texts: Iterable[str]) -> set[str]:
+    """Return the different cells of a column in lower case, or none if they are too many for words of an answer."""
+    found = set(texts)
+    return {text.casefold() for text in found if given(text)} if len(found) <= WORDS else set()
+
+
 def are_verdicts(texts: Iterable[str]) -> bool:
     """Whether all are verdicts about labels, some of them in words that nothing else has: rejected, FP, wrong."""
-    found = {text.casefold() for text in texts if given(text)}
+    found = _words(texts)
     return bool(found & DENIED) and all(verdict(text) is not None for text in found)
 
 
 def are_answers(texts: Iterable[str], both: bool = False) -> bool:
     """Whether a column holds yes and no alone, some of them open, and some of both if that is asked for."""
-    found = {text.casefold() for text in texts if given(text)}
+    found = _words(texts)
     closed = found - OPEN
     said = {answer(text) for text in closed}
     return bool(closed) and None not in said and (not both or len(said) == 2 or bool(found & OPEN))
