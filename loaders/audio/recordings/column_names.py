@@ -102,18 +102,26 @@ ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
     **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), 1e-3),
+    **dict.fromkeys(("us", "usec", "\u03bcs", "microsecond", "microseconds"), 1e-6),
     "mmss": 1.0,
     **dict.fromkeys(("min", "mins", "minute", "minutes"), 60.0),
     **dict.fromkeys(("h", "hr", "hour", "hours"), 3600.0),
 }
 HERTZ = {"hz": 1.0, "khz": 1e3}
 KILOHERTZ = ("bottomfreq", "topfreq")  # of warbleR, without a unit
+GLUED = ("milliseconds", "seconds", "msec", "secs", "sec", "ms")  # units that names have without a mark before them: startms
+# Words of units that are no times until they are divided by a rate, or multiplied by a length.
+COUNTING = {"sample", "samples", "frame", "frames", "pixel", "pixels", "percent", "percentage", "fraction", "%"}
+# Words of names that say that a date is of a recording, not of an event in it.
+RECORDING = set("recording recorded rec file audio deployment deployed survey visit session upload uploaded created".split())
 # Words in the name of a column that looks like a time, and like a label.
 TIME = set(
     "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
     "secs second seconds s ms msec position at frame frames sample samples tstart tend "
-    "interval window segment range span chunk slice pos".split()
+    "interval window segment range span chunk slice pos timestamps onsets offsets when ende fin bis von".split()
 )
+# How words begin and end that say so, too: Zeitpunkt, Startposition, detectionTime.
+TIMES = re.compile("start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$")
 MINUTES = {"min", "minute", "minutes"}  # such a word, too
 SPLIT = {"train", "test", "split", "holdout"}
 OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
@@ -149,6 +157,22 @@ def is_other(name: str) -> bool:
     )
 
 
+def says_time(name: str) -> bool:
+    """Whether a column's name says that it holds times."""
+    return any(word in TIME or TIMES.match(word) for word in words(name))
+
+
+def counting(name: str) -> str:
+    """Return the word of a name that says that its times are counted in samples, frames or percent, or ""."""
+    return next((word for word in [*words(name), *re.findall("%", name)] if word in COUNTING), "")
+
+
+def unit_of(name: str) -> float:
+    """Return the scale of a column of times to s, by the unit at the end of its name."""
+    found = meaning_of(name)
+    return found[2] if found else SECONDS.get((words(name) or [""])[-1], 1.0)
+
+
 def meaning_of(name: str) -> tuple[str, int, float] | None:
     """Return the meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
     parts = words(name)
@@ -160,10 +184,14 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
     unit = parts[-1] if parts else ""
     if parts[-2:-1] == ["in"]:  # "start in s"
         parts = [*parts[:-2], unit]
+    if parts[-2:-1] == ["ss"] and re.fullmatch("ms|s+|f+|0+", unit):  # hh:mm:ss.ms
+        parts = parts[:-1]
     if parts[-3:] in (["hh", "mm", "ss"], ["h", "mm", "ss"]):
         parts, unit = [*parts[:-3], "hhmmss"], "hhmmss"
     elif in_minutes(name):
         parts, unit = [*parts[:-2], "mmss"], "mmss"
+    elif len(parts) == 1 and (glued := next((each for each in GLUED if unit.endswith(each)), "")):
+        parts, unit = [unit.removesuffix(glued), glued], glued
     stem = "".join(parts[:-1])
     meaning, place = KNOWN.get(stem, ("", 0))
     if unit in SECONDS:
@@ -179,6 +207,8 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
 def in_minutes(name: str) -> bool:
     """Whether a column's name says that its times are m:ss."""
     parts = words(name)
+    if parts[-2:-1] == ["ss"]:
+        parts = parts[:-1]
     return parts[-2:] in (["mm", "ss"], ["m", "ss"], ["min", "sec"]) and parts[-3:-2] not in (["hh"], ["h"])
 
 

@@ -20,12 +20,15 @@ from loaders.audio.recordings.column_names import (
     NUMBERING,
     NUMBERS,
     OF_DAY,
-    SECONDS,
+    RECORDING,
     SPLIT,
     TIME,
+    counting,
     is_other,
     meaning_of,
     plain,
+    says_time,
+    unit_of,
     what,
     words,
 )
@@ -168,7 +171,7 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
             used[meaning] = [] if several else columns
             classes = columns if several else classes
             for name in columns:
-                scales.setdefault(name, SECONDS.get((words(name) or [""])[-1], 1.0))
+                scales.setdefault(name, unit_of(name))
     return classes
 
 
@@ -203,6 +206,11 @@ def _choose_times(table: Table, used: Used, options: Options) -> None:
             names = " and ".join(map(repr, columns))
             raise DataError(f"{table.path} has {names}, which differ; name the {meaning}: {FLAGS[meaning]}")
         del columns[1:]
+        if columns and (counted := counting(columns[0])):
+            raise DataError(
+                f"{table.path}: {columns[0]!r} is in {counted}, and no command reads those as times; write seconds into a "
+                f"column of its own, or say {FLAGS[meaning]} none"
+            )
     offset, by_file = used.pop("offset", []), used.setdefault("file offset", [])
     if offset and not used["start"] and options.start_column != "none" and (used["duration"] or used["end"]):
         used["start"] = offset
@@ -372,14 +380,15 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return ""
     if meaning == "split" or SPLIT & set(words(name)):
         return "a split"
-    if values.are_times(its) and TIME & set(words(name)) or values.are_spans(its) or values.are_clocks(its):
+    like = values.are_times(its) or values.like_times(its)
+    if like and says_time(name) and not all(map(values.has_day, its)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"
     if not meaning and values.are_answers(its):
         return "a class"
     if not meaning and not used["start"] and values.are_numbers(its) and not (table.find("hour") and OF_DAY & set(words(name))):
         return "numbers"
     hint = meaning in ("label", "genus", "epithet") if meaning else bool(LABEL & set(words(name)))
-    return "a label" if hint and (meaning or not values.are_times(its)) else ""
+    return "a label" if hint and (meaning or not like) else ""
 
 
 def _refuse_lost_times(layout: Layout, options: Options) -> None:
@@ -398,9 +407,13 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
         return
     ends = [name for name in used["end"] if any(map(values.given, table.values(name)))]
     if times := [name for name in table.columns if name in ends or _is_position(layout, name)]:
+        its = [text for name in times for text in table.values(name) if values.given(text)]
+        odd = next((text for text in its if not values.are_times([text]) and not values.are_spans([text])), "")
+        counted = next(filter(None, map(counting, times)), "")
+        remedy = f"write seconds in place of {counted or repr(odd)}, and " if counted or odd else ""
         raise DataError(
             f"{table.path}: {', '.join(map(repr, times[:4]))} looks like times, and no start is known, so its events "
-            "would become whole recordings; name it: --start-column and --end-column, or --start-column none"
+            f"would become whole recordings; {remedy}name it: --start-column and --end-column, or --start-column none"
             + ("; a time of day is written 05:30" if any(what(name) == "time" for name in times) else "")
         )
 
@@ -409,16 +422,22 @@ def _is_position(layout: Layout, name: str) -> bool:
     """Whether a column holds times in recordings, which would be lost: by its values, its name, and as they vary."""
     table, its = layout.table, list(filter(values.given, layout.table.values(name)))
     meaning, parts = what(name), set(words(name))
-    if not its or name in layout.classes or meaning not in ("", "time", "clock", "datetime", "duration", "offset"):
+    if not its or name in layout.classes or meaning not in ("", "time", "clock", "date", "datetime", "duration", "offset"):
         return False
     numbers, clocks = values.are_numbers(its), values.are_clocks(its)
     files = table.values(layout.column("file") or name)
-    if not numbers and not clocks and not values.are_spans(its):
-        return not meaning and _are_parts(files, table.values(name))
     seen: dict[str, str] = {}
     pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
     varies = any(seen.setdefault(file, text) != text for file, text in pairs)
-    named = bool(parts & (TIME | MINUTES))
+    named = says_time(name) or bool(parts & MINUTES)
+    if not numbers and not clocks and not values.are_spans(its):
+        if all(map(values.has_day, its)):  # of a recording, if it says so, and of an event otherwise
+            own = bool(parts & RECORDING) or bool(meaning) or not named
+            return any(":" in text for text in its) and not is_other(name) and (varies or not own)
+        form = named or all(re.search(r":\d|\d ?(s|secs?|seconds?|ms|mins?|minutes?)\b|\d['\u2032]", text) for text in its)
+        return not meaning and (values.are_parts(files, table.values(name)) or form and values.like_times(its))
+    if meaning == "date":
+        return False
     if NUMBERING & set(words(name)[-1:]) or (table.find("hour") and parts & OF_DAY):
         return varies and bool(parts & (TIME | {"clip"}))
     if meaning == "duration":
@@ -437,13 +456,6 @@ def _is_position(layout: Layout, name: str) -> bool:
             or any(_is_before(table, *pair) for n in layout.unused for pair in ((name, n), (n, name)) if n != name)
         )
     return named or varies or clocks
-
-
-def _are_parts(files: Sequence[str], texts: Sequence[str]) -> bool:
-    """Whether texts are names of recordings with a time behind them: soundscape_123_5 of soundscape_123.ogg."""
-    stems = [re.split(r"[/\\\\]", file)[-1].rpartition(".")[0] or file for file in files]
-    pairs = zip(stems, texts, strict=True)
-    return all(re.fullmatch(rf"{re.escape(stem)}([-_]\d+(\.\d+)?){{1,2}}(\.\w+)?", text) for stem, text in pairs)
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:

@@ -55,6 +55,8 @@ CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validate
 DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted"}
 SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
 SPLITS |= {"training": "train", "testing": "test"}
+TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour hours ms d day days am pm t z utc gmt to bis "
+                 "until and ca".split())  # fmt: skip
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 
 
@@ -93,9 +95,16 @@ def span(text: str) -> tuple[float, float] | None:
 
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
-    """Return a time in s of a number, or of h:mm:ss; None for an empty field. Raises ValueError."""
-    if text and ":" in text and (found := re.fullmatch(r"(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text.strip())):
-        return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3].replace(",", "."))
+    """Return a time in s of 12, 12 s, 500 ms, h:mm:ss or 0 days h:mm:ss; None for an empty field. Raises ValueError."""
+    text = (text or "").strip()
+    if ":" in text and (found := re.fullmatch(r"(?:(\d+) days? )?(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text)):
+        whole = int(found[1] or 0) * 86400 + int(found[2]) * 3600 + int(found[3]) * 60
+        return whole + float(found[4].replace(",", "."))
+    if found := re.fullmatch(r"([\d.,]+) ?(ms|s|secs?|seconds?|min|minutes?)", text, re.IGNORECASE):
+        own = {"ms": 1e-3, "mi": 60.0}.get(found[2][:2].lower(), 1.0)
+        if scale not in (1.0, own):
+            raise ValueError(f"{text!r} has another unit than its column")
+        text, scale = found[1], own
     value = number(text, comma)
     return None if value is None else round(value * scale, 9)
 
@@ -121,6 +130,20 @@ def are_clocks(texts: Iterable[str]) -> bool:
     form = r"\d+(:[0-5]?\d){1,2}([.,]\d+)?|(\d+ ?(m|min|['\u2032]) ?)?\d+([.,]\d+)? ?(s|sec|\"|\u2033)|\d+['\u2032]\d\d"
     found = [text.strip() for text in texts if given(text)]
     return bool(found) and all(re.fullmatch(form, text) for text in found)
+
+
+def like_times(texts: Iterable[str]) -> bool:
+    """Whether most are times in any form, such as ca. 2 or 12:00:02 AM: a number is first, and all words are of times."""
+    found = [re.sub(r"^[^\w]*((ca|approx|about|at)\b[^\w]*)?", "", text.casefold()) for text in texts if given(text)]
+    like = [text for text in found if text[:1].isdigit() and set(re.findall(r"[^\W\d_]+", text)) <= TIME_WORDS]
+    return 2 * len(like) >= len(found) > 0
+
+
+def are_parts(files: Sequence[str], texts: Sequence[str]) -> bool:
+    """Whether texts are names of recordings with a time behind them: soundscape_123_5 of soundscape_123.ogg."""
+    stems = [re.split(r"[/\\\\]", file)[-1].rpartition(".")[0] or file for file in files]
+    pairs = zip(stems, texts, strict=True)
+    return all(re.fullmatch(rf"{re.escape(stem)}([-_]\d+(\.\d+)?){{1,2}}(\.\w+)?", text) for stem, text in pairs)
 
 
 def are_hours(texts: Sequence[str], dated: bool) -> bool:
