@@ -108,6 +108,7 @@ def test_the_page_says_what_the_files_say(page):
     assert charts["learning_rate"][0]["y"] == [1e-3, 5e-4, 0.0]
     for part in (
         "1 steps were skipped: 3333",
+        "--step 3333",
         '<td class="n">3×</td><td class="n">0, 3</td>',
         '<td class="n">1×</td><td class="n">3</td><td class="text code">2026-01-02 00:00:00,000 WARNING x.ogg cannot be read',
         "examples [7]",

@@ -54,7 +54,8 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
             drawn.append({"run": i, "split": of, "x": [int(s) for s in x], "y": [float(f"{v:.5g}") for v in y]})
         restarts = sorted({s.first for s in runs[0].starts if s.first}) if len(runs) == 1 else []
         title = f"{name} ({split})" if split not in ("", "data", "save", "verify") else name
-        charts.append({"title": title, "curves": drawn, "restarts": restarts})
+        spikes = [s for of in records for s, _, _ in records_lib.spikes(of.splits.get("train", {}))] if name == "loss" else []
+        charts.append({"title": title, "curves": drawn, "restarts": restarts, "spikes": spikes if len(runs) == 1 else []})
         groups.setdefault(group, []).append((_figure(runs, len(charts) - 1, title, name, split, drawn), name))
     for group in GROUPS:
         if figures := groups.get(group):

@@ -10,8 +10,9 @@ import importlib.resources
 import json
 import math
 import re
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class Page:
         yield "Samples", "".join(shown.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
         yield "Traced steps", "".join(self._traces(run) for run in self.runs)
-        yield "Skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
+        yield "Spikes, skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
         yield from drawn.items()
         yield "Configuration", self._config(self.runs[0]) if len(self.runs) == 1 else ""
 
@@ -164,6 +165,7 @@ class Page:
             if steps
             else ""
         )
+        text += _spikes(run, train, steps)
         lines = _warnings(run)
         if lines:
             rows = "".join(
@@ -202,6 +204,24 @@ class Page:
             + table
             + f"<details><summary>all fields</summary><pre>{esc(whole[:60_000])}</pre></details>"
         )
+
+
+def _spikes(run: Run, train: Mapping[str, np.ndarray], skipped: Sequence[int]) -> str:
+    """Spikes of the loss and skipped steps, each with the command that takes it apart."""
+    rows = [(step, number(loss), number(usual), "loss") for step, loss, usual in records_lib.spikes(train)]
+    known = {row[0] for row in rows}
+    rows += [(step, "", "", "skipped") for step in skipped[:20] if step not in known]
+    if not rows:
+        return ""
+    command = f"jaxtrain replay {shlex.quote(str(run.path))} --step"
+    words = {"loss": "loss far above usual", "skipped": "skipped"}
+    cells = "".join(
+        f'<tr><td class="n">{step:,}</td><td>{words[kind]}</td><td class="n">{loss}</td><td class="n">{usual}</td>'
+        f'<td class="code">{esc(f"{command} {step}")}</td></tr>'
+        for step, loss, usual, kind in rows
+    )
+    head = '<th class="n">step</th><th></th><th class="n">loss</th><th class="n">usual</th><th>for a page about it</th>'
+    return f'<div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
 
 
 LIVE = '<p class="soft" id="live" aria-live="off">live</p>'

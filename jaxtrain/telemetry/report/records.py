@@ -5,7 +5,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from jaxtrain.telemetry.report.markup import spread
 from loaders.io import files
 
 CHUNK = 16 << 20  # [bytes] that are parsed at once
+USUAL = 50  # records before a step from which the usual value of a metric is taken
+FAR = 8.0  # [deviations] of a spike
 MOST_NAMES = 2000  # metrics of a run: more is no run's
 
 
@@ -115,6 +117,30 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for part in parts for name in part)
     nothing = [np.full(len(part["step"]), math.nan) for part in parts]
     return {name: np.concatenate([part.get(name, none) for part, none in zip(parts, nothing, strict=True)]) for name in names}
+
+
+def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int, float, float]]:
+    """Find (step, loss, usual loss) of the losses far above the `USUAL` records before them, the largest first.
+
+    The usual loss is their median. A spike is more than `FAR` of their deviations above it (1.4826 times the median one).
+    """
+    step, loss = (columns.get(name, np.zeros(0)) for name in ("step", "loss"))
+    known = np.isfinite(loss)
+    step, loss = step[known], loss[known]
+    if len(loss) < 10:
+        return []
+    jump = np.diff(loss, prepend=loss[0])
+    candidates = np.flatnonzero(jump > FAR / 2 * np.median(np.abs(jump)))
+    found = []
+    for i in candidates[np.argsort(-jump[candidates], kind="stable")][:1000]:
+        before = loss[max(i - USUAL, 0) : i]
+        usual = float(np.median(before))
+        spread = 1.4826 * float(np.median(np.abs(before - usual)))
+        if len(before) >= 10 and loss[i] > usual + FAR * max(spread, 1e-3 * abs(usual)):
+            found.append(
+                ((float(loss[i]) - usual) / max(spread, 1e-3 * abs(usual), 1e-30), int(step[i]), float(loss[i]), usual)
+            )
+    return [row[1:] for row in sorted(found, reverse=True)[:most]]
 
 
 def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

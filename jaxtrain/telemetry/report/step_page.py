@@ -18,7 +18,6 @@ from jaxtrain.telemetry.report.page import document
 from jaxtrain.telemetry.report.run import Run
 
 AROUND = 3  # records before and after the step that are shown
-USUAL = 50  # records before the step from which the usual value of a metric is taken
 MEDIA = 12_000_000  # [bytes] of pictures and sounds, for the examples with the largest gradients
 TEXT = 1500  # [characters] of an example
 MOST_ROWS = 60  # of the tables of parameters and activations
@@ -51,7 +50,7 @@ def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float
     at = int(np.flatnonzero(columns["step"] == step)[-1])
     found = []
     for name, values in columns.items():
-        before = values[max(at - USUAL, 0) : at]
+        before = values[max(at - records.USUAL, 0) : at]
         before = before[np.isfinite(before)]
         if name in (*HIDDEN, *RATES) or name.startswith("digest_") or not len(before):
             continue
@@ -98,7 +97,10 @@ def _around(columns: Mapping[str, np.ndarray], step: int) -> str:
         for name, _, usual, apart in ranked[:MOST_ROWS]
     ]  # fmt: skip
     head = ["", "usual", "deviations apart", *(f"step {int(columns['step'][i]):,}" for i in near)]
-    note = f"Usual is the median of the {USUAL} records before, and a deviation their median one. What moved most comes first."
+    note = (
+        f"Usual is the median of the {records.USUAL} records before, and a deviation their median one. The one that moved most "
+    )
+    note += "comes first."
     return f"<p class='meaning'>{note}</p>" + _table(head, rows)
 
 

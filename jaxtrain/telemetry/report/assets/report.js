@@ -76,7 +76,8 @@
     if (chart.kind === "parallel") {
       Plotly.react(place, parallel(chart), axes(chart), options);
     } else {
-      const marks = (chart.restarts || []).map((step) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, opacity: 0.45, line: { width: 1, dash: "dot", color: colour(6) } }));
+      const line = (step, dash, i) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, opacity: 0.45, line: { width: 1, dash, color: colour(i) } });
+      const marks = [...(chart.restarts || []).map((step) => line(step, "dot", 6)), ...(chart.spikes || []).map((step) => line(step, "dash", 1))];
       const shown = layout(marks), first = chart.curves[0].y[0];
       // A small constant would else be drawn as 0, between -1 and 1.
       if (first && !log.checked && chart.curves.every((curve) => curve.y.every((y) => y === first))) shown.yaxis.range = [Math.min(0, 2 * first), Math.max(0, 2 * first)];
