@@ -16,6 +16,9 @@ row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last one, which is dif
 for 2 + 3 cycles. At 40 % of the peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it
 needs half of the 40 GB of one H100.
 
+With --config.model.contract=last --config.model.least_steps=1 a step has 180 TFLOP, since it takes 8.5 supervision steps on
+average: 0.46 s on one H100 at 40 % of the peak, 7,900 steps an hour. How many it needs has not been measured.
+
 `python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores (docs/results/cpu-steps.md).
 """
 
