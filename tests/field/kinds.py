@@ -86,6 +86,24 @@ NAMES_AND_VALUES = (
     _two("false-positives", ",FP", ",0", ",1", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=FP"),
 )  # fmt: skip
 
+FILES = (
+    *(Case(f"folder-{n}", f"{name},file,label\nA,z.flac,robin\n", ("!missing-file", "!contradicts"))
+      for n, name in enumerate(("Ordner", "dossier", "carpeta", "parent_folder", "folder_path"))),
+    Case("folder-and-path", "folder,file,label\nA,deep/z.flac,robin\n", ("!missing-file",)),
+    Case("folder-twice", "folder,file,label\nB,B/deep/z.flac,robin\n", ("B/deep/z.flac 0 30 robin",)),
+    Case("path-of-folders", "path,filename,label\n/data/A,x.wav,robin\n/data/B,x.wav,wren\n",
+         ("A/x.wav 0 30 robin", "B/x.wav 0 30 wren")),
+    _raven("file-path.txt", "File Path\tBegin File\tSpecies", "1\tS\t1\t2\t3\t1\t9\tD:\\r\\A\tx.wav\trobin",
+           rows=("A/x.wav 2 3 robin",)),
+    Case("other-folder", "file,label\nspring/a.wav,robin\n", ("a.wav 0 30 robin", "=other-folder 1")),
+    Case("two-files", "file,audio_file,label\na.wav,b.wav,robin\n", ("!name different recordings", "!--file-column")),
+    Case("two-files-named", "file,audio_file,label\na.wav,b.wav,robin\n", ("b.wav 0 30 robin",), ("--file-column=audio_file",)),
+    Case("clips-of-files", "source_file,clip,start,end,label\na.wav,b.wav,2,3,robin\n", ("!name different recordings",)),
+    Case("files-and-titles", "file,recording,label\na.wav,Dawn,robin\nb.wav,Dusk,wren\n", WHOLE),
+    Case("files-and-paths", "Begin Path,Begin File,label\nD:\\r\\a.wav,a.wav,robin\nD:\\r\\b.wav,b.wav,wren\n", WHOLE),
+    Case("a.birds.csv", "wavname,start,end,label\na.wav,2,3,robin\nb.wav,4,5,wren\n", TWO),
+)  # fmt: skip
+
 TIMES = (
     _part("seconds", "seconds", "2", "7"),
     _part("peak-time", "Peak Time (s)", "2.5", "7.5"),
@@ -171,4 +189,4 @@ TEXTS = (
           ("a.wav 0 30 Bewick's Wren", "b.wav 0 30 Bewick\u2019s Wren", "=similar-labels 1")),
     _text("no-width", "utf-8", "rob\u200bin", "wren", WHOLE),
 )  # fmt: skip
-CASES = (*NAMES_AND_VALUES, *TIMES, *TEXTS)
+CASES = (*NAMES_AND_VALUES, *FILES, *TIMES, *TEXTS)

@@ -178,6 +178,14 @@ def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path
         assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
         assert "missing-file: 1 (refused)" in capsys.readouterr().err
         table.unlink()
+    table = tmp_path / "tables" / "A" / "z.txt"  # the recordings have a folder A, and z.flac lies in B/deep
+    table.parent.mkdir(parents=True)
+    table.write_text("2\t3\trobin\n")
+    assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
+    assert "missing-file: 1 (refused)" in capsys.readouterr().err
+    (tmp_path / "t.csv").write_text("file,label\nB/x.wav,robin\n")
+    assert index(tmp_path / "t.csv", "--audio", recordings / "A", "--out", tmp_path / "out") == 2
+    assert f"which is not below {recordings / 'A'}, but {recordings / 'B' / 'x.wav'}" in capsys.readouterr().err
     (recordings / "YSM1.wav").write_bytes((recordings / "a.wav").read_bytes()[:-400])
     (tmp_path / "t.csv").write_text("file,start,end,label\nSM1,2,3,robin\n")
     assert index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "out") == 2

@@ -19,6 +19,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "absent-recording": ("a line about a recording, or a part of one, that the embeddings do not have", DROP, False),
     "missing-file": ("a table names a recording that is not there", REFUSE, False),
     "ambiguous-name": ("several files have the name that a table gives", REFUSE, False),
+    "other-folder": ("a name with a folder in which the recording does not lie; kept: the only one of this name", KEEP, True),
     "no-permission": ("a file or folder that may not be read", REFUSE, False),
     "link-circle": ("a folder that is a link to one that it lies in", DROP, False),
     "odd-name": ("a file name that is not UTF-8", REFUSE, False),

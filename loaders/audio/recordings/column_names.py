@@ -18,7 +18,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "nombre archivo", "nombre del archivo", "nombre de archivo", "fichier", "nom fichier", "nom du fichier",
         "aufnahme", "enregistrement", "grabacion",
     ),
-    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),
+    "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),  # and names with a word of `FOLDERS`
     "start": (
         "start", "start time", "begin", "begin time", "onset", "onset time", "event start", "event start time",
         "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
@@ -125,6 +125,10 @@ TIMES = re.compile("start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiemp
 MINUTES = {"min", "minute", "minutes"}  # such a word, too
 SPLIT = {"train", "test", "split", "holdout"}
 OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
+FOLDERS = set(
+    "folder dir directory subfolder subdirectory ordner unterordner verzeichnis dossier repertoire carpeta directorio pasta "
+    "cartella mappe map katalog".split()
+)
 NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last word of a column that numbers or counts
 LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
 # Tables that give times in another recording than the one that they name.
@@ -182,6 +186,8 @@ def meaning_of(name: str) -> tuple[str, int, float] | None:
     if whole in IGNORED:
         return None
     unit = parts[-1] if parts else ""
+    if FOLDERS & set(parts) and unit not in NUMBERING:
+        return "folder", len(NAMES["folder"]), 1.0
     if parts[-2:-1] == ["in"]:  # "start in s"
         parts = [*parts[:-2], unit]
     if parts[-2:-1] == ["ss"] and re.fullmatch("ms|s+|f+|0+", unit):  # hh:mm:ss.ms

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from loaders.audio.recordings import values
+from loaders.audio.recordings import file_columns, values
 from loaders.audio.recordings.column_names import (
     DENYING,
     DOUBTFUL,
@@ -116,7 +116,7 @@ def find(table: Table, options: Options) -> Layout:
     """
     used, scales = _by_names(table)
     classes = _as_named(table, options, used, scales)
-    _choose_files(table, used)
+    file_columns.choose(table, used, bool(options.file_column))
     if options.whole:
         used = {"file": used["file"], "folder": used.get("folder", []), "start": [], "label": []}
         return Layout(table, used, scales, [], [name for name in table.columns if name not in used["file"]], {})
@@ -186,12 +186,6 @@ def _named(table: Table, option: str, flag: str) -> list[str]:
         return [name for name in several if name]
     near = checks.expected(option, [name for name in table.columns if name])
     raise DataError(f"{table.path} has no column {option!r} ({flag}); {near}")
-
-
-def _choose_files(table: Table, used: Used) -> None:
-    """Leave out columns of addresses, and folders if there is no file in them."""
-    files = used.setdefault("file", [])
-    files[:] = [name for name in files if not any("://" in value for value in table.values(name))] or files
 
 
 def _choose_times(table: Table, used: Used, options: Options) -> None:

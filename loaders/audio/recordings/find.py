@@ -58,12 +58,14 @@ class Names:
     def __init__(self, names: Iterable[str]):
         """names: of recordings, relative to a folder, "/" between."""
         self.all: set[str] = set()
+        self.folders: set[str] = set()  # their names, in lower case
         self._by_last: dict[str, list[str]] = {}
         self._any_case: dict[str, list[str]] = {}
         self._meant: dict[str, str] = {}  # recording -> the name that a table has for it
         for name in names:
             self.all.add(name)
-            last = _one_form(name.rpartition("/")[2])
+            *above, last = _one_form(name).split("/")
+            self.folders.update(map(str.casefold, above))
             for key in dict.fromkeys((last, last.rpartition(".")[0])):
                 self._by_last.setdefault(key, []).append(name)
                 self._any_case.setdefault(key.casefold(), []).append(name)
@@ -153,7 +155,25 @@ class Finder:
                 "ambiguous-name", f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
             )
             return None
-        return paths[0]
+        return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
+
+    def _is_elsewhere(self, folder: pathlib.Path, path: str, name: str, where: str) -> bool:
+        """Whether a name means a file next to the folder of recordings. A relative one in another folder is counted."""
+        ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
+        pairs = zip(reversed(ours), reversed(theirs), strict=False)
+        at = next((n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0)
+        if not at:
+            return False
+        there = os.path.join(*ours[:-at], *theirs[-at:], os.path.basename(path))
+        if ".." not in theirs and os.path.isfile(there):
+            self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
+            return True
+        kept = (
+            name.startswith("/")
+            or re.match("[A-Za-z]:", name)
+            or self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}")
+        )
+        return not kept
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """Return the recording that a table without file names is about: the one whose name it begins with."""
@@ -164,7 +184,9 @@ class Finder:
                 near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
                 if not near and self._has_own(folder, table.parent):
                     continue  # a recording elsewhere is another one
-                near = near or (found if found and "/" in found[0] else [*found, *others])
+                if not near:  # a folder of the recordings that has the name of the table's contradicts others
+                    known = table.parent.name.casefold() in self._of(folder).folders
+                    near = found if known or found and "/" in found[0] else [*found, *others]
                 if len(near) == 1:
                     return os.path.join(os.path.abspath(folder), near[0])
                 if near and not quiet:

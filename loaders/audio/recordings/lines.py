@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 
-from loaders.audio.recordings import column_names, values
+from loaders.audio.recordings import column_names, file_columns, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.columns import Layout, Options
 from loaders.base import DataError
@@ -287,10 +287,8 @@ def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
 def _file(layout: Layout, row: Row) -> str:
     """Return the name of the recording, after the folders that the table names in columns of their own."""
     name = layout.text(row, "file").replace("\\", "/")
-    folders = [
-        row[column].replace("\\", "/").rstrip("/") for column in layout.used.get("folder", ()) if values.given(row[column])
-    ]
-    return "/".join([*folders, name]) if name and folders and "/" not in name else name
+    folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
+    return file_columns.joined(folders, name) if name and folders else name
 
 
 def _answer(layout: Layout, row: Row) -> str:
