@@ -136,6 +136,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         print(f"{given}: {n} annotations")
     for line in mistakes.report():
         print(line)
+    print(mistakes.summary())
     return 1 if mistakes.refused() else 0
 
 
