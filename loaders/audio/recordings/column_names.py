@@ -42,7 +42,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "artname", "spezies",
         "especie", "espece",
     ),
-    "genus": ("gen", "genus"),  # with "epithet" a scientific name, if no column of labels is there
+    "genus": ("gen", "genus", "gattung", "genre", "genero"),  # with "epithet" or species a scientific name
     "epithet": ("sp", "specific epithet"),
     "low": (
         "low", "low freq", "low f", "freq low", "f low", "f min", "min freq", "freq min", "low frequency", "min frequency",
@@ -52,7 +52,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "high", "high freq", "high f", "freq high", "f high", "f max", "max freq", "freq max", "high frequency",
         "max frequency", "upper frequency", "frequency max", "frequency high", "top freq", "y2",
     ),
-    "channel": ("channel",),
+    "channel": ("channel", "kanal", "canal"),
     "selection": ("selection", "selec"),
     "view": ("view",),
     "answer": ("answer", "validated", "validation", "validation status"),
@@ -91,6 +91,7 @@ NUMBERS = set(
 )
 # Columns that may say that a label was denied, or that nobody has checked it yet.
 DOUBTFUL = set(
+    "verifiziert gepruft verifie valide verificado validado "
     "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
     "accepted approved confirmation review truepositive tp validationresult manualvalidation labeltype present presence "
     "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
@@ -118,11 +119,12 @@ RECORDING = set("recording recorded rec file audio deployment deployed survey vi
 TIME = set(
     "start starts started begin begins onset end ends ended stop offset finish from to t t0 t1 t2 time times timestamp sec "
     "secs second seconds s ms msec position at frame frames sample samples tstart tend "
-    "interval window segment range span chunk slice pos timestamps onsets offsets when ende fin bis von".split()
+    "interval window segment range span chunk slice pos timestamps onsets offsets when ende fin bis von sekunde sekunden "
+    "seconde secondes segundo segundos intervall intervalle intervalo abschnitt fenster fenetre ventana segmento".split()
 )
 # How words begin and end that say so, too: Zeitpunkt, Startposition, detectionTime.
 TIMES = re.compile("start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$")
-MINUTES = {"min", "minute", "minutes"}  # such a word, too
+MINUTES = {"min", "minute", "minuten", "minutes", "minuto", "minutos"}  # such a word, too
 SPLIT = {"train", "test", "split", "holdout"}
 OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
 FOLDERS = set(

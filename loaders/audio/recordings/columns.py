@@ -449,7 +449,7 @@ def _is_position(layout: Layout, name: str) -> bool:
             or varies
             or any(_is_before(table, *pair) for n in layout.unused for pair in ((name, n), (n, name)) if n != name)
         )
-    return named or varies or clocks
+    return named or varies or any(":" in text for text in its) or clocks
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:

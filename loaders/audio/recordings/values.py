@@ -51,8 +51,10 @@ OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validate
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
-CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok"}
-DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted"}
+CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok",
+             "bestätigt", "confirmé", "confirmado"}  # fmt: skip
+DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted",
+          "abgelehnt", "rejeté", "rechazado"}  # fmt: skip
 SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
 SPLITS |= {"training": "train", "testing": "test"}
 TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour hours ms d day days am pm t z utc gmt to bis "
