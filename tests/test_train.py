@@ -238,7 +238,8 @@ def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(f
     ]
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], "\n".join(outputs)
-    assert "warm start from first" in outputs[0] and "2 skipped, although in the source: head/b" in outputs[0]
+    assert f"warm start from {folder / 'first'}" in outputs[0]
+    assert "2 skipped, although in the source: head/b" in outputs[0]
     first, second = parameters(folder / "first", 2), parameters(folder / "second", 1)
     for group in (second, parameters(folder / "second", 1, "ema")):
         for path, x in group.items():
