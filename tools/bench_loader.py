@@ -11,6 +11,8 @@ start, which ours has to find.
     datasets      a Hugging Face datasets Audio column, which decodes and resamples all, and torchaudio's Kaldi fbank
     librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not Kaldi's
     torch         a torch DataLoader: soundfile seeks, torchaudio resamples and makes the fbank
+    spdl          SPDL's FFmpeg: packets by time, mono and 32 kHz by its filters; then as seek
+    grain         Grain's MapDataset and its reading threads around seek
     seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy could be made
     seek-malloc   the same, with glibc set to keep freed memory, which saves its page faults
 
@@ -34,6 +36,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -330,7 +333,9 @@ class Seek:
         self.bands_km = np.maximum(0, np.minimum(place_km, 2 - place_km)).astype(np.float32)
 
     def __call__(self, s: Sample) -> np.ndarray:
-        wave_n = read_crop(s, self.resample)
+        return self.spectrogram(read_crop(s, self.resample))
+
+    def spectrogram(self, wave_n: np.ndarray) -> np.ndarray:
         frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, FRONT_END.window)[:: FRONT_END.hop]
         frames_fn = frames_fn - frames_fn.mean(1, keepdims=True)
         windowed_fn = self.padded_fn[: len(frames_fn), : FRONT_END.window]
@@ -342,6 +347,29 @@ class Seek:
         power_fk = spectrum_fk.real**2
         power_fk += spectrum_fk.imag**2
         return normalised(np.log(np.maximum(power_fk @ self.bands_km, np.finfo(np.float32).eps)))
+
+
+class Spdl(Seek):
+    def __call__(self, s: Sample) -> np.ndarray:
+        spdl_io: Any = importlib.import_module("spdl.io")
+
+        # The demuxer finds the packets of the crop, and the filter trims it to the sample, as SPDL's documentation has it.
+        span = s.start / s.rate, s.start / s.rate + CLIP / RATE
+        trim = spdl_io.get_audio_filter_desc(sample_rate=RATE, num_channels=1, timestamp=span, num_frames=CLIP)
+        return self.spectrogram(clip(spdl_io.to_numpy(spdl_io.load_audio(bytes(s.data), span, filter_desc=trim))[0]))
+
+
+class Grain:
+    def __init__(self, shard: pathlib.Path, threads: int):
+        self.one, self.threads = Seek(shard), threads
+
+    def run(self, crops: Sequence[Sample]) -> tuple[list[np.ndarray], float]:
+        import grain.python as grain
+
+        begin = time.perf_counter()
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=2 * BATCH)
+        rows = grain.MapDataset.source(crops).map(self.one).batch(BATCH).to_iter_dataset(options)
+        return list(rows), time.perf_counter() - begin
 
 
 class Each:
@@ -383,6 +411,8 @@ PEERS = {
     "datasets": Peer(Datasets, ("datasets", "torch", "torchaudio", "torchcodec")),
     "librosa": Peer(Librosa, ("librosa", "soxr")),
     "torch": Peer(Torch, ("torch", "torchaudio"), one_process=True),
+    "spdl": Peer(Spdl, ("spdl.io", "scipy", "soxr")),
+    "grain": Peer(Grain, ("grain", "scipy", "soxr"), one_process=True),
     "seek": Peer(Seek, ("scipy", "soxr")),
     "seek-malloc": Peer(
         Seek, ("scipy", "soxr"), {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
@@ -393,7 +423,7 @@ OURS = Peer(Ours, one_process=True)
 
 def missing(name: str) -> list[str]:
     """Modules that a peer needs and this Python does not have."""
-    return [module for module in PEERS[name].needs if importlib.util.find_spec(module) is None]
+    return [module for module in PEERS[name].needs if importlib.util.find_spec(module.partition(".")[0]) is None]
 
 
 # ------------------------------------------------------------------------------------------------------------- processes
@@ -597,11 +627,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in peers:
             print(f"  {name:12}" + "".join(f"  {codec} {value:.1e}" for codec, value in differences[name].items()))
     for name, why in skipped.items():
-        modules = [module.replace("_", "-") for module in why if " " not in module]
+        modules = [re.sub("[._]", "-", module) for module in why if " " not in module]
         remedy = f"pip install {' '.join(modules)}" if modules else why[0]
         print(f"\nskipped: {name}: {remedy}")
     modules = sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers)))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in (module.replace("_", "-") for module in modules)]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in (re.sub("[._]", "-", module) for module in modules)]
     print(f"\nPython {platform.python_version()}, {', '.join(versions)}; {platform.platform()}")
     return 0
 
