@@ -358,6 +358,10 @@ OPPONENTS = (  # found by one who tried to break the rest
     ),
     Case("trailing-commas", "file,label\na.wav,robin,\nb.wav,wren,\n", ("a.wav 0 30 robin", "b.wav 0 30 wren")),
     Case("cell-without-a-name.txt", f"{RAVEN}\n1\tS\t1\t2\t3\t4.5\t9\trobin\n2\tS\t1\t4\t5\t7\t9\twren\n", ("!8 cells",)),
+    Case("thousands-points", "Datei;Beginn (ms);Ende (ms);Art\na.wav;2.000;3.000;robin\n", ("!'2.000'", "!without .")),
+    Case("thousands-tabs.tsv", "file\tstart_ms\tend_ms\tlabel\na.wav\t2,000\t3,000\trobin\n", ("!'2,000'",)),
+    Case("fractions-of-ms", "file,start_ms,end_ms,label\na.wav,2000.125,3000.5,robin\n", ("a.wav 2.000125 3.0005 robin",)),
+    Case("parts-of-a-day", "file,start,end,label\na.wav,2.31E-05,3.47E-05,robin\n", ("!part of a day",)),
     Case("thousands-ms", 'file,start_ms,end_ms,label\na.wav,"1,500","2,500",robin\n', ("!'1,500'",)),
 )
 CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED, *OPPONENTS)

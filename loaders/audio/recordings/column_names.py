@@ -95,10 +95,12 @@ DOUBTFUL = set(
     "verified verification verificationstatus status reviewstatus confirmed valid isvalid correct iscorrect checked reviewed "
     "accepted approved confirmation review truepositive tp validationresult manualvalidation labeltype present presence "
     "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
-    "excluded ignore ignored discard discarded".split()
+    "excluded ignore ignored discard discarded delete remove removed reject verdict outcome decision agree agreement korrekt "
+    "richtig bestatigt gepruft verifiziert validiert confirme verifie correcto confirmado verificado manualcheck check".split()
 )
 JUDGED = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
-DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded".split())
+DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded "
+              "delete remove removed reject".split())  # fmt: skip
 ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),

@@ -303,16 +303,16 @@ def _classes(table: Table, used: Used, options: Options) -> list[str]:
     if odd := next((name for name in classes if SPLIT & set(words(name))), None) if len(classes) > 1 else None:
         _refuse_doubt(table, [name for name in classes if name != odd], odd, "0 and 1, too, as a split")
     hours = {name for name in unknown if OF_DAY & set(words(name))} if table.find("hour") else set()
-    numbers = [name for name in unknown if name not in classes and name not in hours and _is_nearly(rows[name])]
+    numbers = [name for name in unknown if name not in classes and name not in hours and values.are_nearly_answers(rows[name])]
     if classes and numbers:
         odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         _refuse_doubt(table, classes, numbers[0], odd)
     others = [
         name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in HARD and plain(name) not in NUMBERS
     ]
-    others = [name for name in others if name and (values.are_answers(rows[name], both=True) or _are_posneg(rows[name]))]
+    others = [name for name in others if name and (values.are_answers(rows[name], both=True) or values.are_posneg(rows[name]))]
     if not classes:  # DCASE's has a column Q
-        classes = [name for name in others if _are_posneg(rows[name])]
+        classes = [name for name in others if values.are_posneg(rows[name])]
     if not classes and others and not options.optional and not _are_frequencies(table, used, others[0]):
         raise DataError(
             f"{table.path} has no column of labels that is known, and {', '.join(map(repr, others))} with 0 and 1 may be "
@@ -333,24 +333,12 @@ def _are_frequencies(table: Table, used: Used, name: str) -> bool:
     return any(not values.are_answers(table.values(each)) for each in used.get(other, ()))
 
 
-def _are_posneg(texts: Sequence[str]) -> bool:
-    """Whether a column holds the words of DCASE alone: POS, NEG, UNK."""
-    found = set(filter(values.given, texts))
-    return bool(found) and len(found) < 10 and {text.casefold() for text in found} <= {"pos", "neg", "unk"}
-
-
 def _refuse_doubt(table: Table, classes: Sequence[str], name: str, odd: str) -> list[str]:
     """Raise DataError for a column that may be a class, and may not."""
     raise DataError(
         f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {name!r} holds {odd}; "
         f"name the classes: --label-column '{','.join([*classes, name])}', or without {name!r}"
     )
-
-
-def _is_nearly(texts: Sequence[str]) -> bool:
-    """Whether a column may be one of yes and no: it holds numbers, or answers in half of its cells or more."""
-    given = list(filter(values.given, texts))
-    return values.are_numbers(texts) or 0 < len(given) <= 2 * sum(values.answer(text) is not None for text in given)
 
 
 def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
@@ -364,17 +352,24 @@ def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
                 )
 
 
+def _may_deny(name: str) -> bool:
+    """Whether a column's name says that its cells may deny labels."""
+    return plain(name) in DOUBTFUL or bool(JUDGED & set(words(name)[-1:]))
+
+
 def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value)]
     meaning = what(name)
-    if not meaning and _are_posneg(its):
+    if not meaning and values.are_posneg(its):
         return "a class"
+    if _may_deny(name) and any(values.verdict(text) is None for text in its):
+        return "an answer"
     if not its or is_other(name) or meaning == "duration":
         return ""
     if meaning == "split" or SPLIT & set(words(name)):
         return "a split"
-    like = values.are_times(its) or values.like_times(its)
+    like = (says_time(name) or bool(LABEL & set(words(name)))) and (values.are_times(its) or values.like_times(its))
     if like and says_time(name) and not all(map(values.has_day, its)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"
     if not meaning and values.are_answers(its):
@@ -478,11 +473,13 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     labelled = layout.used["label"] or layout.used.get("genus") or layout.classes
     if options.answer_column or layout.used.get("answer") or not labelled:
         return
-    for name in layout.table.columns:
+    for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
-        if plain(name) in DOUBTFUL or JUDGED & set(words(name)[-1:]) or values.are_verdicts(texts):
+        if _may_deny(name) or values.are_verdicts(texts):
             wrong = "yes" if plain(name) in DENYING else "no"
-            denied = [text for text in texts if values.verdict(text) == wrong and name in (*layout.ignored, *layout.unused)]
+            found = [(text, values.verdict(text)) for text in texts]
+            mixed = any(each for _, each in found)  # else it is no column of verdicts
+            denied = [text for text, each in found if each == wrong or (each is None and mixed)]
             if denied:
                 raise DataError(
                     f"{layout.table.path}: {name!r} holds {denied[0]!r} in {len(denied)} lines, whose labels are denied or not "

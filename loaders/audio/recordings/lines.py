@@ -17,6 +17,7 @@ Row = Mapping[str, str]
 SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
 FLAGS = {
     "a time": "--start-column and --end-column", "numbers": "--start-column and --end-column", "a split": "--split-column",
+    "an answer": "--answer-column",
 }  # fmt: skip
 
 
@@ -231,7 +232,13 @@ class _Times:
         self._minutes = {name for name in self._names if name and column_names.in_minutes(name)}
         self._offsets = any(layout.text(row, "file offset") for _, row in layout.table.rows())
         self._days = _are_days(row[name] for name in self._names[:2] if name for _, row in layout.table.rows())
-        self._thousands = layout.table.separator == ","  # in such a table 1,500 may be either
+        self._grouped: dict[str, str] = {}  # columns, and the forms of cells in them that may be thousands or a fraction
+        for name, scale in zip(self._names, self._scales, strict=True):
+            form = r"\d{1,3}(,\d{3})+" if layout.table.separator == "," else ""
+            marked = [text for text in layout.table.values(name) if "," in text or "." in text] if name and scale < 1 else []
+            if marked and all(re.fullmatch(r"\d{1,3}([.,]\d{3})+", text) for text in marked):  # of ms, 2.000
+                form = r"\d{1,3}([.,]\d{3})+"
+            self._grouped |= {name: form} if name and form else {}
 
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongLine."""
@@ -243,8 +250,11 @@ class _Times:
             return values.span(row[self._names[0] or ""]) or (None, None)
         found: list[float | None] = []
         for name, scale in zip(self._names, self._scales, strict=True):
-            if name and self._thousands and re.fullmatch(r"\d{1,3}(,\d{3})+", row[name]):
-                raise _WrongLine(f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without ,")
+            if name in self._grouped and re.fullmatch(self._grouped[name], row[name]):
+                mark = "," if "," in row[name] else "."
+                raise _WrongLine(
+                    f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without {mark}"
+                )
             try:
                 clock = name in self._minutes and ":" in row[name or ""]
                 seconds = values.minutes if clock else functools.partial(values.seconds, scale=scale, comma=self._comma)
@@ -267,12 +277,13 @@ class _Times:
 
 
 def _are_days(texts: Iterable[str]) -> bool:
-    """Whether all times are parts of a day with many digits, as a spreadsheet keeps 0:00:12."""
+    """Whether all times are parts of a day, as a spreadsheet keeps 0:00:12: of many digits, or all within 1 ms."""
     found = [text.strip() for text in texts if values.given(text.strip())]
-    if not all(re.fullmatch(r"0(\.0*)?|0\.\d{8,}|\d(\.\d+)?[eE]-0?\d", text) for text in found):
+    number = r"0(\.0*)?|0[.,]\d{8,}|\d([.,]\d+)?[eE]-0?\d|0[.,]000\d+"
+    if not all(re.fullmatch(number, text) for text in found):
         return False
-    days = [float(text) for text in found]
-    return any(days) and all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
+    days = [float(text.replace(",", ".")) for text in found]
+    return any(days) and max(days) < 1e-3 or any(days) and all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:

@@ -51,10 +51,12 @@ OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validate
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
-CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok",
-             "bestätigt", "confirmé", "confirmado"}  # fmt: skip
-DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted",
-          "abgelehnt", "rejeté", "rechazado"}  # fmt: skip
+CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok", "agree",
+             "agreed", "richtig", "korrekt", "best\u00e4tigt", "akzeptiert", "g\u00fcltig", "confirm\u00e9", "accept\u00e9",
+             "valid\u00e9", "correcto", "confirmado", "aceptado"}  # fmt: skip
+DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "discarded", "deleted", "disagree", "disagreed",
+          "not ok", "nok", "not confirmed", "abgelehnt", "verworfen", "ung\u00fcltig", "nicht best\u00e4tigt", "rejet\u00e9",
+          "refus\u00e9", "incorrecto", "rechazado"}  # fmt: skip
 SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
 SPLITS |= {"training": "train", "testing": "test"}
 TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour hours ms d day days am pm t z utc gmt to bis "
@@ -165,9 +167,23 @@ def answer(text: str) -> bool | None:
     return True if folded in YES else False if folded in NO or not given(text) else None
 
 
+def are_posneg(texts: Iterable[str]) -> bool:
+    """Whether a column holds the words of DCASE alone: POS, NEG, UNK."""
+    found = {text.casefold() for text in texts if given(text)}
+    return bool(found) and found <= {"pos", "neg", "unk"}
+
+
+def are_nearly_answers(texts: Sequence[str]) -> bool:
+    """Whether a column may be one of yes and no: it holds numbers, or answers in half of its cells or more."""
+    found = list(filter(given, texts))
+    return are_numbers(texts) or 0 < len(found) <= 2 * sum(answer(text) is not None for text in found)
+
+
 def verdict(text: str) -> str | None:
     """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, None if it is none."""
     folded = text.casefold()
+    bare = " ".join(re.findall(r"[^\W_]+", folded))  # of true_positive
+    folded = bare if bare in OPEN | CONFIRMED | DENIED else folded
     if not given(text):
         return ""
     if folded in OPEN:
@@ -185,7 +201,8 @@ def _words(texts: Iterable[str]) -> set[str]:
 def are_verdicts(texts: Iterable[str]) -> bool:
     """Whether all are verdicts about labels, some of them in words that nothing else has: rejected, FP, wrong."""
     found = _words(texts)
-    return bool(found & DENIED) and all(verdict(text) is not None for text in found)
+    own = any(verdict(text) == "no" and answer(text) is None for text in found)
+    return own and all(verdict(text) is not None for text in found)
 
 
 def are_answers(texts: Iterable[str], both: bool = False) -> bool:
