@@ -13,10 +13,13 @@ from loaders.io import files
 
 # Between labels in a field: it is enough that it is there, that one part is a label of its own, or that all are.
 SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
-    *((text, lambda parts: True) for text in (";", "|", " / ")),
-    *((text, any) for text in (" + ", " & ", " and ", ",")),
-    *((text, all) for text in ("/", "+", "&", " ")),
+    *((text, lambda parts: True) for text in (";", "|", " / ", "\uff1b", "\u3001", "\uff0c")),
+    *((text, any) for text in (" + ", " & ", " and ", ",", "/", "+")),
+    *((text, all) for text in ("&", " ")),
 )  # fmt: skip
+# Parts that are labels by their form: scientific names, and codes such as PIPPIP.
+WHOLE = re.compile("[A-Z][a-z]{2,} [a-z]{3,}|[A-Z]{4,6}")
+CODE = re.compile("[a-z]{6}[0-9]?|[A-Z]{4}")  # of eBird and of the Bird Banding Laboratory
 
 
 class Classes(NamedTuple):
@@ -75,18 +78,32 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
             mistakes.add("similar-labels", f"{name!r} may be {mended!r}, read in a wrong encoding")
         elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
             mistakes.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
+    recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
+    told = {text for kind, text in mistakes.lines if kind == "joined-labels"}  # by the name of a column
     for name, where in names.items():
         if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
             mistakes.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
             continue
         for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
-            if all(parts) and len(parts) > 1 and enough(part in names for part in parts):
+            own = [part in names for part in parts]
+            alike = all(map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)) and (between != " " or any(own))
+            if all(parts) and len(parts) > 1 and (enough(own) or alike or recurring[between] & set(parts)):
                 numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
                 number = numbers[0] if 0 < len(numbers) < len(parts) else None
                 remedy = f"write {number} into a column of its own" if number else f"split it with --separator {between!r}"
-                mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
+                if f"{where}: {name!r}; {remedy}" not in told:
+                    mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
                 break
+
+
+def _recurring(names: Iterable[str], between: str) -> set[str]:
+    """Return the parts of labels that recur: in another place after a comma, since "Bunting, Reed" is one label, or at all."""
+    places: dict[str, set[int | str]] = {}
+    for name in names if between in (",", "/", "+", " + ", "&") else ():
+        for n, part in enumerate(name.split(between) if between in name else ()):
+            places.setdefault(part.strip(), set()).add(n if between in ",/" else name)
+    return {part for part, its in places.items() if len(its) > 1}
 
 
 def _core(name: str) -> str:

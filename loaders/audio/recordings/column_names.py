@@ -80,7 +80,7 @@ OTHER = (
     "avg power density", "inband power", "occupancy", "type", "sex", "stage", "method", "cnt", "country", "elevation",
     "alt", "uploaded", "also", "sono", "osci", "ssp", "group", "grp", "en", "manufacturer", "device", "recorder",
     "temperature", "temp", "battery", "gain", "humidity", "weather", "hour", "day", "month", "year", "fs id", "salience",
-    "fold", "class id", "esc10", "src file", "take", "secondary labels", "mids", "out file", "out dir", "out file fs",
+    "fold", "class id", "esc10", "src file", "take", "mids", "out file", "out dir", "out file fs",
     "out file zc", "time 12", "date 12", "hour 12", "n", "verified", "checked", "file size", "size", "channels", "fmean",
     "fc", "dur mean", "match", "matching", "margin", "pulses", "qual", "sc", "tk", "files", "top1dist", "s1",
 )  # fmt: skip
@@ -134,7 +134,9 @@ FOLDERS = set(
     "cartella mappe map katalog".split()
 )
 NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last word of a column that numbers or counts
-LABEL = set("label species class taxon taxa name annotation tag category code bird call sound event common scientific".split())
+LABEL = set(
+    "label labels species class taxon taxa name annotation tag category code bird call sound event common scientific".split()
+)
 # Tables that give times in another recording than the one that they name.
 ELSEWHERE = ("ytid", "slicefilename")
 

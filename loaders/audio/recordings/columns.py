@@ -359,7 +359,7 @@ def _may_deny(name: str) -> bool:
 
 def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
-    its = [value for value in table.values(name) if values.given(value)]
+    its = [value for value in table.values(name) if values.given(value) and value != "[]"]
     meaning = what(name)
     if not meaning and values.are_posneg(its):
         return "a class"

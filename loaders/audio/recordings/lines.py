@@ -81,6 +81,8 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         is_open = layout.classes and any(row[name].casefold() in values.OPEN for name in layout.classes)
         if is_open and not mistakes.add("open-class" if its_labels else "unanswered", where):
             continue
+        if joined := labels_of.joined(its_labels):
+            mistakes.add("joined-labels", f"{where}: {joined}")
         if has_times and start is None and its_labels and not mistakes.add("no-times", where):
             continue
         text = layout.text(row, "label")
@@ -110,6 +112,10 @@ class _Labels:
         self._separator = options.separator or (
             "," if any(column_names.plain(name) == "positivelabels" for name in its) else ""
         )
+        self._told: set[str] = set()
+        last = (column_names.words(its[0]) if its else [""])[-1]
+        plural = last[-1:] == "s" and last not in ("species", "class")
+        self._between = (*",/+&", *(" " if last in ("tags", "keywords") else "")) if plural and not self._separator else ()
 
     def __call__(self, row: Row) -> tuple[str, ...]:
         """Raise _WrongLine for a field that holds more than labels."""
@@ -128,6 +134,15 @@ class _Labels:
         if 0 < len(numbers) < len(found):
             raise _WrongLine(f"has the number {numbers[0]} among its labels; write it into a column of its own")
         return found
+
+    def joined(self, its_labels: tuple[str, ...]) -> str:
+        """Return why the label of a column whose name is plural may be several, "" if it is one, or was returned before."""
+        name = its_labels[0] if len(its_labels) == 1 and self._between and not self._layout.classes else ""
+        for between in self._between if name and name not in self._told else ():
+            if len(parts := name.split(between)) > 1 and all(map(str.strip, parts)):
+                self._told.add(name)
+                return f"{name!r}; split it with --separator {between!r}"
+        return ""
 
 
 def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
@@ -186,10 +201,10 @@ class _Channels:
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
     """Return the labels of a field: one, several in brackets, or several between separators, in one line each.
 
-    Lines of a cell are shown with | between them, and refused as one label. Marks alone,
+    Lines and tabs of a cell are shown with | between them, and refused as one label. Marks alone,
     such as -, are no label. ???? is one, of published sets.
     """
-    text = re.sub(r"\s*[\r\n]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
+    text = re.sub(r"\s*[\r\n\t]\s*", " | ", unicodedata.normalize("NFC", text or "").strip())
     text = html.unescape(text) if re.search(r"&(#\d+|#x[0-9a-fA-F]+|[a-z]{2,6});", text) else text
     text = INVISIBLE.sub("", " ".join(re.sub(r"[\x00-\x1f\x7f]+", " ", text).split()))
     parts: Iterable[str] = [text]
