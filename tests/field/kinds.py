@@ -98,6 +98,29 @@ NAMES_AND_VALUES = (
     _two("false-positives", ",FP", ",0", ",1", ("a.wav 2 3 robin", "b.wav 4 5"), "--answer-column=FP"),
 )  # fmt: skip
 
+SPLITS_AND_DATES = (
+    _two("checks", ",check", ",valid", ",valid", (*TWO, "=unused-column 1")),
+    _two("purposes", ",purpose", ",train", ",test", ("train a.wav", "test b.wav")),
+    _two("tests-alone", ",split", ",test", ",test", ("test a.wav", "test b.wav")),
+    _two("short-splits", ",split", ",tr", ",te", ("train a.wav", "test b.wav")),
+    _two(
+        "dots-months-first",
+        ",date",
+        ",01.06.2024",
+        ",02.03.2024",
+        ("train a.wav", "train b.wav"),
+        "--dates=month-first",
+        "--split=date=2024-05-01",
+    ),
+    _two("dots-days-first", ",date", ",01.06.2024", ",02.03.2024", ("test a.wav", "train b.wav"), "--split=date=2024-05-01"),
+    _two(
+        "dates-of-another-column",
+        ",date,recorded at",
+        ",06/07/2024,04/13/2024",
+        ",01/04/2024,04/14/2024",
+        ("!in 'date', '06/07/2024'", "!--dates"),
+    ),
+)
 FILES = (
     *(Case(f"folder-{n}", f"{name},file,label\nA,z.flac,robin\n", ("!missing-file", "!contradicts"))
       for n, name in enumerate(("Ordner", "dossier", "carpeta", "parent_folder", "folder_path"))),
@@ -219,4 +242,4 @@ TEXTS = (
           ("a.wav 0 30 Bewick's Wren", "b.wav 0 30 Bewick\u2019s Wren", "=similar-labels 1")),
     _text("no-width", "utf-8", "rob\u200bin", "wren", WHOLE),
 )  # fmt: skip
-CASES = (*NAMES_AND_VALUES, *FILES, *TIMES, *TEXTS)
+CASES = (*NAMES_AND_VALUES, *SPLITS_AND_DATES, *FILES, *TIMES, *TEXTS)

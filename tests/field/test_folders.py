@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import soundfile
 
 from jaxtrain import cli
 from loaders.io import atomic_write
@@ -190,3 +193,25 @@ def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path
     (tmp_path / "t.csv").write_text("file,start,end,label\nSM1,2,3,robin\n")
     assert index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "out") == 2
     assert "missing-file: 1 (refused)" in capsys.readouterr().err
+
+
+def test_channels_of_a_table_are_used_or_asked_for(tmp_path, capsys):
+    (tmp_path / "rec").mkdir()
+    for name, seed in (("a.wav", 0), ("b.wav", 1)):
+        stereo = np.stack([noise(seed, 1.0, 8000), noise(seed + 2, 1.0, 8000)], 1)
+        soundfile.write(tmp_path / "rec" / name, stereo, 8000)
+    argv = (tmp_path / "t.csv", "--audio", tmp_path / "rec", "--out", tmp_path / "out", "--channels=table")
+    for column, more in (("Kanal", ()), ("ch", ()), ("side", ("--channel-column=side",))):
+        (tmp_path / "t.csv").write_text(f"file,start,end,label,{column}\na.wav,0.2,0.5,robin,2\nb.wav,0.2,0.5,wren,1\n")
+        assert index(*argv, *more) == 0
+        rows = pq.read_table(tmp_path / "out" / "data").sort_by("channel")
+        assert (rows["channel"].to_pylist(), [each["path"] for each in rows["audio"].to_pylist()]) == (
+            [0, 1],
+            ["b.wav", "a.wav"],
+        )
+    capsys.readouterr()
+    assert index(*argv) == 2
+    told = capsys.readouterr().err
+    assert "no-channel: 2 (refused)" in told and "--channel-column" in told
+    assert index(*argv, "--on=no-channel=keep") == 0 and index(*argv, "--windows=0.5") == 2
+    assert "windows have no channel" in capsys.readouterr().err

@@ -57,6 +57,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     ),
     "open-class": ("a line that says unknown of one of its classes; kept: as if it were absent", KEEP, True),
     "odd-channel": ("a channel that is no number, L or R; kept: of the mean of all", KEEP, True),
+    "no-channel": (
+        "a line without a channel, with --channels table; kept: of the mean; name its column: --channel-column",
+        REFUSE,
+        True,
+    ),
     "odd-place": ("a latitude or longitude that is none; kept: without it", KEEP, True),
     "no-split": ("a line without a split in a table that has some; kept: in train; or say --split-column none", REFUSE, True),
     "unused-column": ("a column that looks like times or labels, and is not used", KEEP, True),

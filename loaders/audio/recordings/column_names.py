@@ -52,7 +52,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "high", "high freq", "high f", "freq high", "f high", "f max", "max freq", "freq max", "high frequency",
         "max frequency", "upper frequency", "frequency max", "frequency high", "top freq", "y2",
     ),
-    "channel": ("channel", "kanal", "canal"),
+    "channel": ("channel", "channel number", "channel no", "channel index", "chan", "ch", "kanal", "canal", "canale", "voie"),
     "selection": ("selection", "selec"),
     "view": ("view",),
     "answer": ("answer", "validated", "validation", "validation status"),
@@ -60,7 +60,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "score": ("score", "confidence"),
     "clock": ("clock",),
     "embeddings": ("embeddings",),
-    # Those other than the first, and columns without a meaning, are used if all their values are names of splits.
+    # Those other than the first are used if all their values are names of splits. Columns without a meaning are used if one
+    # of them is train, too.
     "split": ("split", "set", "subset", "partition", "data split", "dataset split", "split name"),
     "recording": ("recording id",),
     "site": ("site", "location", "station", "site name", "site id", "locality", "loc", "deployment"),

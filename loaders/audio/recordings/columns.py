@@ -51,6 +51,7 @@ class Options:
     date_column: str = ""
     split_column: str = ""
     answer_column: str = ""
+    channel_column: str = ""
     dates: str = ""  # "day-first" or "month-first": of 01/06/2024
     encoding: str = ""  # of tables; empty: their bytes tell
     separator: str = ""  # between several labels in one field; empty: none but for lists in brackets
@@ -98,6 +99,7 @@ class Layout:
 FLAGS = {
     "file": "--file-column", "start": "--start-column", "end": "--end-column", "duration": "--duration-column",
     "label": "--label-column", "answer": "--answer-column", "date": "--date-column", "split": "--split-column",
+    "channel": "--channel-column",
 }  # fmt: skip
 # Meanings whose columns may be a class if they hold 0 and 1: `fin`, `low`, `view`.
 SOFT = ("end", "low", "high", "view")
@@ -280,7 +282,7 @@ def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[
     named = used.get("split", [])
     others = [n for n in table.columns if n not in taken and n not in named and n not in classes and not meaning_of(n)]
     texts = {name: list(filter(values.given, table.values(name))) for name in (*named, *others)}
-    fits = [name for name, its in texts.items() if its and all(text.casefold() in values.SPLITS for text in its)]
+    fits = [name for name, its in texts.items() if values.are_splits(its, train=name not in named)]
     used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
 
 
@@ -367,7 +369,7 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return "an answer"
     if not its or is_other(name) or meaning == "duration":
         return ""
-    if meaning == "split" or SPLIT & set(words(name)):
+    if meaning == "split" or SPLIT & set(words(name)) or values.are_splits(its):
         return "a split"
     like = (says_time(name) or bool(LABEL & set(words(name)))) and (values.are_times(its) or values.like_times(its))
     if like and says_time(name) and not all(map(values.has_day, its)) or values.are_spans(its) or values.are_clocks(its):

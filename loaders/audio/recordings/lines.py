@@ -335,11 +335,12 @@ class _About:
     def __init__(self, layout: Layout, options: Options, mistakes: Mistakes):
         self._layout, self._mistakes = layout, mistakes
         self._given = [key for key in column_names.ABOUT if layout.used.get(key)]
-        texts = [row[c] for m in ("date", "datetime") for c in layout.used.get(m, ()) for _, row in layout.table.rows()]
-        try:
-            self._dates = values.Dates(list(filter(values.given, texts)), options.dates)
-        except ValueError as error:
-            raise DataError(f"{layout.table.path}: in its dates, {error}, or omit them: --date-column none") from error
+        self._dates: dict[str, values.Dates] = {}  # of each column, as one may have days first, and another months
+        for name in (*layout.used.get("date", ()), *layout.used.get("datetime", ())):
+            try:
+                self._dates[name] = values.Dates(list(filter(values.given, layout.table.values(name))), options.dates)
+            except ValueError as error:
+                raise DataError(f"{layout.table.path}: in {name!r}, {error}, or omit them: --date-column none") from error
 
     def of(self, row: Row, where: str) -> dict[str, str]:
         """Return the place's facts. Raises ValueError: a date or a time that is none."""
@@ -351,8 +352,9 @@ class _About:
                 self._mistakes.add("odd-place", f"{where}: {error}")
                 about[key] = ""
         for meaning in ("datetime", "date"):
-            if text := self._layout.text(row, meaning):
-                about["date"], time = self._dates.read(text)
+            name = next((name for name in self._layout.used.get(meaning, ()) if values.given(row[name])), None)
+            if name:
+                about["date"], time = self._dates[name].read(row[name])
                 about["time"] = time or about.get("time", "")
         if text := self._layout.text(row, "time"):
             about["time"] = values.time_of_day(text) if re.search(r"\d", text) else ""

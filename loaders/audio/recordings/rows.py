@@ -257,6 +257,9 @@ def _checked(
             labels.append(name)
     if each.labels and not labels:
         return None
+    if options.channels == "table" and each.channel is None and header.channels > 1:
+        if not mistakes.add("no-channel", f"{each.where or each.path}: a recording with {header.channels}"):
+            return None
     if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
         mistakes.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
         return None

@@ -58,7 +58,8 @@ DENIED = {"rejected", "denied", "wrong", "invalid", "fp", "false positive", "dis
           "not ok", "nok", "not confirmed", "abgelehnt", "verworfen", "ung\u00fcltig", "nicht best\u00e4tigt", "rejet\u00e9",
           "refus\u00e9", "incorrecto", "rechazado"}  # fmt: skip
 SPLITS = {name: name for name in ("train", "test", "val", "valid", "validation", "dev", "eval", "evaluation", "holdout")}
-SPLITS |= {"training": "train", "testing": "test"}
+SPLITS |= {**dict.fromkeys(("training", "tr", "trn"), "train"), **dict.fromkeys(("testing", "te", "tst"), "test")}
+SPLITS |= {f"{name} set": kind for name, kind in SPLITS.items()}
 TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour hours ms d day days am pm t z utc gmt to bis "
                  "until and ca".split())  # fmt: skip
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
@@ -213,6 +214,12 @@ def are_answers(texts: Iterable[str], both: bool = False) -> bool:
     return bool(closed) and None not in said and (not both or len(said) == 2 or bool(found & OPEN))
 
 
+def are_splits(texts: Sequence[str], train: bool = False) -> bool:
+    """Whether all are names of splits, and one of them is train if that is asked for."""
+    found = {SPLITS.get(text.casefold()) for text in texts}
+    return bool(found) and None not in found and ("train" in found or not train)
+
+
 def split_of(text: str) -> str:
     """Return the name of a split in one spelling, and 5 for a fold 5.0."""
     return SPLITS.get(text.casefold(), whole(text))
@@ -270,6 +277,7 @@ class Dates:
         stated = "day-first" if day_first else "month-first" if month_first else order
         if order and stated != order:
             raise ValueError(f"--dates is {order}, and the column is {stated}")
+        self._dots_day_first = order != "month-first"
         self._day_first = stated != "month-first"
 
     @staticmethod
@@ -294,7 +302,8 @@ class Dates:
         if found := re.fullmatch(r"((?:19|20)\d\d)(\d\d)(\d\d)" + clock, text):
             return date(int(found[1]), int(found[2]), int(found[3])), found[4] or ""
         if found := re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{4})" + clock, text):
-            return date(int(found[3]), int(found[2]), int(found[1])), found[4] or ""
+            day, month = (found[1], found[2]) if self._dots_day_first else (found[2], found[1])
+            return date(int(found[3]), int(month), int(day)), found[4] or ""
         if found := re.fullmatch(r"(\d{1,2})([/-])(\d{1,2})\2(\d{4})" + clock, text):
             day, month = (found[1], found[3]) if self._day_first else (found[3], found[1])
             return date(int(found[4]), int(month), int(day)), found[5] or ""

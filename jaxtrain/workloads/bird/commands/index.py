@@ -115,6 +115,8 @@ def _make(args: argparse.Namespace) -> int:
     if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
         why = "of few recordings or sites a hash may choose none: try another --seed"
         print(f"--split {args.split} put no recording into {' or '.join(sorted(left))}; {why}", file=sys.stderr)
+    elif "train" not in about["splits"]:
+        print("no recording is in train; to ignore the column of splits: --split-column none", file=sys.stderr)
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
     counts = mistakes.summary(f"{args.out}/mistakes.csv")
     print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")
