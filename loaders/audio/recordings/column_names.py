@@ -168,6 +168,11 @@ def is_other(name: str) -> bool:
     )
 
 
+def may_deny(name: str) -> bool:
+    """Whether a column's name says that its cells may deny labels."""
+    return plain(name) in DOUBTFUL or bool(JUDGED & set(words(name)[-1:]))
+
+
 def says_time(name: str) -> bool:
     """Whether a column's name says that it holds times."""
     return any(word in TIME or TIMES.match(word) for word in words(name))

@@ -9,22 +9,20 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from loaders.audio.recordings import file_columns, values
+from loaders.audio.recordings import file_columns, values, wide
 from loaders.audio.recordings.column_names import (
     DENYING,
-    DOUBTFUL,
     ELSEWHERE,
-    JUDGED,
     LABEL,
     MINUTES,
     NUMBERING,
-    NUMBERS,
     OF_DAY,
     RECORDING,
     SPLIT,
     TIME,
     counting,
     is_other,
+    may_deny,
     meaning_of,
     plain,
     says_time,
@@ -101,13 +99,6 @@ FLAGS = {
     "label": "--label-column", "answer": "--answer-column", "date": "--date-column", "split": "--split-column",
     "channel": "--channel-column",
 }  # fmt: skip
-# Meanings whose columns may be a class if they hold 0 and 1: `fin`, `low`, `view`.
-SOFT = ("end", "low", "high", "view")
-# Meanings that no class has.
-HARD = (
-    "file", "folder", "start", "duration", "offset", "file offset", "channel", "selection", "answer", "asked", "score", "clock",
-    "embeddings", "split", "recording", "site", "date", "time", "datetime", "latitude", "longitude",
-)  # fmt: skip
 Used = dict[str, list[str]]
 
 
@@ -125,7 +116,7 @@ def find(table: Table, options: Options) -> Layout:
     _choose_labels(table, used, options)
     is_about = bool(used["file"] or used.get("start"))  # else it is no table of recordings
     if is_about and not classes and not options.label_column:
-        classes = _classes(table, used, options)
+        classes = wide.classes(table, used, options.optional)
         for several in used.values():
             several[:] = [name for name in several if name not in classes]
     _choose_times(table, used, options)
@@ -138,6 +129,7 @@ def find(table: Table, options: Options) -> Layout:
     taken = {name for several in used.values() for name in several} | set(classes)
     rest = [name for name in table.columns if name not in taken]
     unused = {name: like for name in rest if (like := _looks_like(table, name, used))}
+    unused |= dict.fromkeys(_named_numbers(table, used, [name for name in rest if name not in unused]), "a label")
     layout = Layout(table, used, scales, classes, [name for name in rest if name not in unused], unused)
     if is_about:
         _refuse_lost_times(layout, options)
@@ -167,7 +159,7 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
                 each[:] = [name for name in each if name not in columns]
             several = len(columns) > 1
             if several:
-                _refuse_no_answers(table, columns)
+                wide.refuse_no_answers(table, columns)
             if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
                 several = values.are_answers(table.values(columns[0]), both=True)
             used[meaning] = [] if several else columns
@@ -247,7 +239,26 @@ def _choose_labels(table: Table, used: Used, options: Options) -> None:
             f"{table.path}: {columns[0]!r} is blank in {n} lines in which {more[0]!r} is not; name the column of labels: "
             f"--label-column {columns[0]!r} or {more[0]!r}"
         )
+    names = [name for name in columns[1:] if not values.are_numbers(table.values(name))]
+    if names and values.are_answers(table.values(columns[0]), both=True):
+        raise DataError(
+            f"{table.path}: {columns[0]!r} holds yes and no, and {names[0]!r} names; if it denies them, --label-column "
+            f"{names[0]!r} --answer-column {columns[0]!r}, and if it numbers them, --label-column {names[0]!r}"
+        )
     columns[:] = [*columns[:1], *more]  # one continues the other
+
+
+def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
+    """Return the columns of words of which each belongs to one number of the column of labels: 5, with Blackbird."""
+    numbers = table.values(used["label"][0]) if used["label"] else []
+    if len(set(numbers)) < 2 or not values.are_numbers(numbers):
+        return []
+    texts = {name: table.values(name) for name in names if not is_other(name) and not meaning_of(name)}
+    return [
+        name
+        for name, its in texts.items()
+        if len(set(numbers)) == len(set(its)) == len(set(zip(numbers, its, strict=True))) and not values.are_numbers(its)
+    ]
 
 
 def _are_epithets(table: Table, genus: str, species: str) -> bool:
@@ -286,86 +297,13 @@ def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[
     used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
 
 
-def _classes(table: Table, used: Used, options: Options) -> list[str]:
-    """Return the columns of a wide table whose names are labels: they hold yes and no alone.
-
-    Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other classes.
-
-    Raises DataError: a column may be a class or not.
-    """
-    rows = {name: table.values(name) for name in table.columns}
-    unknown = [name for name in rows if not is_other(name) and not meaning_of(name) and name not in used.get("split", ())]
-    unknown = [name for name in unknown if not NUMBERING & set(words(name)[-1:])]
-    classes = [name for name in unknown if values.are_answers(rows[name])]
-    if used["label"] or used.get("genus"):
-        label = next((name for name in used["label"] if values.are_answers(rows[name], both=True)), None)
-        if label and classes:
-            _refuse_doubt(table, classes, label, "0 and 1, too")
-        return []
-    if odd := next((name for name in classes if SPLIT & set(words(name))), None) if len(classes) > 1 else None:
-        _refuse_doubt(table, [name for name in classes if name != odd], odd, "0 and 1, too, as a split")
-    hours = {name for name in unknown if OF_DAY & set(words(name))} if table.find("hour") else set()
-    numbers = [name for name in unknown if name not in classes and name not in hours and values.are_nearly_answers(rows[name])]
-    if classes and numbers:
-        odd = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
-        _refuse_doubt(table, classes, numbers[0], odd)
-    others = [
-        name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in HARD and plain(name) not in NUMBERS
-    ]
-    others = [name for name in others if name and (values.are_answers(rows[name], both=True) or values.are_posneg(rows[name]))]
-    if not classes:  # DCASE's has a column Q
-        classes = [name for name in others if values.are_posneg(rows[name])]
-    if not classes and others and not options.optional and not _are_frequencies(table, used, others[0]):
-        raise DataError(
-            f"{table.path} has no column of labels that is known, and {', '.join(map(repr, others))} with 0 and 1 may be "
-            f"classes; name them: --label-column '{','.join(others)}', or --label-column none"
-        )
-    for name in others:
-        if _are_frequencies(table, used, name):
-            continue
-        if what(name) not in SOFT and name not in classes:
-            _refuse_doubt(table, classes, name, "0 and 1, too")
-        classes.append(name)
-    return [name for name in table.columns if name in classes]
-
-
-def _are_frequencies(table: Table, used: Used, name: str) -> bool:
-    """Whether 0 and 1 are frequencies: the other bound holds more than that."""
-    other = {"low": "high", "high": "low"}.get(what(name), "")
-    return any(not values.are_answers(table.values(each)) for each in used.get(other, ()))
-
-
-def _refuse_doubt(table: Table, classes: Sequence[str], name: str, odd: str) -> list[str]:
-    """Raise DataError for a column that may be a class, and may not."""
-    raise DataError(
-        f"{table.path} has columns of 0 and 1 ({', '.join(classes[:4])}), and {name!r} holds {odd}; "
-        f"name the classes: --label-column '{','.join([*classes, name])}', or without {name!r}"
-    )
-
-
-def _refuse_no_answers(table: Table, names: Sequence[str]) -> None:
-    """Raise DataError for a cell of named columns of 0 and 1 that is no answer."""
-    for name in names:
-        for number, row in table.rows():
-            text = row[name]
-            if values.given(text) and values.answer(text) is None and text.casefold() not in values.OPEN:
-                raise DataError(
-                    f"{table.path}:{number}: {name!r} holds {text!r}; a column of a class holds 0 and 1, or yes and no"
-                )
-
-
-def _may_deny(name: str) -> bool:
-    """Whether a column's name says that its cells may deny labels."""
-    return plain(name) in DOUBTFUL or bool(JUDGED & set(words(name)[-1:]))
-
-
 def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value) and value != "[]"]
     meaning = what(name)
     if not meaning and values.are_posneg(its):
         return "a class"
-    if _may_deny(name) and any(values.verdict(text) is None for text in its):
+    if may_deny(name) and any(values.verdict(text) is None for text in its):
         return "an answer"
     if not its or is_other(name) or meaning == "duration":
         return ""
@@ -477,7 +415,7 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
         return
     for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
-        if _may_deny(name) or values.are_verdicts(texts):
+        if may_deny(name) or values.are_verdicts(texts):
             wrong = "yes" if plain(name) in DENYING else "no"
             found = [(text, values.verdict(text)) for text in texts]
             mixed = any(each for _, each in found)  # else it is no column of verdicts

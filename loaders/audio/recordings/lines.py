@@ -108,7 +108,10 @@ class _Labels:
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
         its = layout.used["label"]
-        self._numbered = bool(its) and all(values.are_numbers(layout.table.values(name)) for name in its)
+        texts = [text for name in its for text in layout.table.values(name)]
+        self._numbered = values.are_numbers(texts)
+        # 5.0, but not 1.0 and 1.1
+        self._counted = self._numbered and all(map(re.compile(r"-?\d+(\.0*)?|\D*").fullmatch, texts))
         self._separator = options.separator or (
             "," if any(column_names.plain(name) == "positivelabels" for name in its) else ""
         )
@@ -127,7 +130,7 @@ class _Labels:
                 raise _WrongLine(f"has {epithet!r} as its species, and no genus")
             return labels(epithet if epithet.startswith(f"{genus} ") else f"{genus} {epithet}", "")
         text = self._layout.text(row, "label")
-        found = labels(values.whole(text) if self._numbered else text, self._separator)
+        found = labels(values.whole(text) if self._counted else text, self._separator)
         if found and found[0].startswith("{") and ":" in found[0]:
             raise _WrongLine(f"has {found[0][:60]!r} as its label; write the labels alone")
         numbers = [] if self._numbered else [label for label in found if values.are_numbers([label])]

@@ -117,7 +117,7 @@ class Table:
             n += 1
         header = lines[n].lstrip("# ") if n < len(lines) else ""
         self.separator = stated or separator(header)
-        self.columns = _unique(name.strip().strip('"') for name in next(self._reader([header], 0), (0, []))[1])
+        self.columns = _unique(_shown(name.strip().strip('"')) for name in next(self._reader([header], 0), (0, []))[1])
         self.wrong: list[str] = []  # lines with too many or too few cells
         self._rows = list(self._read(lines[n + 1 :], n + 1))
 
@@ -174,7 +174,12 @@ def read(path: pathlib.Path) -> Table:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name).casefold()
+    return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name)).casefold()
+
+
+def _shown(name: str) -> str:
+    """Return the name of a column in the form that labels have: a class of a wide table is one."""
+    return " ".join(unicodedata.normalize("NFC", name).split())
 
 
 def _unique(names: Iterable[str]) -> list[str]:
