@@ -119,7 +119,7 @@ def find(table: Table, options: Options) -> Layout:
         classes = wide.classes(table, used, options.optional)
         for several in used.values():
             several[:] = [name for name in several if name not in classes]
-    _choose_times(table, used, options)
+    _choose_times(table, used, options, scales)
     dated = [name for name in used.get("time", ()) if any(map(values.has_day, table.values(name)))]
     used["datetime"] = [*used.get("datetime", ()), *dated]
     used["time"] = [name for name in used.get("time", ()) if name not in dated]
@@ -154,10 +154,10 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
         if option := getattr(options, f"{meaning}_column"):
-            columns = _named(table, option, flag)
+            columns = [] if meaning == "duration" and fixed_length(table, options) else _named(table, option, flag)
             for each in used.values():
                 each[:] = [name for name in each if name not in columns]
-            several = len(columns) > 1
+            several = len(columns) > 1 and not _are_words(table, columns)
             if several:
                 wide.refuse_no_answers(table, columns)
             if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
@@ -167,6 +167,18 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
             for name in columns:
                 scales.setdefault(name, unit_of(name))
     return classes
+
+
+def fixed_length(table: Table, options: Options) -> float | None:
+    """Return the length of all events, if --duration-column gives one, such as 5s, in place of a column."""
+    fixed = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
+    return float(fixed[1]) if fixed and not table.find(options.duration_column) else None
+
+
+def _are_words(table: Table, names: Sequence[str]) -> bool:
+    """Whether all named columns of labels hold labels: species 1 and species 2, not columns of 0 and 1."""
+    texts = {text for name in names for text in table.values(name) if values.given(text)}
+    return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
 
 def _named(table: Table, option: str, flag: str) -> list[str]:
@@ -182,7 +194,7 @@ def _named(table: Table, option: str, flag: str) -> list[str]:
     raise DataError(f"{table.path} has no column {option!r} ({flag}); {near}")
 
 
-def _choose_times(table: Table, used: Used, options: Options) -> None:
+def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[str, float]) -> None:
     """Decide which columns are start, end and duration. Raises DataError if two say different things."""
     if any(plain(name) == "infile" for name in used["file"]):  # Kaleidoscope's Dur is of a bat's pulses
         used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
@@ -190,9 +202,10 @@ def _choose_times(table: Table, used: Used, options: Options) -> None:
         columns = used.setdefault(meaning, [])
         readable = [name for name in columns if values.are_times(table.values(name))]
         columns[:] = readable or columns[:1]
-        if len(columns) > 1 and any(table.values(name) != table.values(columns[0]) for name in columns[1:]):
+        if len(columns) > 1 and any(not _are_equal(table, columns[0], name, scales) for name in columns[1:]):
             names = " and ".join(map(repr, columns))
-            raise DataError(f"{table.path} has {names}, which differ; name the {meaning}: {FLAGS[meaning]}")
+            hint = ", or write their sum in s into one column" if len({scales[name] for name in columns}) > 1 else ""
+            raise DataError(f"{table.path} has {names}, which differ; name the {meaning}: {FLAGS[meaning]}{hint}")
         del columns[1:]
         if columns and (counted := counting(columns[0])):
             raise DataError(
@@ -210,6 +223,17 @@ def _choose_times(table: Table, used: Used, options: Options) -> None:
         used["duration"] = []
     if any(plain(name) in ELSEWHERE for name in used["file"]):
         used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}
+
+
+def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float]) -> bool:
+    """Whether two columns say the same in their units."""
+    pairs = list(zip(table.values(first), table.values(second), strict=True))
+    try:
+        return all(
+            one == two or values.seconds(one, scales[first]) == values.seconds(two, scales[second]) for one, two in pairs
+        )
+    except ValueError:
+        return False
 
 
 def _choose_labels(table: Table, used: Used, options: Options) -> None:
@@ -326,13 +350,18 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
         start = (used["start"] or used["file offset"])[0]
         spans = values.are_spans(table.values(start))
         if not used["end"] and not used["duration"] and options.end_column != "none" and not spans:
-            if any(map(values.given, table.values(start))):
+            if any(map(values.given, table.values(start))) and not fixed_length(table, options):
                 raise DataError(
                     f"{table.path} has starts ({start!r}), and no end or duration that is known; it has "
-                    f"{', '.join(table.columns)[:200]}; name one: --end-column or --duration-column"
+                    f"{', '.join(table.columns)[:200]}; name one: --end-column or --duration-column, "
+                    "or the length of all: --duration-column 5s"
                 )
         return
-    if options.start_column == "none" or any(plain(name) in ELSEWHERE for name in used["file"]):
+    if (
+        options.start_column == "none"
+        or (used["end"] and fixed_length(table, options))
+        or any(plain(name) in ELSEWHERE for name in used["file"])
+    ):
         return
     ends = [name for name in used["end"] if any(map(values.given, table.values(name)))]
     if times := [name for name in table.columns if name in ends or _is_position(layout, name)]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from loaders.audio.recordings import column_names, file_columns, values
 from loaders.audio.recordings.annotations import Mistakes
-from loaders.audio.recordings.columns import Layout, Options
+from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.base import DataError
 
 INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
@@ -55,7 +55,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
         flag = FLAGS.get(what, "--label-column")
         mistakes.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
     about = _About(layout, options, mistakes)
-    times = _Times(layout)
+    times = _Times(layout, options)
     rows = _one_of_views(layout)
     has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in rows)
     has_splits = any(layout.text(row, "split") for _, row in rows)
@@ -115,6 +115,7 @@ class _Labels:
         self._separator = options.separator or (
             "," if any(column_names.plain(name) == "positivelabels" for name in its) else ""
         )
+        self._several = its if len(its) > 1 and options.label_column else []
         self._told: set[str] = set()
         last = (column_names.words(its[0]) if its else [""])[-1]
         plural = last[-1:] == "s" and last not in ("species", "class")
@@ -131,6 +132,8 @@ class _Labels:
             return labels(epithet if epithet.startswith(f"{genus} ") else f"{genus} {epithet}", "")
         text = self._layout.text(row, "label")
         found = labels(values.whole(text) if self._counted else text, self._separator)
+        if self._several:
+            found = tuple(dict.fromkeys(label for name in self._several for label in labels(row[name], self._separator)))
         if found and found[0].startswith("{") and ":" in found[0]:
             raise _WrongLine(f"has {found[0][:60]!r} as its label; write the labels alone")
         numbers = [] if self._numbered else [label for label in found if values.are_numbers([label])]
@@ -241,7 +244,8 @@ def unquoted(text: str) -> str:
 class _Times:
     """The start and the end of lines."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, options: Options):
+        self._length = fixed_length(layout.table, options)
         self._names = [layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")]
         self._scales = [layout.scales.get(name or "", 1.0) for name in self._names]
         cells = (row[name] for name in self._names if name for _, row in layout.table.rows())
@@ -283,6 +287,9 @@ class _Times:
         start, end, duration, offset = found
         if self._offsets and offset is None and start is not None:
             raise _WrongLine(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
+        duration = self._length if duration is None else duration
+        if start is None and end is not None and self._length is not None:
+            start = round(max(0.0, end - self._length), 9)
         if end is None and start is not None and duration is not None:
             end = round(start + duration, 9)
         if end is None and start is None and duration is not None and offset is not None:
@@ -315,7 +322,7 @@ def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
 
 def _file(layout: Layout, row: Row) -> str:
     """Return the name of the recording, after the folders that the table names in columns of their own."""
-    name = layout.text(row, "file").replace("\\", "/")
+    name = values.whole(layout.text(row, "file")).replace("\\", "/")  # 64760.0, as pandas writes a number
     folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
     return file_columns.joined(folders, name) if name and folders else name
 

@@ -18,6 +18,7 @@ from loaders.io import checks
 
 # Start and end, classes, low and high frequency, channel.
 Part = tuple[float, float, tuple[int, ...], float | None, float | None, int | None]
+ROUNDING = 1e-3  # [s] by which a start may lie before its recording
 TOLERANCE = 0.05  # [s] by which an end may lie after the recording's: tables round
 SPLITS = ("recording", "site", "date", "column", "folder")
 SAME = 0.001 + 1e-9  # [s] by which the times of one event in two tables differ at most
@@ -241,6 +242,8 @@ def _checked(
         if each.end <= each.start:
             mistakes.add("reversed-times", times)
             return None
+        if -ROUNDING < each.start < 0:
+            each.start = 0.0
         if each.start < 0 or each.start >= header.seconds:
             mistakes.add("outside-recording", f"{times} of a recording of {header.seconds:.3f} s")
             return None

@@ -64,7 +64,11 @@ def read_text(path: pathlib.Path, stated: str = "") -> tuple[str, str]:
             continue
         if name == "cp1252" and not stated and (odd := _not_western(text)):
             raise DataError(f"{path} is not in UTF-8, and in Windows-1252 it has {odd!r}; name it: {HOW}")
-        return text, ENCODINGS.get(name, "UTF-16" if name == encoding else name)
+        found = ENCODINGS.get(name, "UTF-16" if name == encoding else name)
+        if name == "cp1252" and not stated:  # which many bytes of other encodings are letters in, too
+            word = next(word for word in re.findall(r"\w+", text) + ["\u2019"] if not word.isascii())
+            found = f"{found}, as in {word!r}; if that is no word, say --encoding"
+        return text, found
     raise DataError(f"{wrong}, which its encoding does not have; save it as UTF-8, or name it: {HOW}")
 
 

@@ -62,7 +62,30 @@ SPLITS |= {**dict.fromkeys(("training", "tr", "trn"), "train"), **dict.fromkeys(
 SPLITS |= {f"{name} set": kind for name, kind in SPLITS.items()}
 TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour hours ms d day days am pm t z utc gmt to bis "
                  "until and ca".split())  # fmt: skip
-MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+MONTHS = {name: n + 1 for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split())}
+MONTHS |= {"m\u00e4r": 3, "mrz": 3, "mai": 5, "okt": 10, "dez": 12}  # German, and by four letters French, and Spanish
+MONTHS |= {
+    "janv": 1,
+    "f\u00e9vr": 2,
+    "fevr": 2,
+    "mars": 3,
+    "avri": 4,
+    "avr": 4,
+    "juin": 6,
+    "juil": 7,
+    "ao\u00fbt": 8,
+    "aout": 8,
+    "d\u00e9ce": 12,
+    "d\u00e9c": 12,
+    "ener": 1,
+    "ene": 1,
+    "abri": 4,
+    "abr": 4,
+    "agos": 8,
+    "ago": 8,
+    "dici": 12,
+    "dic": 12,
+}
 
 
 def given(text: str) -> bool:
@@ -286,7 +309,7 @@ class Dates:
 
     def read(self, text: str) -> tuple[str, str]:
         """Date "2024-05-23" and time of day of a text, "" if it has none. Raises ValueError: it is none, or is impossible."""
-        text = text.strip()
+        text = whole(text.strip())  # 20240523.0
         if re.fullmatch(r"\d{4}[-/]\d\d[-/]00|0000.*|\d{4}[-/]00[-/]00", text):  # xeno-canto's unknown days
             return "", ""
         try:
@@ -308,12 +331,13 @@ class Dates:
             day, month = (found[1], found[3]) if self._day_first else (found[3], found[1])
             return date(int(found[4]), int(month), int(day)), found[5] or ""
         for form in (
-            r"(?P<d>\d{1,2})[ -]+(?P<m>[A-Za-z]{3,9})\.?[ ,-]+(?P<y>\d{4})",
-            r"(?P<m>[A-Za-z]{3,9})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})",
+            r"(?P<d>\d{1,2})\.?[ -]+(?P<m>[^\W\d_]{3,10})\.?[ ,-]+(?P<y>\d{4})",
+            r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})",
         ):
             found = re.fullmatch(form + clock, text)
-            if found and (name := found["m"][:3].casefold()) in MONTHS:
-                return date(int(found["y"]), MONTHS.index(name) + 1, int(found["d"])), found[4] or ""
+            name = found["m"].casefold() if found else ""
+            if found and (month := MONTHS.get(name[:4]) or MONTHS.get(name[:3])):
+                return date(int(found["y"]), month, int(found["d"])), found[4] or ""
         raise ValueError(f"{text!r} is no date; write 2024-05-23")
 
 

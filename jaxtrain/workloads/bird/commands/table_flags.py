@@ -10,7 +10,7 @@ def add(parser: argparse._ArgumentGroup, names: Sequence[str] = tuple(FLAGS)) ->
     """Add the options of `loaders.audio.recordings.columns`, or some of them."""
     for name in names:
         flag = FLAGS[name]
-        several = ", or classes between commas" if name == "label" else ""
+        several = {"label": ", or several between commas", "duration": ", or the length of all events, 5s"}.get(name, "")
         text = f"column of a table: {name}{several}; none; default: by usual names"
         parser.add_argument(flag, default="", metavar="NAME", help=text)
     if len(names) == 1:
