@@ -311,7 +311,7 @@ COUNTED = (
 REPORTS = (
     Case("crowsetta-301.txt", f"{RAVEN.replace('Channel', 'Channel' + chr(9) + 'Begin File')}\tCommon Name\tScientific Name\t"
          "Confidence\tSurvey Time (UTC)\tConfirmed\n1\tSpectrogram 1\t1\ta.wav\t2\t3\t0\t9\trobin\tErithacus\t0.9\t"
-         "2026-08-22T05:30:00Z\tyes\n", ("a.wav 2 3 robin", "=unused-column 2")),
+         "2026-08-22T05:30:00Z\tyes\n", ("a.wav 2 3 robin", "=unused-column 3")),
     Case("b.Table.2.selections.txt", f"{RAVEN}\n1\tSpectrogram 1\t1\t4\t5\t1\t9\n", ("b.wav 4 5", "=no-label 1")),
     Case("baw-server-890", "Start (s),End (s),Scientific name,Common name,Confidence,File\n"
          "2,3.0,Melithreptus albogularis,robin,0.3482,/data/input/a.wav\n4,5,Malurus,wren,0.26,/data/input/b.wav\n", TWO),

@@ -118,24 +118,17 @@ SPLITS_AND_DATES = (
     _two("purposes", ",purpose", ",train", ",test", ("train a.wav", "test b.wav")),
     _two("tests-alone", ",split", ",test", ",test", ("test a.wav", "test b.wav")),
     _two("short-splits", ",split", ",tr", ",te", ("train a.wav", "test b.wav")),
-    _two(
-        "dots-months-first",
-        ",date",
-        ",01.06.2024",
-        ",02.03.2024",
-        ("train a.wav", "train b.wav"),
-        "--dates=month-first",
-        "--split=date=2024-05-01",
-    ),
+    _two("splits-and-more", ",subset", ",train_curated", ",test", ("!holds splits, and 'train_curated'", "!--split-column")),
+    _two("is-test", ",is_test", ",0", ",1", ("!--split column=is_test:1",)),
+    _two("is-test-asked-for", ",is_test", ",0", ",1", ("train a.wav", "test b.wav"), "--split=column=is_test:1"),
+    _two("is-training", ",training", ",TRUE", ",FALSE", ("!--split column=training:FALSE",)),
+    _two("other-dates", ",date,Recorded on", ",2020-01-01,2024-05-23", ",2020-01-01,2024-04-01", (*TWO, "=unused-column 1")),
+    _two("dots-months-first", ",date", ",01.06.2024", ",02.03.2024", ("train a.wav", "train b.wav"), "--dates=month-first",
+         "--split=date=2024-05-01"),
     _two("dots-days-first", ",date", ",01.06.2024", ",02.03.2024", ("test a.wav", "train b.wav"), "--split=date=2024-05-01"),
-    _two(
-        "dates-of-another-column",
-        ",date,recorded at",
-        ",06/07/2024,04/13/2024",
-        ",01/04/2024,04/14/2024",
-        ("!in 'date', '06/07/2024'", "!--dates"),
-    ),
-)
+    _two("dates-of-another-column", ",date,recorded at", ",06/07/2024,04/13/2024", ",01/04/2024,04/14/2024",
+         ("!in 'date', '06/07/2024'", "!--dates")),
+)  # fmt: skip
 FILES = (
     *(Case(f"folder-{n}", f"{name},file,label\nA,z.flac,robin\n", ("!missing-file", "!contradicts"))
       for n, name in enumerate(("Ordner", "dossier", "carpeta", "parent_folder", "folder_path"))),

@@ -50,7 +50,7 @@ def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
     ("kind", "names"),
     [
         ("unread-sound", "a.voc a.sph a.dsf a.snd a.wve a.gsm a.amr a.mka a.3gp a.mov a.wma a.aac a.zc sphere-without-ending"),
-        ("unread-table", "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data"),
+        ("unread-table", "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data a.csv list.txt"),
         ("other-file", "a.jpg notes.txt LICENSE settings.ini"),
     ],
 )
@@ -58,7 +58,7 @@ def test_every_other_file_is_counted_by_its_kind(tmp_path, kind, names):
     (tmp_path / "rec" / "index").mkdir(parents=True)
     (tmp_path / "rec" / "a.wav").write_bytes(encode(noise(0, 1.0, 8000), 8000))
     for name in names.split():
-        (tmp_path / "rec" / name).write_bytes(b"NIST_1A\n   1024\n" if "sphere" in name else b"anything")
+        (tmp_path / "rec" / name).write_bytes({"sp": b"NIST_1A\n   1024\n", "li": b"a.wav robin"}.get(name[:2], b"anything"))
     for _ in range(2):  # its own index, in the same folder, is none of them
         assert index(tmp_path / "rec", "--out", tmp_path / "rec" / "index") == 0
         assert counts(tmp_path / "rec" / "index") == {kind: len(names.split())}
@@ -181,11 +181,15 @@ def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path
         assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
         assert "missing-file: 1 (refused)" in capsys.readouterr().err
         table.unlink()
-    table = tmp_path / "tables" / "A" / "z.txt"  # the recordings have a folder A, and z.flac lies in B/deep
-    table.parent.mkdir(parents=True)
-    table.write_text("2\t3\trobin\n")
-    assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
-    assert "missing-file: 1 (refused)" in capsys.readouterr().err
+    raven = f"{corpus.RAVEN}\tBegin File\tSpecies\n1\tS\t1\t2\t3\t1\t9\t{{}}\trobin\n"
+    trees = {"A/z.txt": "2\t3\trobin\n", "A/z.Table.1.selections.txt": raven.format("z.flac")}
+    for name, text in {**trees, "A/x.Table.1.selections.txt": raven.format("x.wav")}.items():
+        table = tmp_path / "tables" / name  # the recordings have a folder A, and z.flac lies in B/deep
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(text)
+        assert index(table, "--audio", recordings, "--out", tmp_path / "out") == (2 if name in trees else 0)
+        assert ("missing-file: 1 (refused)" in capsys.readouterr().err) == (name in trees)
+    assert [row[1] for row in rows_of(tmp_path / "out")] == ["A/x.wav"]
     (tmp_path / "t.csv").write_text("file,label\nB/x.wav,robin\n")
     assert index(tmp_path / "t.csv", "--audio", recordings / "A", "--out", tmp_path / "out") == 2
     assert f"which is not below {recordings / 'A'}, but {recordings / 'B' / 'x.wav'}" in capsys.readouterr().err

@@ -128,7 +128,7 @@ TIME = set(
 # How words begin and end that say so, too: Zeitpunkt, Startposition, detectionTime.
 TIMES = re.compile("start|begin|onset|offset|anfang|zeit|inici|inizi|debut|tiempo|temps|tempo|time|position|.*(time|zeit)$")
 MINUTES = {"min", "minute", "minuten", "minutes", "minuto", "minutos"}  # such a word, too
-SPLIT = {"train", "test", "split", "holdout"}
+SPLIT = {"train", "training", "test", "testing", "split", "holdout"}
 OF_DAY = MINUTES | {"sec", "second", "seconds"}  # none, if a column of hours makes them a time of day
 FOLDERS = set(
     "folder dir directory subfolder subdirectory ordner unterordner verzeichnis dossier repertoire carpeta directorio pasta "

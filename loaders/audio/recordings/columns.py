@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from loaders.audio.recordings import file_columns, values, wide
+from loaders.audio.recordings import file_columns, split_columns, values, wide
 from loaders.audio.recordings.column_names import (
     DENYING,
     ELSEWHERE,
@@ -125,7 +125,8 @@ def find(table: Table, options: Options) -> Layout:
     used["time"] = [name for name in used.get("time", ()) if name not in dated]
     if options.date_column == "none":
         used |= {"date": [], "time": [], "datetime": []}
-    _choose_split(table, used, options, classes)
+    if not options.split_column:
+        split_columns.choose(table, used, classes)
     taken = {name for several in used.values() for name in several} | set(classes)
     rest = [name for name in table.columns if name not in taken]
     unused = {name: like for name in rest if (like := _looks_like(table, name, used))}
@@ -309,18 +310,6 @@ def _is_epithet(text: str) -> bool:
     return text.islower() and text.replace("-", "").rstrip(".").isalpha()
 
 
-def _choose_split(table: Table, used: Used, options: Options, classes: Sequence[str]) -> None:
-    """Keep a column of splits: one whose name is split, or whose values are names of splits."""
-    if options.split_column:
-        return
-    taken = {name for meaning, several in used.items() if meaning != "split" for name in several}
-    named = used.get("split", [])
-    others = [n for n in table.columns if n not in taken and n not in named and n not in classes and not meaning_of(n)]
-    texts = {name: list(filter(values.given, table.values(name))) for name in (*named, *others)}
-    fits = [name for name, its in texts.items() if values.are_splits(its, train=name not in named)]
-    used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
-
-
 def _looks_like(table: Table, name: str, used: Used) -> str:
     """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value) and value != "[]"]
@@ -333,6 +322,8 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return ""
     if meaning == "split" or SPLIT & set(words(name)) or values.are_splits(its):
         return "a split"
+    if not meaning and all(map(values.has_day, its)):
+        return "a date"
     like = (says_time(name) or bool(LABEL & set(words(name)))) and (values.are_times(its) or values.like_times(its))
     if like and says_time(name) and not all(map(values.has_day, its)) or values.are_spans(its) or values.are_clocks(its):
         return "a time"

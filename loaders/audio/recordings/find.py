@@ -140,6 +140,8 @@ class Finder:
         found, others = self._of(folder).match(name)
         if not found and not others and "%" in name:
             found, others = self._of(folder).match(urllib.parse.unquote(name))
+        if "/" not in name and table.name.casefold().startswith(os.path.splitext(name)[0].casefold()):
+            found, others = self._in_folder_of(table, folder, found), found
         paths = [os.path.join(os.path.abspath(folder), each) for each in found]
         if len(paths) > 1:
             self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
@@ -184,9 +186,8 @@ class Finder:
                 near = [path for path in (*found, *others) if os.path.dirname(os.path.join(folder, path)) == str(table.parent)]
                 if not near and self._has_own(folder, table.parent):
                     continue  # a recording elsewhere is another one
-                if not near:  # a folder of the recordings that has the name of the table's contradicts others
-                    known = table.parent.name.casefold() in self._of(folder).folders
-                    near = found if known or found and "/" in found[0] else [*found, *others]
+                if not near:
+                    near = found if found and "/" in found[0] else self._in_folder_of(table, folder, [*found, *others])
                 if len(near) == 1:
                     return os.path.join(os.path.abspath(folder), near[0])
                 if near and not quiet:
@@ -201,6 +202,15 @@ class Finder:
             text = f"{where}: no recording has the name that the table begins with; name it in a column"
             self._mistakes.add("missing-file", text)
         return None
+
+    def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
+        """Return the recordings that lie in a folder of the name that a table's own has, or all if there is no such folder."""
+        own = table.parent.name.casefold()
+        if own not in self._of(folder).folders:
+            return names
+        return [
+            name for name in names if own in map(str.casefold, pathlib.PurePath(os.path.abspath(folder), name).parent.parts)
+        ]
 
     def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
         """Whether recordings below a folder lie in a place itself."""

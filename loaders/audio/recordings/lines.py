@@ -16,7 +16,8 @@ INVISIBLE = re.compile("[\u200b\u200e\u200f\u2060\ufeff\u00ad]")
 Row = Mapping[str, str]
 SIDES = {"l": 0, "left": 0, "links": 0, "gauche": 0, "r": 1, "right": 1, "rechts": 1, "droite": 1}
 FLAGS = {
-    "a time": "--start-column and --end-column", "numbers": "--start-column and --end-column", "a split": "--split-column",
+    "a date": "--date-column", "a time": "--start-column and --end-column",
+    "numbers": "--start-column and --end-column", "a split": "--split-column",
     "an answer": "--answer-column",
 }  # fmt: skip
 

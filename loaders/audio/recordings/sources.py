@@ -112,10 +112,10 @@ def _is_table(path: str, first: bytes) -> bool:
     if ending not in TABLES or not first:
         return False
     line = first.decode("utf-16" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1", errors="replace").partition("\n")[0]
-    if ending not in TABLES[:3] or AUDACITY.match(line):
+    if ending != ".txt" or AUDACITY.match(line) or is_audio(line.partition("\t")[0].split(",")[0].split(" ")[0]):
         return True
     cells = [cell.strip(' "') for cell in line.split(tables.separator(line))]
-    return bool({"file", "start"} & set(map(column_names.what, cells)))
+    return bool({"file", "start", "label"} & set(map(column_names.what, cells)))
 
 
 def _is_raven(path: str) -> bool:
