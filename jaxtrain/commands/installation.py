@@ -1,5 +1,6 @@
 """Checks of the installation before a command's slow imports: packages, extension, cache folder."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -54,7 +55,7 @@ def packages(requirements: Iterable[str]) -> str:
         name, least = found[1], found[2] or "0"
         remedy = f"; pip install --upgrade '{needed.strip()}'"
         try:
-            version = importlib.metadata.version(name)
+            version = _version(name)
         except importlib.metadata.PackageNotFoundError:
             return f"the package {name} is missing{remedy}"
         if _numbers(version) < _numbers(least):
@@ -74,6 +75,12 @@ def unwritable_cache() -> str:
     except OSError as error:
         why = error.strerror or str(error)
     return f"the cache folder {folder} cannot be written ({why}); set JAXTRAIN_CACHE to a folder that can be"
+
+
+@functools.cache  # it parses a file of some thousand lines; many commands may run in one process
+def _version(package: str) -> str:
+    """Return the version of an installed package. Raises PackageNotFoundError."""
+    return importlib.metadata.version(package)
 
 
 def _numbers(version: str) -> list[int]:
