@@ -556,7 +556,7 @@ def test_what_leaves_nothing_is_said(recordings, tmp_path, capsys):
         assert what in index(tmp_path / "t.csv", "--out", tmp_path / "o", code=2, capsys=capsys)
     err = index(recordings, "--windows=1", "--hop=1e-4", "--out", tmp_path / "o", code=2, capsys=capsys)
     assert "--hop is 0.0001; it must be at least 0.001 s" in err
-    (tmp_path / "t.csv").write_text('file,start,end,label\na.wav,0,1,"a\x1b[2J\tb"\n')
+    (tmp_path / "t.csv").write_text('file,start,end,label\na.wav,0,1,"a\x1b[2J\x0bb"\n')
     index(tmp_path / "t.csv", "--audio", recordings, "--out", tmp_path / "o", capsys=capsys)
     assert json.loads((tmp_path / "o" / "index.json").read_text())["classes"] == ["a [2J b"]
 
