@@ -264,6 +264,7 @@ TEXT = (
     Case("no-encoding", b"file,label\na.wav,W\x81rger\n", ("!:2 holds the byte 81",)),
     Case("old-mac", "file,label\ra.wav,robin\rb.wav,wren\r", ("a.wav 0 30 robin", "b.wav 0 30 wren")),
     Case("line-separators", "file,notes,label\na.wav,x\u2028y,robin\n", ("a.wav 0 30 robin",)),
+    Case("lines-of-a-header", '"file","Start\n(s)","End\n(s)","label"\na.wav,2,3,robin\nb.wav,4,5,wren\n', TWO),
     Case("too-many", "file,start,end,label\na.wav,2,3,robin\nb.wav,4,5,wren,loud\n", ("!:3 has 5 cells, and the header 4",)),
     Case("too-few", "file,start,end,label\na.wav,2,3,robin\nb.wav,4,5\n", ("!:3 has 3 cells, and the header 4",)),
     Case("trailing-separators", "file,start,end,label,,\na.wav,2,3,robin,,\nb.wav,4,5,wren,,,,\n", TWO),

@@ -119,11 +119,14 @@ class Table:
                 break  # AudioSet's header is its last comment
             self.comments += [n + 1] if lines[n].strip() else []
             n += 1
-        header = lines[n].lstrip("# ") if n < len(lines) else ""
+        after = n + 1  # a name in quotes may have several lines
+        while after < min(len(lines), n + 20) and sum(line.count('"') for line in lines[n:after]) % 2:
+            after += 1
+        header = " ".join(lines[n:after]).lstrip("# ")
         self.separator = stated or separator(header)
         self.columns = _unique(_shown(name.strip().strip('"')) for name in next(self._reader([header], 0), (0, []))[1])
         self.wrong: list[str] = []  # lines with too many or too few cells
-        self._rows = list(self._read(lines[n + 1 :], n + 1))
+        self._rows = list(self._read(lines[after:], after))
 
     def _reader(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of each line, and its cells."""
