@@ -117,8 +117,8 @@ class TensorboardWriter(Writer):
         self._add(step, (self._summary.scalar(f"{split}/{name}", value) for name, value in record.items()))
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        named = ((f"{name}/{i}", pixels) for name, images in pictures.items() for i, pixels in enumerate(pixels(images)[:8]))
-        self._add(step, (self._summary.image(name, pixels, dataformats="HW") for name, pixels in named))
+        named = ((f"{name}/{i}", one) for name, images in pictures.items() for i, one in enumerate(pixels(images)[:8]))
+        self._add(step, (self._summary.image(name, one, dataformats="HW") for name, one in named))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         texts = []

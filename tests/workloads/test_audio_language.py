@@ -119,7 +119,7 @@ def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
         higgs.from_hugging_face(of_transformers(tmp_path / "b", {"audio_stream_bos_id": 9}))
     with pytest.raises(higgs.HuggingFaceError, match="has no text_lm_head.weight"):
         higgs.from_hugging_face(of_transformers(tmp_path / "c", without=("text_lm_head.weight",)))
-    config = {"warm_start": {"source": str(tmp_path / "a")}}
+    config = {"warm_start": {"source": str(tmp_path / "a")}, "data": {}, "model": {"vocab": 300}}
     (tmp_path / "a" / "config.json").write_bytes(higgs.export_files(config, "float32")["config.json"])
     again = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (again["audio_num_codebooks"], again["audio_codebook_size"], again["text_config"]["vocab_size"]) == (K, SIZE, 300)
