@@ -147,6 +147,8 @@ class Export(NamedTuple):
     hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = lambda config, files: Hub()
     # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
     carry: str = ""
+    # [regex] paths that ``files`` and the example of ``hub`` need; an export without one of them is a part of a model
+    needed: str = "."
     # (model) -> name of an array that is not exported, since it is another one: the name of that one
     tied: Callable[[Mapping[str, Any]], dict[str, str]] = lambda model: {}
 

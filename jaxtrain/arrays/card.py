@@ -19,6 +19,14 @@ MOST_ROWS = 8  # of a split, if the workload names no metrics
 KNOWN = {"accuracy", "perplexity"}  # the Hub's own names of metrics
 
 
+class LeftOut(NamedTuple):
+    """The arrays of the model that an export leaves out."""
+
+    only: str = ""  # [regex] of the paths that are exported
+    n: int = 0  # arrays left out
+    is_part: bool = False  # whether a library that loads the model needs one of them
+
+
 class Model(NamedTuple):
     """The exported model."""
 
@@ -29,6 +37,7 @@ class Model(NamedTuple):
     config: Mapping[str, Any]  # of the run
     meta: Mapping[str, Any]
     hub: Hub
+    left_out: LeftOut = LeftOut()
 
 
 def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
@@ -62,7 +71,8 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     # An evaluation is of the average, if the run keeps one, and the numbers of the card are those of these weights.
     averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
     others = [split for split in SPLITS if split in metrics and (model.group == "ema") != (averaged and split == "test")]
-    chosen = {split: _chosen(model.hub, metrics[split]) for split in SPLITS if split in metrics and split not in others}
+    whole = () if model.left_out.is_part else SPLITS
+    chosen = {split: _chosen(model.hub, metrics[split]) for split in whole if split in metrics and split not in others}
     name = str(config.get("workload", ""))
     rows = [
         f"| {split} | {each} | {value} | {glossary.meaning(each, workload=name, split=split)} |"
@@ -79,6 +89,10 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what} of a run of {name or 'a model'} "
             f"at step {step}.",
+            *(
+                [f"Only parameters whose path matches `{model.left_out.only}`: {model.left_out.n} arrays are left out."]
+                * bool(model.left_out.n)
+            ),
             f"Trained with {versions or 'versions that were not recorded'}.",
             "",
             *_example(model.hub.example),
@@ -87,12 +101,14 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
             *(
                 [f"The newest of each split: {at}.", "", "| split | metric | value | meaning |", "|---|---|---|---|", *rows]
                 if rows
+                else ["Those of the run are of the whole model, and are not shown."]
+                if model.left_out.is_part
                 else ["None of these weights were found next to the checkpoint."]
             ),
             *(
                 f"\nThose of {split} are of {'the average' if split == 'test' else 'the parameters before averaging'}, which "
                 f"{'`jaxtrain export --ema`' if split == 'test' else '`jaxtrain export`'} writes, and are not shown."
-                for split in others
+                for split in ([] if model.left_out.is_part else others)
             ),
             "",
             "## Config",

@@ -33,7 +33,7 @@ from jaxtrain.arrays.source import SUMS, Source
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.nn import lora
-from jaxtrain.types import Export, Format
+from jaxtrain.types import Export, Format, Hub
 from jaxtrain.workload import resolved
 from loaders.io import atomic_write, checks
 
@@ -111,6 +111,8 @@ def export(
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
     if not chosen:
         raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
+    is_part = any(re.search(contract.needed, path) for path in arrays.keys() - chosen.keys())
+    left_out = card.LeftOut(only, len(arrays) - len(chosen), is_part)
     arrays = chosen
 
     # 1. Names and places follow from shapes alone.
@@ -141,8 +143,9 @@ def export(
         for entry in flat:
             kinds[entry.dtype.name] += entry.n_bytes
         with _describing(source):
-            further = contract.files(based, kinds.most_common(1)[0][0])
-            hub = contract.hub(config, {*further, *arrays})
+            # The files and the example are of a model that a library loads, and it would fill the rest with random numbers.
+            further = {} if is_part else contract.files(based, kinds.most_common(1)[0][0])
+            hub = Hub() if is_part else contract.hub(config, {*further, *arrays})
             for other in others:
                 if other.files:
                     further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
@@ -169,7 +172,7 @@ def export(
             "config.json": _json(config),
             stored.EXPORT: _json(export),
             "README.md": card.text(
-                card.Model(_name(config), step, group, flat, config, meta, hub), card.last_metrics(source, step)
+                card.Model(_name(config), step, group, flat, config, meta, hub, left_out), card.last_metrics(source, step)
             ),
         }
         for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
@@ -177,7 +180,8 @@ def export(
             sums[name] = hashlib.sha256(content).hexdigest()
         (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     size = f"{len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
-    return f"{target}: {group} of step {step}, {size}, loaded by {hub.library}"
+    use = f"a part of the model (--only={only}), for warm starts" if is_part else f"loaded by {hub.library}"
+    return f"{target}: {group} of step {step}, {size}, {use}"
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:

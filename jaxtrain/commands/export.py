@@ -20,6 +20,7 @@ One process on a CPU is enough for a checkpoint of any mesh. Two exports of one 
 whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
 adapters alone. They are merged with the exact weights that the run froze, which its checkpoints record by a digest. If these
 are gone or differ, nothing is exported. An address (gs://…) is read only if --base names it.
+If --only leaves out a parameter that a model needs, the card says so, and names no library, example or metric.
 --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
 --format writes the folder for another program, in one of the workload's own formats. Encoders of sound have `timm`

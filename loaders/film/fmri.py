@@ -97,6 +97,11 @@ def write(
                 f"{mask} has {len(kinds)} different values, {kinds[0]:g} to {kinds[-1]:g}; a mask has two: save one of its "
                 "labels, or the voxels above a threshold, as 0 and 1"
             )
+        if len(kinds) == 2 and 0 not in kinds:
+            raise DataError(
+                f"{mask} has the values {kinds[0]:g} and {kinds[-1]:g}, so it is unclear which voxels are inside; write "
+                "those outside as 0"
+            )
         inside = found > 0
     else:
         votes = np.zeros(first.shape[:3])

@@ -28,15 +28,33 @@ from tests.support import runs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NAMES = """
-from jaxtrain.types import Export
+from jaxtrain.types import Export, Hub
 
 def names(config, path):
     if path.startswith("encoder/blocks/"):
         return [f"layer.{i}.{path.split('/')[-1]}" for i in range(config["depth"])]
     return path.replace("/", "_")
 
-EXPORT = Export(names=names)
+def files(config, dtype):
+    return {"config.json": b'{"architectures": ["Llama"]}'}
+
+def hub(config, files):
+    return Hub("transformers", "text-generation", ("loss",), "import transformers")
+
+EXPORT = Export(names=names, files=files, hub=hub, needed="^encoder/")
 """
+
+
+@pytest.fixture
+def named(saved, tmp_path, monkeypatch) -> pathlib.Path:
+    """Save a run of a workload whose exports another library loads."""
+    (tmp_path / "named_workload.py").write_text(NAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = shutil.copytree(saved, tmp_path / "run")
+    (run / "checkpoints" / "10" / "manifest.json").unlink()
+    meta = run / "checkpoints" / "10" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace("none_such", "named_workload"))
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +112,21 @@ def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_pat
     assert checked.returncode == 0 and checked.stdout.count(": OK") == len(content(tmp_path / "a")) - 1
 
 
-def test_files_are_no_larger_than_asked_and_split_between_layers(saved, tmp_path, monkeypatch):
-    (tmp_path / "named_workload.py").write_text(NAMES)
-    monkeypatch.syspath_prepend(tmp_path)
-    run = shutil.copytree(saved, tmp_path / "run")
-    (run / "checkpoints" / "10" / "manifest.json").unlink()
-    meta = run / "checkpoints" / "10" / "meta" / "metadata"
-    meta.write_text(meta.read_text().replace("none_such", "named_workload"))
-    assert call(run, "--workload", "named_workload", "--shard-size", "60kB", "--out", tmp_path / "out") == 0
+def test_a_part_of_a_model_is_named_as_one(named, tmp_path, capsys):
+    """transformers would fill the arrays that are missing with random numbers, and the metrics are the whole model's."""
+    for only, is_part, left_out in (("^head/", True, 4), ("w_qkv", True, 5), ("^encoder/", False, 2), ("", False, 0)):
+        out = tmp_path / f"out-{left_out}"
+        assert call(named, "--workload", "named_workload", "--only", only, "--out", out) == 0
+        said, card = capsys.readouterr().out, (out / "README.md").read_text()
+        expected = f"a part of the model (--only={only}), for warm starts" if is_part else "loaded by transformers"
+        assert expected in said and ("transformers" in card) != is_part and ("| test | loss |" in card) != is_part
+        assert ("architectures" in (out / "config.json").read_text()) != is_part
+        assert (f"whose path matches `{only}`: {left_out} arrays are left out" in card) == bool(left_out)
+    assert call("--reverse", tmp_path / "out-4", "--out", tmp_path / "back") == 0
+
+
+def test_files_are_no_larger_than_asked_and_split_between_layers(named, tmp_path):
+    assert call(named, "--workload", "named_workload", "--shard-size", "60kB", "--out", tmp_path / "out") == 0
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert [p.name for p in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     assert len(files) >= 3 and max(p.stat().st_size for p in files) <= 60_000

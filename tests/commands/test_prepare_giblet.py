@@ -440,6 +440,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(fmri=["sub-1.nii.gz", "moved.nii.gz"]), "moved.nii.gz lies elsewhere in space than .*sub-1.nii.gz.*resample"),
         (dict(mask="mask.nii.gz"), "mask.nii.gz lies elsewhere in space"),
         (dict(mask="share.nii.gz"), "share.nii.gz has 60 different values, 0 to 1; a mask has two"),
+        (dict(mask="labels.nii.gz"), "labels.nii.gz has the values 1 and 2, so .*; write those outside as 0"),
         (dict(fmri=["complex.nii.gz"]), "complex.nii.gz holds complex64; expected real numbers"),
         (dict(fmri=["type.nii"]), "type.nii cannot be read"),
         (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR with a unit; give --tr"),
@@ -468,6 +469,8 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
     nibabel.save(nibabel.Nifti1Image(np.ones(GRID, np.uint8), np.eye(4)), folder / "mask.nii.gz")
     share = np.linspace(0, 1, 60, dtype=np.float32).reshape(GRID)
     nibabel.save(nibabel.Nifti1Image(share, np.diag([3, 3, 3, 1])), folder / "share.nii.gz")
+    labels = nibabel.Nifti1Image(np.where(share > 0.5, 2, 1).astype(np.uint8), np.diag([3, 3, 3, 1]))
+    nibabel.save(labels, folder / "labels.nii.gz")
     nibabel.save(nibabel.Nifti1Image(np.ones((*GRID, 8), np.complex64), np.eye(4)), folder / "complex.nii.gz")
     brain(folder / "type.nii", 3)
     header = bytearray((folder / "type.nii").read_bytes())

@@ -48,4 +48,4 @@ def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
     return {"example.py": EXAMPLE.encode()}
 
 
-EXPORT = Export(names=vit.export_names, files=files, hub=hub)
+EXPORT = Export(names=vit.export_names, files=files, hub=hub, needed="^encoder/")
