@@ -1,6 +1,7 @@
 """Makes token files, which loaders.text.tokens reads, of text, JSONL, Parquet or Arrow.
 
-Inputs are files, folders (all files below with a known ending) or globs. By their endings:
+Inputs are files, folders (all files below with a known ending that are not hidden; others are counted) or globs. By their
+endings, in either case:
 
     .txt .md          a document each, or one for each paragraph (between blank lines) or line
     .jsonl .ndjson    a line is an object, one column of which is a document
@@ -12,12 +13,12 @@ A part of an input becomes a shard, in the order of the inputs. The files are th
 Called again with the same ones, it reports the finished folder.
 """
 
-import functools
+import collections
 import hashlib
+import itertools
 import json
 import multiprocessing
 import pathlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,9 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
     for name in inputs:
         path = pathlib.Path(name).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+            below = sorted(p for p in path.rglob("*") if p.is_file())
+            inside = [p for p in below if _ending(p) in known and not _is_hidden(p, path)]
+            _report_passed_over(path, sorted({*below} - {*inside}))
             for file in inside:
                 remedy = "; name that file itself, or the folder that it lies in"
                 files_lib.inside(path, str(file.relative_to(path)), remedy=remedy)
@@ -162,29 +165,52 @@ def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
         if not inside:
             raise TokensError(f"{name} is not a file, nor a folder or glob with files that end in one of: {', '.join(known)}")
         for file in inside:
-            if file.suffix not in known:
+            if _ending(file) not in known:
                 raise TokensError(f"{file} ends in {file.suffix or 'nothing'}; expected one of: {', '.join(known)}")
         every_file += inside
     return every_file
 
 
+def _ending(path: pathlib.Path) -> str:
+    return path.suffix.lower()
+
+
+def _is_hidden(path: pathlib.Path, folder: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _report_passed_over(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
+    """Print how many files below a folder are not read, by their endings."""
+    kinds = ("hidden" if _is_hidden(path, folder) else _ending(path) or "no ending" for path in files)
+    if files:
+        counts = ", ".join(f"{n:,} {kind}" for kind, n in collections.Counter(kinds).most_common(10))
+        example = files[0].relative_to(folder)
+        print(f"{folder}: {len(files):,} files in it are not read ({counts}), for example {example}", file=sys.stderr)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return the lines between blank lines, which hold nothing but blanks and tabs."""
+    grouped = itertools.groupby(files_lib.lines(text), key=lambda line: bool(line.strip(" \t")))
+    return ["\n".join(lines) for holds_text, lines in grouped if holds_text]
+
+
 def _parts(path: pathlib.Path) -> Iterator[Part]:
-    if path.suffix in TEXT:
+    if _ending(path) in TEXT:
         yield Part(str(path), 0, 0)
-    elif path.suffix in LINES:
+    elif _ending(path) in LINES:
         size = path.stat().st_size
         for begin in range(0, max(size, 1), PART):
             yield Part(str(path), begin, min(begin + PART, size))
     else:
         table = _open(path)
-        n = table.num_row_groups if path.suffix in PARQUET else len(table)
+        n = table.num_row_groups if _ending(path) in PARQUET else len(table)
         yield from (Part(str(path), i, i + 1) for i in range(n))
 
 
 def _open(path: pathlib.Path) -> Any:
     """Return a Parquet file, or the batches of an Arrow file or stream. Raises TokensError if it is damaged."""
     try:
-        if path.suffix in PARQUET:
+        if _ending(path) in PARQUET:
             return pq.ParquetFile(path, memory_map=True)
         source = pa.memory_map(str(path))
         try:
@@ -200,19 +226,19 @@ def _open(path: pathlib.Path) -> Any:
 def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
     """Yield (place, text) for each document of a part. Anything but a string is a bad row."""
     path = pathlib.Path(part.path)
-    if path.suffix in TEXT:
+    if _ending(path) in TEXT:
         try:
             text = files_lib.read(path, most=machine.most_memory()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             yield f"{path}: is not UTF-8 ({error.reason} at byte {error.start})", None
             return
         split: dict[str, Callable[[str], list[str]]] = {
-            "file": lambda text: [text], "line": files_lib.lines, "paragraph": functools.partial(re.split, r"\n\s*\n"),
+            "file": lambda text: [text], "line": files_lib.lines, "paragraph": _paragraphs,
         }  # fmt: skip
         for i, piece in enumerate(split[options.documents](text)):
             if piece.strip():
                 yield f"{path}: {options.documents} {i}", piece
-    elif path.suffix in LINES:
+    elif _ending(path) in LINES:
         with path.open("rb") as file:
             file.seek(max(part.begin - 1, 0))
             if part.begin:
@@ -238,13 +264,13 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
     else:
         table = _open(path)
         try:
-            names = (table.schema_arrow if path.suffix in PARQUET else table[part.begin].schema).names
+            names = (table.schema_arrow if _ending(path) in PARQUET else table[part.begin].schema).names
         except UnicodeDecodeError as error:
             raise TokensError(f"{path} is damaged: the name of a column is not UTF-8 ({error.reason})") from error
         if options.column not in names:
             raise TokensError(f"{path} has no column {options.column!r}; expected one of: {', '.join(names)} (--column)")
         try:
-            if path.suffix in PARQUET:
+            if _ending(path) in PARQUET:
                 rows = table.read_row_group(part.begin, columns=[options.column])
             else:
                 rows = table[part.begin].select([options.column])

@@ -122,6 +122,25 @@ def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
 
 
+def test_a_folder_says_what_is_not_read(tmp_path, capsys):
+    folder = tmp_path / "in"
+    for name in ("a.txt", "B.TXT", "c.jsonl.gz", "d.json", "e.csv", ".h.txt", ".cache/f.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    assert tokens_command.main([str(tmp_path / "out"), str(folder), "--tokenizer=bytes"]) == 0
+    assert documents(tmp_path / "out") == [list(b"B.TXT"), list(b"a.txt")]
+    assert f"{folder}: 5 files in it are not read (2 hidden, 1 .gz, 1 .json, 1 .csv), for example" in capsys.readouterr().err
+
+
+def test_a_paragraph_ends_at_a_blank_line_alone(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\r\none\r\ntwo\r\n \t\r\n\r\nthree\n\u2028\nfour\n\f\nfive\r\n".encode())
+    assert (
+        tokens_command.main([str(tmp_path / "out"), str(tmp_path / "a.txt"), "--documents=paragraph", "--tokenizer=bytes"]) == 0
+    )
+    found = [bytes(ids).decode() for ids in documents(tmp_path / "out")]
+    assert found == ["one\ntwo", "three\n\u2028\nfour\n\f\nfive"]
+
+
 def test_mistakes_are_named(tmp_path, capsys):
     def fails(match, *args):
         assert tokens_command.main([str(tmp_path / "out"), *map(str, args)]) == 2

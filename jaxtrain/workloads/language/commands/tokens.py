@@ -5,7 +5,8 @@
 
     jaxtrain tokens corpus/train texts/*.parquet --tokenizer=tokenizer.json --eos="<|endoftext|>" --workers=8
 
-Inputs are files, folders (all files below with a known ending) or globs. By their endings:
+Inputs are files, folders (all files below with a known ending that are not hidden; others are counted) or globs. By their
+endings, in either case:
 
     .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
     .jsonl .ndjson    a line is an object, whose --column is a document
