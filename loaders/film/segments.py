@@ -89,8 +89,10 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
         rows, separator = _table(path)
     _, head = rows[0] if rows else (0, [])
     head = [str(cell).strip() for cell in head]
-    columns = {name: _column(head, name) for name in (start, end)}
-    if absent := [name for name, at in columns.items() if at is None]:
+    columns = {name: _columns(head, name) for name in (start, end)}
+    if twice := [name for name, places in columns.items() if len(places) > 1]:
+        raise DataError(f"{path} has the column {twice[0]} more than once: {', '.join(head)}; rename all but one of them")
+    if absent := [name for name, places in columns.items() if not places]:
         raise DataError(f"{path} has no column {' and no '.join(absent)}; expected one of: {', '.join(head)} (--start, --end)")
     spans = []
     for number, row in rows[1:]:
@@ -99,7 +101,7 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
                 f"{path}: row {number} has {len(row)} cells, and the header {len(head)}: {row}; put quotes around a cell that "
                 f"holds the separator {separator!r}"
             )
-        cells = [row[at] if at < len(row) else None for at in columns.values() if at is not None]
+        cells = [row[at] if at < len(row) else None for (at,) in columns.values()]
         if separator == "," and (commas := [cell for cell in cells if "," in str(cell)]):
             raise DataError(
                 f"{path}: row {number} has {commas[0]!r}, and commas separate the columns, so that one in a number is unclear; "
@@ -117,12 +119,10 @@ def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
     return np.array(spans)
 
 
-def _column(head: Sequence[str], name: str) -> int | None:
-    """Return the place of a column of that name, else of that name in another case, else None."""
-    if name in head:
-        return head.index(name)
-    folded = [each.casefold() for each in head]
-    return folded.index(name.casefold()) if name.casefold() in folded else None
+def _columns(head: Sequence[str], name: str) -> list[int]:
+    """Return the places of the columns of that name, else of that name in another case."""
+    places = [i for i, each in enumerate(head) if each == name]
+    return places or [i for i, each in enumerate(head) if each.casefold() == name.casefold()]
 
 
 def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
