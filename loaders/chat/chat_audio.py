@@ -85,7 +85,8 @@ class Chat(Loader):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for sample in self._data.samples:
-            digest.update(sample.tokens.tobytes() + sample.labels.tobytes() + repr((sample.number, sample.size)).encode())
+            digest.update(sample.tokens.tobytes() + sample.labels.tobytes())
+            digest.update(repr((sample.number, sample.size, sample.codes)).encode())
         return digest.hexdigest()[:16]
 
     @property

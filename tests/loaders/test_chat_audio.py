@@ -99,10 +99,13 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
     assert len(decoded) == 3, "three recordings, which twelve samples share"
     kept = sorted(tmp_path.glob("*.npy"))
     assert [path.name.split(".rvq")[0] for path in kept] == ["0.wav", "1.wav", "2.wav"]
+    wave, rate = soundfile.read(tmp_path / "0.wav")
+    soundfile.write(tmp_path / "0.wav", np.random.default_rng(0).uniform(-0.5, 0.5, wave.shape), rate)
     later = kept[0].stat().st_mtime_ns + 10**9
     os.utime(tmp_path / "0.wav", ns=(later, later))
-    chat_audio.make_loader(config, split="train", rows=one(), seed=0)
+    again = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     assert len(decoded) == 4
+    assert again.fingerprint != loader.fingerprint and again.order == loader.order, "a resume would train on other sound"
 
 
 def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
