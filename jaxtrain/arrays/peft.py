@@ -116,7 +116,7 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": run_workload.section_of(config, "warm_start", config_lib.WarmStart).source or None,
+        "base_model_name_or_path": _place(run_workload.section_of(config, "warm_start", config_lib.WarmStart).source),
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
@@ -129,6 +129,12 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
         "use_rslora": False,
         "modules_to_save": _endings(modules, there) or None,
     }
+
+
+def _place(source: str) -> str | None:
+    """Return a place that means the same in every folder: an existing path becomes absolute."""
+    path = pathlib.Path(source).expanduser()
+    return str(path.absolute()) if source and path.exists() else source or None
 
 
 def _endings(chosen: Iterable[str], modules: Collection[str]) -> list[str]:

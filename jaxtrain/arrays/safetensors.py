@@ -176,6 +176,7 @@ def export(
             ),
         }
         for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
             sums[name] = hashlib.sha256(content).hexdigest()
         (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))

@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import specs
@@ -133,7 +133,10 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def tokenizer_files(
-    named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None, names: Sequence[str]
+    named: Sequence[str | None],
+    base: pathlib.Path | None,
+    vocab: int | None,
+    read: Callable[[pathlib.Path], dict[str, bytes]],
 ) -> tuple[dict[str, bytes], bool]:
     """Read the files of a run's tokenizer, and say whether the token ids of its base weights mean the same tokens.
 
@@ -142,18 +145,17 @@ def tokenizer_files(
     Args:
       named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes or characters.
       vocab: the run's. Base weights with another one have another tokenizer.
-      names: of a tokenizer's files.
+      read: a reader of a tokenizer's files, given a folder or a tokenizer.json of any name.
     """
     own = next(filter(None, named), None)
-    of_base = read_files(base, names) if base else {}
+    of_base = read(base) if base and base.is_dir() else {}
     about = files.read_json(files.inside(base, "config.json")) if base and (base / "config.json").is_file() else {}
     if own is None:
         theirs = (about.get("text_config") or about).get("vocab_size", vocab)
         return (of_base, True) if vocab in (None, theirs) else ({}, False)
     if own == "bytes":
         return {}, False
-    place = pathlib.Path(own).expanduser()
-    found = read_files(place if place.is_dir() else place.parent, names)
+    found = read(pathlib.Path(own).expanduser())
     if "tokenizer.json" not in found:
         print(f"warning: the run's tokenizer, {own}, is gone, and the export has none", file=sys.stderr)
         return {}, not of_base

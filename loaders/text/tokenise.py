@@ -21,7 +21,7 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,8 @@ from loaders.io import atomic_write, machine
 from loaders.io import files as files_lib
 from loaders.io.checks import first_line
 from loaders.text import token_files
-from loaders.text.tokenizer import FILES, open_tokenizer
+from loaders.text import tokenizer as tokenizer_lib
+from loaders.text.tokenizer import open_tokenizer
 
 TEXT, LINES, PARQUET, ARROW = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 PART = 32 << 20  # [bytes] of a JSONL file in one shard
@@ -71,18 +72,26 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     files = _files(inputs)
     encoder = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
-    plan = _digest(files, options, encoder.ends)
+    own = options.tokenizer != "bytes"
+    companions = tokenizer_lib.read_files(pathlib.Path(options.tokenizer).expanduser(), links=True) if own else {}
+    plan = _digest(files, options, encoder.ends, companions)
     if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
         if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
             print(
                 f"{out} is there already, of these inputs: {_summary(json.loads((out / 'tokens.json').read_text())['shards'])}"
             )
             return
-        raise TokensError(f"{out} holds token files of other inputs or options already; choose another folder")
+        raise TokensError(
+            f"{out} holds token files of other inputs or options already, or with other files of the tokenizer; "
+            "choose another folder"
+        )
     (out / PARTIAL).mkdir(parents=True, exist_ok=True)
     marker = out / PARTIAL / "plan"
     if marker.exists() and marker.read_text() != plan:
-        raise TokensError(f"{out} was begun with other inputs or options; remove it, or choose another folder")
+        raise TokensError(
+            f"{out} was begun with other inputs or options, or other files of the tokenizer; "
+            "remove it, or choose another folder"
+        )
     atomic_write.write(marker, plan)
     todo = [i for i in range(len(parts)) if not _entry(out, i).exists()]
     if len(todo) < len(parts):
@@ -107,12 +116,12 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     for line in bad:
         print(f"skipped: {line}", file=sys.stderr)
     name = None
-    if options.tokenizer != "bytes":
-        name, path = "tokenizer.json", pathlib.Path(options.tokenizer).expanduser()
-        companions = {each: path.parent / each for each in FILES if (path.parent / each).is_file()}
-        for each, place in {**companions, name: path}.items():
+    if own:
+        name = "tokenizer.json"
+        for each, content in companions.items():
+            (out / each).parent.mkdir(exist_ok=True)
             with atomic_write.file(out / each) as file:
-                file.write(files_lib.read(place, most=files_lib.MOST_JSON))
+                file.write(content)
     shards = [entry["shard"] for entry in entries]
     token_files.write_about(out, vocab=encoder.vocab, eos=encoder.eos, ends=encoder.ends, tokenizer=name, shards=shards)
     if encoder.ends and encoder.eos is None:
@@ -344,12 +353,8 @@ def _entry(out: pathlib.Path, number: int) -> pathlib.Path:
     return out / PARTIAL / f"{number:05}.json"
 
 
-def _digest(files: Sequence[pathlib.Path], options: Options, ends: Sequence[int]) -> str:
+def _digest(files: Sequence[pathlib.Path], options: Options, ends: Sequence[int], companions: Mapping[str, bytes]) -> str:
     """Identify the inputs and options that an unfinished folder was begun with."""
-    content = (
-        hashlib.sha256(pathlib.Path(options.tokenizer).expanduser().read_bytes()).hexdigest()
-        if options.tokenizer != "bytes"
-        else ""
-    )
+    content = {name: hashlib.sha256(companions[name]).hexdigest() for name in sorted(companions)}
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([facts, [*options], content, [*ends], PART]).encode()).hexdigest()

@@ -3,7 +3,8 @@
 A file may say that texts are cut, padded or split at random. `open_tokenizer` switches that off: a text has all its tokens,
 and the same ones every time. The vocabulary is the largest id + 1, since ids may have gaps and added tokens come last.
 
-The token that ends a text is written in the files next to it, `ENDS`. It is never guessed from a token's name.
+The token that ends a text is written in the files next to it, `ENDS`. It is never guessed from a token's name. Tokens that
+only these files have are added, as Hugging Face does it. If another tokenizer.json lies there, the files are that one's.
 
 The name of a special token inside a text, for example <eos>, becomes that token, as Hugging Face does it. With
 ``specials=False`` it is split like any other text.
@@ -12,7 +13,8 @@ The name of a special token inside a text, for example <eos>, becomes that token
 import functools
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loaders.base import DataError
@@ -23,6 +25,7 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates/*.jinja"  # which go with them
 # The files that say which token ends a text, in the order of their weight: (file, field). A field may list several.
 ENDS = (
     ("tokens.json", "ends"), ("tokens.json", "eos"), ("generation_config.json", "eos_token_id"),
@@ -64,9 +67,12 @@ class Tokenizer(NamedTuple):
 
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a text, by the files next to the tokenizer; () if none says it. Raises DataError."""
-        for name, field in ENDS:
+        for name, field in () if _is_beside_another(self.path) else ENDS:
             place = self.path.parent / name
-            if place.is_file() and (said := files.read_json(files.inside(place.parent, name)).get(field)) not in (None, []):
+            about = files.read_json(files.inside(place.parent, name)) if place.is_file() else {}
+            inner = about.get("text_config") if name == "config.json" else None
+            said = about.get(field, inner.get(field) if isinstance(inner, dict) else None)
+            if said not in (None, []):
                 return tuple(self._end(x, f"{place}: {field}") for x in (said if isinstance(said, list) else [said]))
         return ()
 
@@ -88,20 +94,103 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
     """
     place = pathlib.Path(path).expanduser()
     content = files.read(place, most=files.MOST_JSON)
-    return _opened(place, content, specials)
+    return _opened(place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent)))
+
+
+def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
+    """Read a tokenizer's files, by the names that they go under: a tokenizer.json of any name becomes tokenizer.json.
+
+    Args:
+      place: that file, or the folder of a tokenizer.json.
+      links: whether links may lead out of the folder.
+
+    Raises DataError.
+    """
+    if not place.exists():
+        return {}
+    folder, own = (place, place / FILES[0]) if place.is_dir() else (place.parent, place)
+    names = [name for name in FILES[1:] if (folder / name).is_file()]
+    names += sorted(str(found.relative_to(folder)) for found in folder.glob(TEMPLATES))
+    if _is_beside_another(own):
+        if names:
+            print(f"{own} lies beside another tokenizer.json, whose are {', '.join(names)}; they are left out", file=sys.stderr)
+        names = []
+    sources = {name: name for name in names} | ({FILES[0]: own.name} if own.is_file() else {})
+    return {
+        name: files.read(files.inside(folder, source, links=links), most=files.MOST_JSON) for name, source in sources.items()
+    }
+
+
+def _is_beside_another(path: pathlib.Path) -> bool:
+    """Whether another tokenizer.json lies next to a tokenizer, so that the companions there are not its own."""
+    other = path.parent / FILES[0]
+    if path.name == FILES[0] or not (path.is_file() and other.is_file()):
+        return False
+    return files.read(other, most=files.MOST_JSON) != files.read(path, most=files.MOST_JSON)
+
+
+class _Added(NamedTuple):
+    """A token that a companion of a tokenizer.json lists."""
+
+    where: str
+    id: int
+    content: str
+    special: bool
+    flags: tuple[tuple[str, bool], ...] = ()  # further ones of tokenizers.AddedToken
+
+
+def _listed(folder: pathlib.Path) -> Iterator[_Added]:
+    """Yield the added tokens of tokenizer_config.json, else of added_tokens.json, in the order of ids. Raises DataError."""
+    about, special_map, older = (
+        files.read_json(files.inside(folder, name)) if (folder / name).is_file() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    )
+    where = str(folder / ("tokenizer_config.json" if "added_tokens_decoder" in about else "added_tokens.json"))
+    listed = about.get("added_tokens_decoder")
+    if listed is None:
+        named = [x for each in {**about, **special_map}.values() for x in (each if isinstance(each, list) else [each])]
+        specials = {x.get("content") if isinstance(x, dict) else x for x in named if isinstance(x, str | dict)}
+        listed = {i: {"content": content, "special": content in specials} for content, i in older.items()}
+    try:
+        found = [_Added(where, int(i), x["content"], bool(x.get("special")), _flags(x)) for i, x in listed.items()]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"{where} lists no tokens by their ids: {error!r}; save the tokenizer again") from error
+    if wrong := [one for one in found if not isinstance(one.content, str) or not one.content]:
+        raise DataError(f"{where} lists {str(wrong[0].content)[:80]!r} as a token; expected a text")
+    yield from sorted(found, key=lambda one: one.id)
+
+
+def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    return tuple((name, bool(fields[name])) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields)
+
+
+def _add(inner: Any, path: pathlib.Path, one: _Added) -> None:
+    """Add a token that only a companion has. Raises DataError if the two files give it different ids."""
+    import tokenizers
+
+    if inner.token_to_id(one.content) not in inner.get_added_tokens_decoder():
+        token = tokenizers.AddedToken(one.content, **dict(one.flags))
+        (inner.add_special_tokens if one.special else inner.add_tokens)([token])
+    if (found := inner.token_to_id(one.content)) != one.id:
+        raise DataError(
+            f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is {found}; "
+            "save the tokenizer again, so that both agree"
+        )
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: pathlib.Path, content: bytes, specials: bool) -> Tokenizer:
+def _opened(path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_Added, ...]) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
         raise DataError(f"to read {path}, the package tokenizers is missing; pip install 'jaxtrain[language]'") from error
     try:
         inner = tokenizers.Tokenizer.from_buffer(content)
-        vocabulary = inner.get_vocab(with_added_tokens=True)
     except Exception as error:  # noqa: BLE001  it raises Exception itself
         raise DataError(f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.said(error)}") from error
+    for one in listed:
+        _add(inner, path, one)
+    vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} has no tokens; expected a tokenizer.json of Hugging Face")
     inner.no_truncation()

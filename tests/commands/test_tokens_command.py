@@ -57,7 +57,7 @@ def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")) == []
 
 
-def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
+def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
     words = ["[unk]", "<eos>", "to", "be", "or", "not"]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -80,6 +80,14 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path):
     # Predicted are " be", the end, " not", the end, " be", " it", the end.
     assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
     assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+    again = [str(tmp_path / "file"), str(tmp_path / "a.txt"), "--documents=file", *common]
+    assert tokens_command.main(again) == 0
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool.jinja").write_text("new")
+    assert tokens_command.main(again) == 2 and "or with other files of the tokenizer" in capsys.readouterr().err
+    assert tokens_command.main([str(tmp_path / "new"), *again[1:]]) == 0
+    assert (tmp_path / "new" / "additional_chat_templates" / "tool.jinja").read_text() == "new"
 
 
 def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
@@ -177,4 +185,4 @@ def test_the_same_command_again_says_what_is_there(tmp_path, capsys):
     assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "out").iterdir()} == before
     (tmp_path / "a.txt").write_text("or not to be")
     assert tokens_command.main(command) == 2
-    assert "other inputs or options already; choose another folder" in capsys.readouterr().err
+    assert "other inputs or options already" in capsys.readouterr().err

@@ -102,7 +102,9 @@ def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):
     adapters("rounded", lora__dtype="bfloat16", warm_start__source="A/checkpoints/2")
     base, merged, trained = (folder / name for name in ("base", "merged", "adapters"))
     assert export.main(["A", "--step", "2", "--out", "base"]) == export.main(["rounded", "--out", "merged"]) == 0
-    assert lora_to_peft.main(["rounded", "--out", "adapters"]) == 0
+    assert lora_to_peft.main(["rounded", "--base", "A/checkpoints/2", "--out", "adapters"]) == 0
+    about = json.loads((trained / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(folder / "A" / "checkpoints" / "2"), "peft may read it anywhere"
     base, merged = (safetensors.numpy.load_file(place / "model.safetensors") for place in (base, merged))
     factors = safetensors.numpy.load_file(trained / "adapter_model.safetensors")
     for name, x in merged.items():
@@ -169,19 +171,19 @@ def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
         about = json.loads((folder / "base" / name).read_text()) if (folder / "base" / name).exists() else {"top_k": 5}
         (folder / "base" / name).write_text(json.dumps(about | {"eos_token_id": 7, "bos_token_id": 8, "pad_token_id": 9}))
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "one": 1}, unk_token="[unk]")).save("own.json")
-    (folder / "own").mkdir()
-    (folder / "own.json").rename(folder / "own" / "tokenizer.json")
+    (folder / "base" / "own.json").write_bytes((folder / "own.json").read_bytes())
     for name, fields, found in (
         ("bytes", {}, None),
-        ("own", {"model__tokenizer": "own/tokenizer.json"}, "own"),
-        ("base's", {"model__tokenizer": "base/tokenizer.json"}, "base"),
+        ("own", {"model__tokenizer": "own.json"}, "own.json"),
+        ("beside", {"model__tokenizer": "base/own.json"}, "base/own.json"),
+        ("base's", {"model__tokenizer": "base/tokenizer.json"}, "base/tokenizer.json"),
     ):
         train(name, warm_start__source="base", **fields)
         assert export.main([name, "--out", f"{name}-out"]) == 0
         out = folder / f"{name}-out"
         assert (out / "tokenizer.json").exists() == bool(found)
-        assert not found or (out / "tokenizer.json").read_bytes() == (folder / found / "tokenizer.json").read_bytes()
+        assert not found or (out / "tokenizer.json").read_bytes() == (folder / found).read_bytes()
         config, generation = (json.loads((out / f"{each}.json").read_text()) for each in ("config", "generation_config"))
         ids = [config.get(f"{each}_token_id") for each in ("eos", "bos", "pad")]
-        assert ids == ([7, 8, 9] if found == "base" else [None] * 3) and generation["top_k"] == 5
+        assert ids == ([7, 8, 9] if found == "base/tokenizer.json" else [None] * 3) and generation["top_k"] == 5
         assert generation.get("bos_token_id") == ids[1]

@@ -64,7 +64,8 @@ def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
     for name, content, expected in (
         ("special_tokens_map.json", {"eos_token": {"content": "[END]"}}, (4,)),
         ("tokenizer_config.json", {"eos_token": "to"}, (1,)),
-        ("config.json", {"eos_token_id": 2}, (2,)),
+        ("config.json", {"text_config": {"eos_token_id": 2}}, (2,)),
+        ("config.json", {"eos_token_id": 1, "text_config": {"eos_token_id": 2}}, (1,)),
         ("generation_config.json", {"eos_token_id": [4, 3]}, (4, 3)),
         ("tokens.json", {"eos": None, "ends": [1, 2]}, (1, 2)),
     ):
@@ -73,6 +74,39 @@ def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
     (path.parent / "tokens.json").write_text('{"ends": ["nowhere"]}')
     with pytest.raises(DataError, match="tokens.json: ends is 'nowhere', which is no token of .*tokenizer.json"):
         opened.ends()
+
+
+def test_tokens_that_only_the_companions_have(tmp_path):
+    """Ids are those of transformers' AutoTokenizer."""
+    path = words(tmp_path / "t", {"[unk]": 0, "<": 1, "one": 2, "two": 3, "three": 4, "im": 5})
+    listed = {"6": {"content": "<|im_end|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}}
+    for name, about, special in (
+        ("added_tokens.json", {"<|im_end|>": 6}, {}),
+        ("tokenizer_config.json", {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}, {6: "<|im_end|>"}),
+    ):
+        (path.parent / name).write_text(json.dumps(about))
+        opened = open_tokenizer(path)
+        assert opened.encode(["one two <|im_end|> three"]) == [[2, 3, 6, 4]], name
+        assert (opened.vocab, opened.specials, opened.ends()) == (7, special, tuple(special)), name
+    listed["7"] = listed.pop("6")
+    (path.parent / name).write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(DataError, match=r"tokenizer_config.json lists the token '<\|im_end\|>' as 7, and by .* it is 6"):
+        open_tokenizer(path)
+    (path.parent / name).write_text(json.dumps({"added_tokens_decoder": [1]}))
+    with pytest.raises(DataError, match="tokenizer_config.json lists no tokens by their ids"):
+        open_tokenizer(path)
+
+
+def test_a_tokenizer_beside_another_has_none_of_its_files(tmp_path, capsys):
+    other = words(tmp_path / "t", {"[unk]": 0, "to": 1})
+    (other.parent / "tokenizer_config.json").write_text('{"eos_token": "to"}')
+    own = other.parent / "mine.json"
+    own.write_bytes(other.read_bytes())
+    assert open_tokenizer(own).ends() == (1,) and len(tokenizer_lib.read_files(own)) == 2, "one tokenizer by two names"
+    own.write_bytes(words(tmp_path / "m", {"[unk]": 0, "be": 1, "to": 2}).read_bytes())
+    assert open_tokenizer(own).ends() == ()
+    assert tokenizer_lib.read_files(own) == {"tokenizer.json": own.read_bytes()}
+    assert "mine.json lies beside another tokenizer.json, whose are tokenizer_config.json" in capsys.readouterr().err
 
 
 def test_the_name_of_a_special_token_in_a_text(tmp_path):

@@ -83,7 +83,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return the run's tokenizer, and config.json of the weights that it began with. ``config`` is the whole run's."""
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found, _ = hugging_face.tokenizer_files(
-        (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.FILES
+        (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files
     )
     found |= hugging_face.read_files(source, _FILES)
     if "config.json" in found:
