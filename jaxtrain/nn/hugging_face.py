@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import sys
@@ -56,6 +57,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "no_rope_layers": ([],),
 }
+
+
+# Names of files with the terms of weights, which go where the weights go.
+TERMS = re.compile(r"(licen[cs]e|notice|use_policy|copying)\b[\w .-]*", re.IGNORECASE)
 
 
 class HuggingFaceError(ValueError):
@@ -132,6 +137,13 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
     return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
 
 
+def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """Read the licence and notices of a folder of weights, which has a config.json, by name. Raises FileError."""
+    if not (folder / "config.json").is_file():
+        return {}
+    return read_files(folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name)))
+
+
 def tokenizer_files(
     named: Sequence[str | None],
     base: pathlib.Path | None,
@@ -184,8 +196,11 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
     ``problems``, for every field that changes the function in a way that `Decoder` lacks.
     """
     rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise HuggingFaceError(f"{path}: rope_scaling or rope_parameters is {str(rope)[:80]!r}; expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    problems = [*problems, *_rope_problems(h, rope, kind)]
+    theta = rope.get("rope_theta", h.get("rope_theta", 1e4))
+    problems = [*problems, *_rope_problems(h, rope, kind), *_number_problems(h, rope if kind == "llama3" else {}, theta)]
     for name, plain in PLAIN.items():
         if h.get(name) not in (None, *plain):
             problems.append(f"{name} is {repr(h[name])[:80]}; expected {' or '.join(map(json.dumps, plain or (None,)))}")
@@ -201,8 +216,19 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
         {ours: h[theirs] for ours, theirs in SIZES.items()},
         kv_heads=h.get("num_key_value_heads") or heads,
         head_dim=h.get("head_dim") or h["hidden_size"] // heads,
-        rope=dict(theta=float(rope.get("rope_theta", h.get("rope_theta", 1e4))), **scaled),
+        rope=dict(theta=float(theta), **scaled),
     )
+
+
+def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: Any) -> Iterator[str]:
+    """Name the fields that are no numbers above 0: sizes, those of a stretched ``scaling``, and the rope's theta."""
+    numbers = {name: h.get(name) for name in (*SIZES.values(), "vocab_size")}
+    numbers |= {name: h[name] for name in ("num_key_value_heads", "head_dim") if h.get(name)}
+    numbers |= {name: scaling.get(name) for name in ROPE.values() if scaling}
+    for name, value in {**numbers, "rope_theta": theta}.items():
+        is_whole = name not in ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+        if type(value) not in ((int,) if is_whole else (int, float)) or not 0 < value < math.inf:
+            yield f"{name} is {json.dumps(value)[:80]}; expected a {'whole ' if is_whole else ''}number above 0"
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
@@ -211,6 +237,8 @@ def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> 
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):
         yield "rope_parameters differ between kinds of layers; expected one for all"
+    elif not {"rope_type", "type"} & rope.keys() and (rest := sorted(rope.keys() - {"rope_theta", "partial_rotary_factor"})):
+        yield f"rope_scaling or rope_parameters has {', '.join(rest)[:80]}, and no rope_type; set it"
     if h.get("rope_scaling") and h.get("rope_parameters") and h["rope_scaling"] != h["rope_parameters"]:
         yield "rope_scaling and rope_parameters differ; remove one of them"
     if h.get("rope_theta") not in (None, rope.get("rope_theta", h.get("rope_theta"))):

@@ -1,6 +1,7 @@
 """Language models from Hugging Face's files and back: the same arrays, names, dtypes and logits."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import re
@@ -77,6 +78,9 @@ def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
     return logits
 
 
+COMPANIONS = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md", "additional_chat_templates/tool_use.jinja")
+
+
 @pytest.fixture(scope="module", params=language_case.MODELS)
 def exported(request, tmp_path_factory):
     """A run that began with the golden weights and ended there, exported."""
@@ -86,6 +90,9 @@ def exported(request, tmp_path_factory):
     for file in source.iterdir():
         (folder / "source" / file.name).write_bytes(file.read_bytes())
     (folder / "source" / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "source" / "additional_chat_templates").mkdir()
+    for file in COMPANIONS:
+        (folder / "source" / file).write_text(file)
     run = {
         "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "train": {"steps": 30}, "seed": 0,
         "data": {}, "warm_start": {"source": str(folder / "source")},
@@ -114,6 +121,9 @@ def test_an_export_is_what_transformers_wrote(exported):
         k: v for k, v in theirs.items() if k != "transformers_version"
     }
     assert (folder / "out" / "tokenizer.json").read_text() == '{"model": {}}'
+    assert [(folder / "out" / file).read_text() for file in COMPANIONS] == [*COMPANIONS]
+    sums = (folder / "out" / "SHA256SUMS").read_text()
+    assert all(f"{hashlib.sha256(file.encode()).hexdigest()}  {file}\n" in sums for file in COMPANIONS)
     about = json.loads((folder / "out" / "tokenizer_config.json").read_text())
     assert about == {"tokenizer_class": "PreTrainedTokenizerFast"}, "transformers takes tokenizer.json as it is"
 
@@ -177,6 +187,15 @@ def test_what_cannot_be_read_is_told(tmp_path):
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             "rope_type is 'yarn'; expected one of: default, llama3",
         ),
+        ({"rope_scaling": {"factor": 4.0}, "rope_parameters": None}, "has factor, and no rope_type"),
+        ({"rope_scaling": "linear"}, "is 'linear'; expected an object"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}, "rope_parameters": None},
+            "high_freq_factor is null.*original_max_position_embeddings is null; expected a whole number",
+        ),
+        ({"rope_theta": None, "rope_scaling": None, "rope_parameters": None}, "rope_theta is null; expected a number above 0"),
+        ({"hidden_size": "16", "head_dim": 8.5}, 'hidden_size is "16"; expected a whole .*head_dim is 8.5'),
+        ({"rms_norm_eps": None, "num_hidden_layers": True}, "num_hidden_layers is true.*rms_norm_eps is null; expected a num"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(h | change))
         with pytest.raises(language_files.HuggingFaceError, match=text):

@@ -85,7 +85,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     found, _ = hugging_face.tokenizer_files(
         (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files
     )
-    found |= hugging_face.read_files(source, _FILES)
+    found |= hugging_face.read_files(source, _FILES) | hugging_face.terms_files(source)
     if "config.json" in found:
         about = files.read_json(source / "config.json")
         about.pop("quantization_config", None)  # the arrays are numbers, not codes

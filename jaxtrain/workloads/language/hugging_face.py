@@ -103,7 +103,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     plain = "bytes" if model.get("symbols") or data.get("text") == "bytes" else ""
     named = (model.get("tokenizer"), plain, data.get("tokenizer"))
     found, same = hugging_face.tokenizer_files(named, base, model.get("vocab"), tokenizer.read_files)
-    found |= hugging_face.read_files(base, (_GENERATION,)) if base else {}
+    found |= hugging_face.read_files(base, (_GENERATION,)) | hugging_face.terms_files(base) if base else {}
     if not same and _GENERATION in found:
         found[_GENERATION] = _json(hugging_face.without_ids(json.loads(found[_GENERATION])))
     if family is None:
