@@ -7,6 +7,7 @@ config.warm_start.keep, ``workdir/base/<digest>-<name>`` is a copy of the source
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -24,6 +25,7 @@ from jaxtrain.config import WarmStart
 from loaders.io import atomic_write
 
 FOLDER = "base"  # in a workdir
+FICLONE = 0x40049409  # of Linux: both files share their blocks until one is written
 SHORT = 7  # [characters] of a digest in the name of a copy
 
 
@@ -104,7 +106,7 @@ def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
 
 
 def keep(rules: WarmStart, workdir: str, short: str) -> str:
-    """Copy a source into ``workdir/base``, by hard links if possible, unless it is there. Return its place there.
+    """Copy a source into ``workdir/base``, unless it is there. Return its place there.
 
     ``short``: the first characters of its digest, by which another source of the same name is another copy.
     """
@@ -133,11 +135,11 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _copy(source: epath.Path, target: pathlib.Path) -> None:
-    if "://" not in os.fspath(source):
-        with contextlib.suppress(OSError):  # another disk
-            os.link(os.path.realpath(source), target)
-            return
     with atomic_write.file(target) as out, source.open("rb") as file:
+        # Never a hard link: who writes into the source would write into the copy.
+        with contextlib.suppress(OSError):  # another disk or a store, or a file system that cannot share blocks
+            fcntl.ioctl(out.fileno(), FICLONE, file.fileno())
+            return
         shutil.copyfileobj(file, out)
 
 

@@ -43,6 +43,7 @@ def runs(tmp_path_factory):
         shutil.copytree("B", "before")
         ended = adapters("before", train__steps="4")
         assert export.main(["B", "--out", "exported"]) == 0
+        assert not any(path.stat().st_nlink > 1 for path in pathlib.Path("K/base").rglob("*") if path.is_file())
         train("A", train__steps="4")
     return folder, ended
 
