@@ -1,5 +1,6 @@
 """Puzzles from a folder: CSV or npy files. `sudoku` has the formats."""
 
+import itertools
 import math
 import pathlib
 from collections.abc import Callable
@@ -31,35 +32,44 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
     if not questions:
         raise DataError(f"{path} has no boards: no row follows its header; make some with `jaxtrain sudoku`")
     if not (np.abs(rating) < 2**53).all():
-        raise DataError(f"{path}:{int(np.argmin(np.abs(rating) < 2**53)) + 2}: the rating is no number")
+        raise DataError(f"{path}:{_line(path, int(np.argmin(np.abs(rating) < 2**53)))}: the rating is no number")
     chosen = np.arange(len(questions))
     if draw and draw < len(chosen):
         chosen = np.sort(order.permutation(seed, 0, len(chosen), np.arange(draw)))
     side = KINDS[source.kind] or math.isqrt(len(questions[chosen[0]] or ""))
-    line = chosen + 2  # the header is line 1
+
+    def where(i: int) -> str:
+        return f"{path}:{_line(path, chosen[i])}"
+
     boards, solutions = (
-        kinds.to_symbols(source.kind, side, [texts[i] or "" for i in chosen], lambda i: f"{path}:{line[i]}")
-        for texts in (questions, answers)
+        kinds.to_symbols(source.kind, side, [texts[i] or "" for i in chosen], where) for texts in (questions, answers)
     )
-    _check(path, source.kind, side, line, boards, solutions)
+    _check(source.kind, side, boards, solutions, where)
     return kinds.singles(boards, solutions, rating[chosen])
 
 
-def _check(path: pathlib.Path, kind: str, side: int, line: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
+def _line(path: pathlib.Path, row: int) -> int:
+    """Return the line of a table's row: the header is line 1, and blank lines are no rows."""
+    with files.regular(path) as file:
+        numbers = (number for number, line in enumerate(file, 1) if line.rstrip(b"\r\n"))
+        return next(itertools.islice(numbers, int(row) + 1, None))
+
+
+def _check(kind: str, side: int, inputs: np.ndarray, labels: np.ndarray, where: Callable[[int], str]) -> None:
     """Raise DataError, with the line, if an answer is none, or is not the only one."""
     for start in range(0, len(inputs), CHUNK):
-        boards, answers, at = (x[start : start + CHUNK] for x in (inputs, labels, line))
+        boards, answers = (x[start : start + CHUNK] for x in (inputs, labels))
         if (bad := np.flatnonzero(~kinds.is_solved(kind, boards, answers))).size:
             board, answer = boards[bad[0]], answers[bad[0]]
             why = "it breaks a rule"
             if kind in BOXES:
                 differs = np.flatnonzero(((board > 1) & (board != answer)) | (answer == 1))
-                where = f"{kinds.name_of(differs[0], side)} is blank, or not as in the question" if differs.size else why
-                why = kinds.clash(kind, answer) or where
-            raise DataError(f"{path}:{at[bad[0]]}: the answer is no solution: {why}; correct or remove that row")
+                why_not = f"{kinds.name_of(differs[0], side)} is blank, or not as in the question" if differs.size else why
+                why = kinds.clash(kind, answer) or why_not
+            raise DataError(f"{where(start + bad[0])}: the answer is no solution: {why}; correct or remove that row")
         if kind not in BOXES:
             continue  # mazes may have more than one path, and lights have one answer by their size
-        check_boards(kind, boards, lambda i, at=at: f"{path}:{at[i]}")  # type: ignore[misc]
+        check_boards(kind, boards, lambda i, start=start: where(start + i))  # type: ignore[misc]
 
 
 def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> None:

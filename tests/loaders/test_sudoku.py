@@ -355,6 +355,12 @@ def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
         sudoku._split.cache_clear()
         with pytest.raises(DataError, match=message):
             sudoku._split(source, 0, "train")
+    lines = ["source,question,answer,rating", "", f"0,{answer},{answer},0", "", "", f"1,{'.' * 16},{answer},0"]
+    for end in ("\n", "\r\n"):
+        (tmp_path / "train.csv").write_bytes(end.join(lines).encode())
+        sudoku._split.cache_clear()
+        with pytest.raises(DataError, match="csv:6: the board has several solutions"):
+            sudoku._split(source, 0, "train")
 
 
 @pytest.mark.parametrize("side", [4, 6, 9])
