@@ -36,6 +36,7 @@ from loaders.base import DataError, narrowed
 from loaders.io import checks, files, machine
 
 CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is true
+SAMPLED, SAMPLE = 256, 16 << 10  # rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
 CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
@@ -262,10 +263,8 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
     Raises:
       DataError: shards that cannot be used.
     """
-    if not audio_root and (file := index_file(shards[0])):
-        audio_root = str(index_root(file))
     try:
-        return _index_once(_stats(shards), label, os.path.expanduser(audio_root) or None, links)
+        return _index_once(_stats(shards), label, _root(shards, audio_root), links)
     except (ValueError, OSError) as error:
         if "no column" in str(error):
             from loaders.io import columnar
@@ -274,6 +273,34 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
                 columnar.require(path, "audio", *([label] if label else []))
         hint = "; if it holds lists of classes, set data.multilabel=true" if "list" in str(error).lower() else ""
         raise DataError(f"{error}{hint}{remote.reasons()}") from error
+
+
+def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
+    if not audio_root and (file := index_file(shards[0])):
+        audio_root = str(index_root(file))
+    return os.path.expanduser(audio_root) or None
+
+
+def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
+    """Return the index's fingerprint, with a digest of recordings that are files of their own (`jaxtrain index`).
+
+    It covers the sizes and some bytes of the files of up to SAMPLED rows, evenly spaced. Files that cannot be read are left
+    out: the pipeline counts them.
+    """
+    digest, known = hashlib.sha256(), set()
+    root = _root(shards, audio_root)
+    for row in np.unique(np.linspace(0, index.n_rows - 1, min(SAMPLED, index.n_rows)).astype(int)).tolist():
+        shard = shards[int(np.searchsorted(index.first_rows, row, side="right")) - 1]
+        if index.part(row) is None or (name := index.path(row)) in known:
+            continue
+        known.add(name)
+        with contextlib.suppress(files.FileError):
+            with files.regular(files.inside(pathlib.Path(root or shard.parent), name, links=links)) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(size - SAMPLE, 0) // 2)
+                content = file.read(SAMPLE)
+            digest.update(f"{name} {size} {hashlib.sha256(content).hexdigest()}\n".encode(errors="surrogateescape"))
+    return f"{index.fingerprint}-{digest.hexdigest()[:16]}" if known else index.fingerprint
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:

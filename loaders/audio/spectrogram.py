@@ -52,6 +52,7 @@ from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.audio.shards import (
     ClassLists,
     find_shards,
+    fingerprint,
     has_split,
     index_file,
     label_column,
@@ -208,6 +209,7 @@ class Split:
     index: "_rust.Index | None"  # None: the split is empty
     rows: np.ndarray  # int64 [n]
     lists: ClassLists | None  # with `Config.multilabel`
+    shards: Sequence[pathlib.Path] = ()  # of the index
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -433,11 +435,12 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
         except ValueError as error:
             raise DataError(str(error)) from error
 
+    fingerprint_of = functools.partial(fingerprint, audio_root=config.audio_root, links=config.follow_links)
     background = None
     if config.background and train:
         places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
         noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
-        row_order["background"] = noise.fingerprint
+        row_order["background"] = fingerprint_of(noise, places)
         background = pipeline(noise, np.arange(noise.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
     return Spectrograms(
         fields(config),
@@ -446,7 +449,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
         rows=rows,
         seed=seed,
         n_batches=-(-len(chosen) // rows.batch),
-        fingerprint=index.fingerprint if index else "",
+        fingerprint=fingerprint_of(index, recordings.shards) if index else "",
         order=row_order,
         background=background,
         lists=recordings.lists,
@@ -458,7 +461,8 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
     """Return the recordings of both splits; without ``make``, or the outline of the built-in ones. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
     train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
-    train, train_lists = _open(find_shards(train_path, config.train_split, links=config.follow_links), config)
+    train_shards = find_shards(train_path, config.train_split, links=config.follow_links)
+    train, train_lists = _open(train_shards, config)
     rows = np.arange(train.n_rows)
     if config.exclude_of not in (0, train.n_rows):
         text = "exclude was written for an index of %d rows, and %s has %d: it excludes none; unreadable recordings are counted"
@@ -482,7 +486,10 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
         test_shards = shards_of_split(folder, config.test_split, links=config.follow_links)
     if test_shards:
         test, test_lists = _open(test_shards, config)
-        splits = {"train": Split(train, rows, train_lists), "test": Split(test, np.arange(test.n_rows), test_lists)}
+        splits = {
+            "train": Split(train, rows, train_lists, train_shards),
+            "test": Split(test, np.arange(test.n_rows), test_lists, test_shards),
+        }
         train_names, test_names = (splits[name].names for name in ("train", "test"))
         if test_names != train_names:
             raise DataError(
@@ -491,7 +498,10 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
             )
     else:
         is_test = order.held_out(rows, config.test_share)
-        splits = {"train": Split(train, rows[~is_test], train_lists), "test": Split(train, rows[is_test], train_lists)}
+        splits = {
+            name: Split(train, chosen, train_lists, train_shards)
+            for name, chosen in (("train", rows[~is_test]), ("test", rows[is_test]))
+        }
     if not len(splits["train"].rows):
         raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
     if not len(splits["test"].rows):

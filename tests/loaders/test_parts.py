@@ -4,6 +4,7 @@ import io
 import os
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -203,6 +204,26 @@ def test_the_default_of_the_config_is_random_and_is_named_in_the_order(ramps):
         loader.close()
     assert config.short == "random"
     assert states["random"]["short"] == "random" and "short" not in states["origin"], "runs of before resume as they were"
+
+
+def test_the_fingerprint_follows_the_recordings_and_not_their_folder(ramps, tmp_path):
+    shard = write(ramps, [dict(path=path, start=0.0, end=0.5) for path in ("m.wav", "s.wav", "m.wav", "gone.wav")])
+
+    def fingerprint(folder):
+        config = Config(train=str(folder / shard.name), label="", test_share=0.0, threads=1, allow_debug_build=True)
+        loader = make_loader(config, split="train", rows=Rows(1, ((0, 1),)), seed=0)
+        loader.close()
+        return loader.fingerprint, loader.state(0)["order"]
+
+    first = fingerprint(ramps)
+    moved = tmp_path / "moved"
+    shutil.copytree(ramps, moved, ignore=shutil.ignore_patterns("moved"))
+    assert fingerprint(moved) == first
+    content = (moved / "m.wav").read_bytes()
+    noise = np.random.default_rng(0).bytes(len(content) - 44)
+    (moved / "m.wav").write_bytes(content[:44] + noise)
+    other = fingerprint(moved)
+    assert other[0] != first[0] and other[1] == first[1]
 
 
 def test_the_cache_holds_parts(ramps, tmp_path):
