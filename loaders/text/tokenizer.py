@@ -145,11 +145,11 @@ def _listed(folder: pathlib.Path) -> Iterator[_Added]:
         files.read_json(files.inside(folder, name)) if (folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     )
-    where = str(folder / ("tokenizer_config.json" if "added_tokens_decoder" in about else "added_tokens.json"))
     listed = about.get("added_tokens_decoder")
+    where = str(folder / ("added_tokens.json" if listed is None else "tokenizer_config.json"))
     if listed is None:
         named = [x for each in {**about, **special_map}.values() for x in (each if isinstance(each, list) else [each])]
-        specials = {x.get("content") if isinstance(x, dict) else x for x in named if isinstance(x, str | dict)}
+        specials = [x.get("content") if isinstance(x, dict) else x for x in named]
         listed = {i: {"content": content, "special": content in specials} for content, i in older.items()}
     try:
         found = [_Added(where, int(i), x["content"], bool(x.get("special")), _flags(x)) for i, x in listed.items()]
@@ -169,7 +169,7 @@ def _add(inner: Any, path: pathlib.Path, one: _Added) -> None:
     import tokenizers
 
     if inner.token_to_id(one.content) not in inner.get_added_tokens_decoder():
-        token = tokenizers.AddedToken(one.content, **dict(one.flags))
+        token = tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags))
         (inner.add_special_tokens if one.special else inner.add_tokens)([token])
     if (found := inner.token_to_id(one.content)) != one.id:
         raise DataError(

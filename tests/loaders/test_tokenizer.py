@@ -27,6 +27,10 @@ CASTS = {
     "jaxtrain/workloads/bird/inference/embeddings.py": (2, "0 and 1"),
     "jaxtrain/workloads/bird/inference/detect.py": (1, "columns of a head"),
     "jaxtrain/telemetry/writers.py": (1, "pixels"),
+    "jaxtrain/telemetry/metrics_logger.py": (1, "digests, which are uint32 before"),
+    "jaxtrain/telemetry/report/step_page.py": (1, "audio samples, scaled to the range"),
+    "loaders/sudoku/puzzle_generators.py": (1, "symbols 1 and 2"),
+    "loaders/sudoku/puzzles.py": (2, "symbols, which are bytes; 0 and 1"),
 }
 
 
@@ -95,6 +99,8 @@ def test_tokens_that_only_the_companions_have(tmp_path):
     (path.parent / name).write_text(json.dumps({"added_tokens_decoder": [1]}))
     with pytest.raises(DataError, match="tokenizer_config.json lists no tokens by their ids"):
         open_tokenizer(path)
+    (path.parent / name).write_text(json.dumps({"added_tokens_decoder": None, "eos_token": {"content": ["no text"]}}))
+    assert open_tokenizer(path).vocab == 7, "by added_tokens.json"
 
 
 def test_a_tokenizer_beside_another_has_none_of_its_files(tmp_path, capsys):
