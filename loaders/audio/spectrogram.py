@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 from loaders import order
-from loaders.audio import prepared, remote
+from loaders.audio import remote
 from loaders.audio.front_end import DEFAULT, FrontEnd
 from loaders.audio.shards import (
     ClassLists,
@@ -116,6 +116,8 @@ class Config(FrontEnd, checks.DataSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Every error that shows without reading a shard: (field, problem with its remedy)."""
+        from loaders.audio import prepared  # imports pyarrow, which an exported encoder's example does without
+
         for field in ("train", "test", "background"):
             path = getattr(self, field)
             if path and path != "demo" and not remote.is_remote(path):
