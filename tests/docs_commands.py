@@ -118,7 +118,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^(\S*python -m )?pytest|^\.venv/bin/python -m pytest", Why("it is a test itself")),
     (r"--plan-setup|plan --setup", Why("it needs the network; tests/plan/test_environment.py runs it against a stand-in")),
     (r"tools\.compile_table", Why("it needs compilers that are fetched; tests/compiled compiles the same steps")),
-    (r"tools\.bench_|tools\.few_examples|tools\.esc10_folds|tools\.trm_table|tools\.replay_proof", Why("it measures, for minutes")),
+    (
+        r"tools\.bench_|tools\.few_examples|tools\.esc10_folds|tools\.trm_table|tools\.replay_proof",
+        Why("it measures, for minutes"),
+    ),
     (r"tools\.chip\.trace$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (r"^python tools/gpu_check\.py$", Why("it measures for minutes; tests/tools/test_gpu_check.py runs its parts")),

@@ -172,7 +172,7 @@ def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_
                 continue
             wave = _rust.decode(data[:size])[0]  # of its whole length
             assert frames == len(wave) < len(whole) and _rust.recording_doubts(path)[0] > frames, (name, size)
-            assert size < len(data) - 10 or len(whole) - frames < 16_384, (name, size)
+            assert size < len(data) - 10 or len(whole) - frames < 48_000, (name, size)  # a page of Ogg: up to a second
             assert abs(wave - whole[:frames]).max() < 1e-4, (name, size)
 
 

@@ -23,7 +23,7 @@ OTHERS = {
     },
     "giblet": {"voxels.density", "voxels.r_squared", "voxels.shuffled"},
     "language": set(),
-    "trm": {"boards.draw"},
+    "trm": {"boards.draw", "rollouts._numbers"},
 }  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class _Channels:
         text = self._number(self._layout.text(row, "channel"))
         if text in SIDES:
             return SIDES[text]
-        if text.isdecimal() and int(text) >= self._first:
+        if text.isdecimal() and len(text) < 10 and int(text) >= self._first:
             return int(text) - self._first
         if text:
             self._mistakes.add("odd-channel", f"{where}: {text!r}")
