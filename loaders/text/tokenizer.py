@@ -11,6 +11,7 @@ The name of a special token inside a text, for example <eos>, becomes that token
 """
 
 import functools
+import itertools
 import os
 import pathlib
 import sys
@@ -164,18 +165,25 @@ def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
     return tuple((name, bool(fields[name])) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields)
 
 
-def _add(inner: Any, path: pathlib.Path, one: _Added) -> None:
-    """Add a token that only a companion has. Raises DataError if the two files give it different ids."""
+def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
+    """Add the tokens that only a companion has, or has otherwise. Raises DataError if the two files give one different ids."""
     import tokenizers
 
-    if inner.token_to_id(one.content) not in inner.get_added_tokens_decoder():
-        token = tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags))
-        (inner.add_special_tokens if one.special else inner.add_tokens)([token])
-    if (found := inner.token_to_id(one.content)) != one.id:
-        raise DataError(
-            f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is {found}; "
-            "save the tokenizer again, so that both agree"
-        )
+    there = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}
+    made = [tokenizers.AddedToken(one.content, special=one.special, **dict(one.flags)) for one in listed]
+    new = [
+        token
+        for one, token in zip(listed, made, strict=True)
+        if one.content not in there or (one.flags and repr(token) != there[one.content])
+    ]
+    for special, group in itertools.groupby(new, key=lambda token: token.special):
+        (inner.add_special_tokens if special else inner.add_tokens)([*group])
+    for one in listed:
+        if (found := inner.token_to_id(one.content)) != one.id:
+            raise DataError(
+                f"{one.where} lists the token {one.content[:80]!r} as {one.id}, and by {path} it is {found}; "
+                "save the tokenizer again, so that both agree"
+            )
 
 
 @functools.lru_cache(maxsize=4)
@@ -188,8 +196,7 @@ def _opened(path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_A
         inner = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001  it raises Exception itself
         raise DataError(f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.said(error)}") from error
-    for one in listed:
-        _add(inner, path, one)
+    _add(inner, path, listed)
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} has no tokens; expected a tokenizer.json of Hugging Face")

@@ -92,6 +92,10 @@ def test_tokens_that_only_the_companions_have(tmp_path):
         opened = open_tokenizer(path)
         assert opened.encode(["one two <|im_end|> three"]) == [[2, 3, 6, 4]], name
         assert (opened.vocab, opened.specials, opened.ends()) == (7, special, tuple(special)), name
+    listed["6"]["special"] = False
+    (path.parent / name).write_text(json.dumps({"added_tokens_decoder": listed}))
+    added = words(tmp_path / "t", {"[unk]": 0, "<": 1, "one": 2, "two": 3, "three": 4, "im": 5}, added=("<|im_end|>",))
+    assert open_tokenizer(added).specials == {}, "tokenizer_config.json comes first"
     listed["7"] = listed.pop("6")
     (path.parent / name).write_text(json.dumps({"added_tokens_decoder": listed}))
     with pytest.raises(DataError, match=r"tokenizer_config.json lists the token '<\|im_end\|>' as 7, and by .* it is 6"):
