@@ -46,6 +46,15 @@ def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
     assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
 
 
+def test_recordings_in_folders_of_the_system_are_counted(recordings, tmp_path):
+    for folder in (".old/deep", ".Trash-1000/files", "$RECYCLE.BIN/S-1-5", "@eaDir", "__MACOSX"):
+        (recordings / folder).mkdir(parents=True)
+        (recordings / folder / "c.wav").write_bytes((recordings / "a.wav").read_bytes())
+    assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
+    assert counts(tmp_path / "out") == {"hidden-file": 5}
+    assert {row[1] for row in rows_of(tmp_path / "out")} == set(corpus.RECORDINGS)
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

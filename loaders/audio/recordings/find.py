@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from loaders.audio.recordings.annotations import Mistakes
 
+# Folders that systems make, besides those whose names begin with a point: bins, thumbnails, halves of files of other systems.
+SYSTEM = {"$recycle.bin", "recycler", "@eadir", "#recycle", "@recycle", "__macosx", "system volume information", "lost+found"}
 SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave").split()
 
 
@@ -17,7 +19,10 @@ def is_audio(name: str) -> bool:
 
 
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
-    """Every file below a folder, by name, links followed. A folder that cannot be entered is a mistake."""
+    """Yield every file below a folder, by name, links followed. A folder that cannot be entered is a mistake.
+
+    The recordings in hidden folders, and in those that systems make, are counted.
+    """
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         try:
@@ -42,7 +47,11 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
                 continue
             if not inside and not is_file and entry.is_symlink():
                 mistakes.add("missing-file", f"{entry.path} is a link to no file or folder")
-            elif inside and not entry.name.startswith("."):
+            elif inside and (entry.name.startswith(".") or entry.name.casefold() in SYSTEM):
+                for above_it, _, names in os.walk(entry.path):
+                    for name in sorted(filter(is_audio, names)):
+                        mistakes.add("hidden-file", os.path.join(above_it, name))
+            elif inside:
                 yield from enter(entry.path, (*above, here))
             elif is_file and not entry.name.startswith("."):
                 yield entry.path
