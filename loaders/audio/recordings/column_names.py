@@ -97,11 +97,20 @@ DOUBTFUL = set(
     "accepted approved confirmation review truepositive tp validationresult manualvalidation labeltype present presence "
     "detected occurrencestatus keep use include included rejected falsepositive fp negative isnegative deleted exclude "
     "excluded ignore ignored discard discarded delete remove removed reject verdict outcome decision agree agreement korrekt "
-    "richtig bestatigt gepruft verifiziert validiert confirme verifie correcto confirmado verificado manualcheck check".split()
+    "richtig bestatigt gepruft verifiziert validiert confirme verifie correcto confirmado verificado manualcheck check "
+    "modelpresence thresholdpresence presenceabsence presenceorabsence istp istruepositive isfp isfalsepositive".split()
 )
 JUDGED = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
-DENYING = set("rejected falsepositive fp negative isnegative deleted exclude excluded ignore ignored discard discarded "
-              "delete remove removed reject".split())  # fmt: skip
+DENYING = set(
+    "rejected falsepositive fp isfp isfalsepositive negative isnegative deleted exclude excluded ignore ignored discard "
+    "discarded delete remove removed reject".split()
+)
+# Columns of numbers of which 0 says that the label is absent: counts of animals and calls, and weights in [0, 1].
+COUNTS = set(
+    "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls ncall numcalls calls callcount "
+    "numberofcalls anzahl individuen nombre effectif cantidad".split()
+)
+WEIGHTS = set("softlabel softlabels weight value relevance confidence probability prob likelihood presenceprobability".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
@@ -171,6 +180,13 @@ def is_other(name: str) -> bool:
 def may_deny(name: str) -> bool:
     """Whether a column's name says that its cells may deny labels."""
     return plain(name) in DOUBTFUL or bool(JUDGED & set(words(name)[-1:]))
+
+
+def is_absent(name: str, text: str) -> bool | None:
+    """Whether the number in a column of counts or weights is 0, None if it is no such number."""
+    if plain(name) not in COUNTS | WEIGHTS or not re.fullmatch(r"\d+([.,]\d+)?", text):
+        return None
+    return float(text.replace(",", ".")) == 0
 
 
 def says_time(name: str) -> bool:

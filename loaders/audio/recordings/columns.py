@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from loaders.audio.recordings import file_columns, split_columns, values, wide
 from loaders.audio.recordings.column_names import (
+    COUNTS,
     DENYING,
     ELSEWHERE,
     LABEL,
@@ -20,7 +21,9 @@ from loaders.audio.recordings.column_names import (
     RECORDING,
     SPLIT,
     TIME,
+    WEIGHTS,
     counting,
+    is_absent,
     is_other,
     may_deny,
     meaning_of,
@@ -433,11 +436,13 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
     labelled = layout.used["label"] or layout.used.get("genus") or layout.classes
     if options.answer_column or layout.used.get("answer") or not labelled:
         return
+    _refuse_absences(layout)
     for name in (*layout.ignored, *layout.unused):
         texts = layout.table.values(name)
         if may_deny(name) or values.are_verdicts(texts):
             wrong = "yes" if plain(name) in DENYING else "no"
-            found = [(text, values.verdict(text)) for text in texts]
+            letters = values.are_letters(texts)
+            found = [(text, values.verdict(text, letters)) for text in texts]
             mixed = any(each for _, each in found)  # else it is no column of verdicts
             denied = [text for text, each in found if each == wrong or (each is None and mixed)]
             if denied:
@@ -445,3 +450,19 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
                     f"{layout.table.path}: {name!r} holds {denied[0]!r} in {len(denied)} lines, whose labels are denied or not "
                     f"checked yet; say which: --answer-column {name!r} leaves their labels out, --answer-column none keeps them"
                 )
+
+
+def _refuse_absences(layout: Layout) -> None:
+    """Raise DataError for a count or weight of 0 next to a label: nothing of this label was there."""
+    if layout.classes:
+        return
+    for name in (*layout.ignored, *layout.unused, *layout.used.get("score", ())):
+        texts = list(filter(values.given, layout.table.values(name)))
+        absent = [is_absent(name, text) for text in texts]
+        is_weight = plain(name) in WEIGHTS and all(map(values.is_share, texts)) and not all(absent)
+        if (is_weight or plain(name) in COUNTS) and None not in absent and any(absent):
+            raise DataError(
+                f"{layout.table.path}: {name!r} holds {texts[absent.index(True)]!r} in {sum(map(bool, absent))} lines, whose "
+                f"labels are then absent; say which: --answer-column {name!r} leaves their labels out, --answer-column none "
+                "keeps them"
+            )

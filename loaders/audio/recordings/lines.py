@@ -64,6 +64,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
     channel_of = _Channels(layout, mistakes)
     needed = [*(name for several in used.values() for name in several), *layout.classes]
     needed = [name for name in needed if any(map(values.is_sheet_error, table.values(name)))]
+    letters = values.are_letters(table.values(asked)) if (asked := layout.column("answer")) else False
     for number, row in rows:
         where = f"{table.path}:{number}"
         try:
@@ -71,7 +72,7 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
                 raise _WrongLine(f"has {row[broken]!r} as its {broken!r}, an error of a spreadsheet")
             start, end = times.of(row)
             its_labels = labels_of(row)
-            answer = _answer(layout, row)
+            answer = _answer(layout, row, letters)
             its_about = about.of(row, where)
         except _WrongLine as error:
             mistakes.add("bad-row", f"{where} {error}")
@@ -328,15 +329,21 @@ def _file(layout: Layout, row: Row) -> str:
     return file_columns.joined(folders, name) if name and folders else name
 
 
-def _answer(layout: Layout, row: Row) -> str:
-    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. Raises _WrongLine."""
+def _answer(layout: Layout, row: Row, letters: bool) -> str:
+    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. Raises _WrongLine.
+
+    Args:
+      letters: the column of answers holds P and A.
+    """
     text = layout.text(row, "answer")
     if not text:
         return ""
-    found = values.verdict(text)
+    name = layout.column("answer") or ""
+    absent = column_names.is_absent(name, text)
+    found = values.verdict(text, letters) if absent is None else "no" if absent else "yes"
     if found is None:
         raise _WrongLine(f"has {text!r} as its answer; expected yes, no or skip")
-    denying = column_names.plain(layout.column("answer") or "") in column_names.DENYING
+    denying = column_names.plain(name) in column_names.DENYING
     return {"yes": "no", "no": "yes"}.get(found, found) if denying else found
 
 

@@ -286,6 +286,8 @@ def _audacity(
             mistakes.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
         elif len(fields) > 3 and fields[0] != "\\" and values.are_numbers([text]):
             mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has a number for its label; expected start, end and label")
+        elif len(fields) == 4 and fields[0] != "\\" and re.fullmatch(r"0*(\.0*)?", fields[3]) and fields[3]:
+            mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has the weight 0, so its label is absent; remove the line")
         elif len(numbers) < 2 or None in numbers:
             mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} is no label; expected start, end and label between tabs")
         elif fields[0] == "\\":

@@ -49,6 +49,7 @@ NO = {
 }
 OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
+LETTERS = {"p": "yes", "a": "no"}  # of a column of presence and absence that holds nothing else
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok", "agree",
@@ -203,9 +204,28 @@ def are_nearly_answers(texts: Sequence[str]) -> bool:
     return are_numbers(texts) or 0 < len(found) <= 2 * sum(answer(text) is not None for text in found)
 
 
-def verdict(text: str) -> str | None:
-    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, None if it is none."""
+def is_share(text: str) -> bool:
+    """Whether a text is a number in [0, 1]."""
+    try:
+        return 0 <= (number(text) or 0) <= 1
+    except ValueError:
+        return False
+
+
+def are_letters(texts: Iterable[str]) -> bool:
+    """Whether a column holds P and A alone, for presence and absence."""
+    return _words(texts) == set(LETTERS)
+
+
+def verdict(text: str, letters: bool = False) -> str | None:
+    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, None if it is none.
+
+    Args:
+      letters: the column holds P and A alone.
+    """
     folded = text.casefold()
+    if letters and folded in LETTERS:
+        return LETTERS[folded]
     bare = " ".join(re.findall(r"[^\W_]+", folded))  # of true_positive
     folded = bare if bare in OPEN | CONFIRMED | DENIED else folded
     if not given(text):
