@@ -48,7 +48,8 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "rare-label": ("a label with fewer events than --min-count", DROP, True),
     "duplicate-content": ("recordings with the same bytes; dropped: all but the first by name", REFUSE, True),
     "other-time": ("a recording whose header or table has another time than its name; kept: not the name's", KEEP, True),
-    "no-label": ("a line without a label; kept: without a class", KEEP, True),
+    "no-label": ("a line without a label, or whose label says that there is none: nocall; kept: without a class", KEEP, True),
+    "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
     "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
     "similar-labels": (
         "labels that differ in case, blanks or marks alone, or were read in a wrong encoding; --classes makes them one",

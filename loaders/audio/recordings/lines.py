@@ -85,7 +85,8 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
             continue
         if joined := labels_of.joined(its_labels):
             mistakes.add("joined-labels", f"{where}: {joined}")
-        if has_times and start is None and its_labels and not mistakes.add("no-times", where):
+        heard = not all(map(values.says_none, its_labels))
+        if has_times and start is None and heard and not mistakes.add("no-times", where):
             continue
         text = layout.text(row, "label")
         silent = start is not None and not (layout.classes or used.get("answer")) and options.label_column != "none"

@@ -43,6 +43,19 @@ def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda 
 
     Raises DataError: it does not exist, or is none of these.
     """
+    for annotation in _annotations(source, options, mistakes, note):
+        if any(map(values.says_none, annotation.labels)):
+            if not mistakes.add("no-label", f"{annotation.where}: {', '.join(annotation.labels)!r}"):
+                continue
+            annotation.labels = tuple(label for label in annotation.labels if not values.says_none(label))
+        if open_labels := list(filter(values.says_unknown, annotation.labels)):
+            if not mistakes.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
+                continue
+        yield annotation
+
+
+def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) -> Iterator[Annotation]:
+    """Yield the annotations of a source with the labels that it states."""
     path = pathlib.Path(source).expanduser()
     if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
         raise DataError(f"--audio={options.audio} is no folder{shards.nearest(named)}; name the folder of the recordings")
@@ -253,7 +266,7 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
         if line.answer == "skip" and not line.labels:
             mistakes.add("unanswered", line.where)
         elif found:
-            nothing = line.start is None and not line.labels and bool(layout.used["start"])
+            nothing = line.start is None and all(map(values.says_none, line.labels)) and bool(layout.used["start"])
             yield Annotation(
                 found, line.start, line.end, () if line.answer == "no" else line.labels, line.low, line.high, line.channel,
                 line.split, line.where, line.about, nothing,

@@ -50,6 +50,12 @@ NO = {
 OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
 LETTERS = {"p": "yes", "a": "no"}  # of a column of presence and absence that holds nothing else
+# Labels, without case and marks, that say that nothing was heard, and that it is not known who was.
+NO_CALL = set("none nocall nocalls nocalling noid nobird nobirds nobat nobats noanimal noanimals nospecies noevent noevents "
+              "nolabel nosound nothing noisefree novocalization novocalisation keinvogel keinruf keineart aucun ninguno "
+              "nichts rien nada".split())  # fmt: skip
+UNKNOWN = set("unknown unk unid unidentified undetermined unidentifiable unknownbird unknownbat unknownspecies unknowncall "
+              "unbekannt inconnu inconnue desconocido desconocida indet".split())  # fmt: skip
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok", "agree",
@@ -266,6 +272,20 @@ def are_splits(texts: Sequence[str], train: bool = False) -> bool:
 def split_of(text: str) -> str:
     """Return the name of a split in one spelling, and 5 for a fold 5.0."""
     return SPLITS.get(text.casefold(), whole(text))
+
+
+def says_none(label: str) -> bool:
+    """Whether a label says that there is no call: nocall, NoID, No bird, (none)."""
+    return _letters(label) in NO_CALL
+
+
+def says_unknown(label: str) -> bool:
+    """Whether a label says that the call could not be named: unknown, Unid., ????."""
+    return _letters(label) in UNKNOWN or (bool(label) and not label.strip("? ()"))
+
+
+def _letters(label: str) -> str:
+    return re.sub(r"[\W_]+", "", label.casefold())
 
 
 def is_sheet_error(text: str) -> bool:
