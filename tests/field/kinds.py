@@ -164,6 +164,8 @@ FILES = (
 )  # fmt: skip
 
 TIMES = (
+    *(Case(f"whole-of-{n}", f"{name},start,end,label\na.wav,2,3,robin\nb.wav,4,5,wren\n", TWO,
+           ("--start-column=start", "--end-column=end")) for n, name in enumerate(("YTID", "slice_file_name"))),
     _part("seconds", "seconds", "2", "7"),
     _part("peak-time", "Peak Time (s)", "2.5", "7.5"),
     _part("minute", "minute", "0", "1"),

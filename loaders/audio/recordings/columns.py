@@ -225,7 +225,8 @@ def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[st
         used["file offset"] = by_file or offset
     if used["end"] or not (used["start"] or used["file offset"]):
         used["duration"] = []
-    if any(plain(name) in ELSEWHERE for name in used["file"]):
+    named = {options.start_column, options.end_column} - {"", "none"}  # then a user has the whole recordings
+    if not named and any(plain(name) in ELSEWHERE for name in used["file"]):
         used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}
 
 
