@@ -145,7 +145,12 @@ SPLITS_AND_DATES = (
     _two("dates-of-another-column", ",date,recorded at", ",06/07/2024,04/13/2024", ",01/04/2024,04/14/2024",
          ("!in 'date', '06/07/2024'", "!--dates")),
 )  # fmt: skip
+JOINED = "Begin File\tBeg File Samp (samples)\tSpecies"
 FILES = (
+    _raven("joined-files.txt", JOINED, "1\tS\t1\t2\t3\t1\t9\ta.wav\t16000\trobin",
+           "2\tS\t1\t34\t35\t1\t9\tb.wav\t32000\twren", rows=("!counts over all files", "!File Offset (s)")),
+    _raven("own-files.txt", JOINED, "1\tS\t1\t2\t3\t1\t9\ta.wav\t16000\trobin",
+           "2\tS\t1\t4\t5\t1\t9\tb.wav\t32001\twren"),
     *(Case(f"folder-{n}", f"{name},file,label\nA,z.flac,robin\n", ("!missing-file", "!contradicts"))
       for n, name in enumerate(("Ordner", "dossier", "carpeta", "parent_folder", "folder_path"))),
     Case("folder-and-path", "folder,file,label\nA,deep/z.flac,robin\n", ("!missing-file",)),

@@ -225,9 +225,28 @@ def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[st
         used["file offset"] = by_file or offset
     if used["end"] or not (used["start"] or used["file offset"]):
         used["duration"] = []
+    _refuse_joined_files(table, used, options)
     named = {options.start_column, options.end_column} - {"", "none"}  # then a user has the whole recordings
     if not named and any(plain(name) in ELSEWHERE for name in used["file"]):
         used |= {meaning: [] for meaning in ("start", "end", "duration", "file offset")}
+
+
+def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
+    """Raise DataError if Raven's times count over several files: a place in samples of its file is no multiple of them."""
+    samples = table.find("Beg File Samp (samples)", "Begin File Samp (samples)")
+    start = used["start"][0] if used["start"] else ""
+    if not samples or used["file offset"] or options.start_column or not plain(start).startswith("begintime"):
+        return
+    try:
+        pairs = [(values.number(row[samples]), values.number(row[start])) for _, row in table.rows()]
+    except ValueError:
+        return
+    rates = [place / time for place, time in pairs if place is not None and time is not None and time >= 1]
+    if rates and (min(rates) < 1000 or max(rates) > 1.005 * min(rates)):
+        raise DataError(
+            f"{table.path}: {start!r} counts over all files, as {samples!r} does not grow with it; add Raven's "
+            f"measurement File Offset (s), or say --start-column {start!r} if it counts from the start of each file"
+        )
 
 
 def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float]) -> bool:
