@@ -254,6 +254,8 @@ TEXTS = (
     Case("wide-marks", "file,label\na.wav,\u30a6\u30b0\u30a4\u30b9\u3001\u30e1\u30b8\u30ed\n", ("!--separator '\u3001'",)),
     Case("tab-in-a-cell", "file,label\na.wav,robin\twren\n", ("!--separator '|'",)),
     _two("secondary-labels", ",secondary_labels", ",['wren']", ",[]", (*TWO, "=unused-column 1")),
+    *(_two(f"more-in-{name}", f",{name}", ",crow;jay", ",", (*TWO, "=unused-column 1"))
+      for name in ("label2", "species2", "background", "also")),
     Case("two-labels", "file,label1,label2\na.wav,robin,wren\nb.wav,wren,\n", ("a.wav 0 30 robin|wren", WHOLE[1]),
          ("--label-column=label1,label2",)),
     _text("turkish", "cp1254", "\u015fahin", "wren", ("a.wav 0 30 \u00feahin", WHOLE[1], "=other-encoding 1")),

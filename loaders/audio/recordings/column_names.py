@@ -147,6 +147,8 @@ NUMBERING = {"id", "ids", "number", "nr", "no", "count", "index"}  # the last wo
 LABEL = set(
     "label labels species class taxon taxa name annotation tag category code bird call sound event common scientific".split()
 )
+# Columns of further labels of a line: xeno-canto's "also", and the species behind the first.
+MORE_LABELS = {"also", "background", "backgroundspecies", "otherspecies", "secondary"}
 # Tables that give times in another recording than the one that they name.
 ELSEWHERE = ("ytid", "slicefilename")
 

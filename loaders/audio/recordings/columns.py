@@ -16,6 +16,7 @@ from loaders.audio.recordings.column_names import (
     ELSEWHERE,
     LABEL,
     MINUTES,
+    MORE_LABELS,
     NUMBERING,
     OF_DAY,
     RECORDING,
@@ -341,6 +342,9 @@ def _looks_like(table: Table, name: str, used: Used) -> str:
         return "a class"
     if may_deny(name) and any(values.verdict(text) is None for text in its):
         return "an answer"
+    more = plain(name) in MORE_LABELS or what(plain(name).rstrip("0123456789")) == "label"
+    if its and more and not meaning and not values.are_numbers(its) and not values.are_answers(its):
+        return "a label"
     if not its or is_other(name) or meaning == "duration":
         return ""
     if meaning == "split" or SPLIT & set(words(name)) or values.are_splits(its):
