@@ -228,3 +228,15 @@ def test_channels_of_a_table_are_used_or_asked_for(tmp_path, capsys):
     assert "no-channel: 2 (refused)" in told and "--channel-column" in told
     assert index(*argv, "--on=no-channel=keep") == 0 and index(*argv, "--windows=0.5") == 2
     assert "windows have no channel" in capsys.readouterr().err
+
+
+def test_folders_of_splits_are_no_labels(recordings, tmp_path, capsys):
+    for name, split in (("a.wav", "train"), ("b.wav", "test")):
+        (tmp_path / "rec" / "robin" / split).mkdir(parents=True)
+        (recordings / name).rename(tmp_path / "rec" / "robin" / split / name)
+    argv = (tmp_path / "rec", "--out", tmp_path / "out")
+    assert index(*argv, "--labels=folder") == 2 and not (tmp_path / "out").exists()
+    assert "test, train, which are splits" in (told := capsys.readouterr().err)
+    pattern = told.split("--labels '")[1].split("'")[0]
+    assert index(*argv, "--labels", pattern) == 0
+    assert [row[4] for row in rows_of(tmp_path / "out")] == [("robin",)] * 2

@@ -190,6 +190,12 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
             raise DataError(f"--labels {label!r} is no pattern: {error}") from error
         if "label" not in pattern.groupindex:
             raise DataError(f"--labels {label!r} has no group (?P<label>…); use folder, none, or a pattern with that group")
+    last = {os.path.basename(os.path.dirname(path)) for path in audio if os.path.dirname(path) != top}
+    if label == "folder" and len(last) > 1 and values.are_splits(sorted(last), train=True):
+        raise DataError(
+            f"{folder}: its recordings lie in {', '.join(sorted(last))}, which are splits and would be labels; take the folder "
+            "above as the label: --labels '(?P<label>[^/]+)/[^/]+/[^/]+$', or no label: --labels none"
+        )
     for path in audio:
         labels: tuple[str, ...] = ()
         stated: dict[str, str] = {}
