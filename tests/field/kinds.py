@@ -145,8 +145,13 @@ SPLITS_AND_DATES = (
     _two("dates-of-another-column", ",date,recorded at", ",06/07/2024,04/13/2024", ",01/04/2024,04/14/2024",
          ("!in 'date', '06/07/2024'", "!--dates")),
 )  # fmt: skip
+TONGUES = (("Bestand", "Inizio", "Stop"), ("Arquivo", "In\u00edcio", "Fim"), ("Bestand", "Tiempo inicial (s)", "Tiempo final"),
+           ("FileName", "FileBeginSec", "FileEndSec"))  # fmt: skip
 JOINED = "Begin File\tBeg File Samp (samples)\tSpecies"
 FILES = (
+    *(Case(f"tongue-{n}", f"{','.join(names)},ClassSpecies\na.wav,2,3,robin\nb.wav,4,5,wren\n", TWO)
+      for n, names in enumerate(TONGUES)),
+    Case("addresses", "sound_url,species\nhttps://x.org/1/a.wav?159,robin\nhttps://x.org/2/b.wav?x=1#t,wren\n", WHOLE),
     _raven("joined-files.txt", JOINED, "1\tS\t1\t2\t3\t1\t9\ta.wav\t16000\trobin",
            "2\tS\t1\t34\t35\t1\t9\tb.wav\t32000\twren", rows=("!counts over all files", "!File Offset (s)")),
     _raven("own-files.txt", JOINED, "1\tS\t1\t2\t3\t1\t9\ta.wav\t16000\trobin",

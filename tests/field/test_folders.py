@@ -60,7 +60,7 @@ def test_recordings_in_folders_of_the_system_are_counted(recordings, tmp_path):
     [
         ("unread-sound", "a.voc a.sph a.dsf a.snd a.wve a.gsm a.amr a.mka a.3gp a.mov a.wma a.aac a.zc sphere-without-ending"),
         ("unread-table", "a.json a.xml a.parquet a.sqlite a.db a.xlsx a.TextGrid a.eaf a.data a.csv list.txt"),
-        ("other-file", "a.jpg notes.txt LICENSE settings.ini"),
+        ("other-file", "a.jpg Thumbs.db notes.txt LICENSE settings.ini"),
     ],
 )
 def test_every_other_file_is_counted_by_its_kind(tmp_path, kind, names):

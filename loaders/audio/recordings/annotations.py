@@ -72,7 +72,11 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "no-events": ("a table without events: windows of its recording have no class", KEEP, True),
     "no-table": ("a recording next to tables, none of which is about it", DROP, False),
     "hidden-file": ("a recording in a hidden folder or a bin, or whose name begins with a point", DROP, False),
-    "unread-table": ("a table next to recordings; name it as a source to use it", DROP, False),
+    "unread-table": (
+        "annotations next to recordings; name the table, or a CSV exported from another format, as a source",
+        DROP,
+        False,
+    ),
     "unread-sound": ("a file that looks like sound, an archive or a project; convert, rename or unpack it", DROP, False),
     "other-file": ("a file next to recordings that is neither sound nor a table", DROP, False),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),

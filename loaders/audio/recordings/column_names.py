@@ -16,7 +16,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "sound files", "sound file", "wav file name", "wav file", "wav", "slice file name", "segment id", "ytid", "item id",
         "item name", "clip name", "clip", "source file", "soundscape", "sample name", "media", "datei", "dateiname", "archivo",
         "nombre archivo", "nombre del archivo", "nombre de archivo", "fichier", "nom fichier", "nom du fichier",
-        "aufnahme", "enregistrement", "grabacion",
+        "aufnahme", "enregistrement", "grabacion", "bestand", "bestandsnaam", "arquivo", "ficheiro", "sound url",
     ),
     "folder": ("indir", "in dir", "folder", "directory", "dir", "subfolder"),  # and names with a word of `FOLDERS`
     "start": (
@@ -24,12 +24,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "segment start", "event onset", "window start", "window start time", "time begin", "clip start", "clip start time",
         "start offset", "time start", "t start", "t min", "min t", "time min", "t0", "x1", "from", "starts", "beginn",
         "tag start", "anfang", "startzeit", "anfangszeit", "von", "inicio", "tiempo inicio", "debut", "temps debut",
+        "tiempo inicial", "inizio", "file begin",
     ),
     "end": (
         "end", "end time", "stop", "stop time", "event end", "event end time", "segment end", "event offset", "window end",
         "window end time", "clip end", "clip end time", "end offset", "time end", "t end", "t stop", "t max", "max t",
         "time max", "t1", "x2", "to", "ends", "finish", "ende", "endzeit", "bis", "fin",
-        "tiempo fin", "temps fin",
+        "tiempo fin", "temps fin", "tiempo final", "fim", "file end",
     ),
     "duration": ("duration", "dur", "delta time", "event duration", "segment duration", "tag duration", "length",
                  "dauer", "duree", "duracion"),
@@ -40,7 +41,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "ebird code", "species ebird code", "primary label", "species code", "alpha code", "common name", "scientific name",
         "event label", "positive labels", "category", "class", "tags", "tag", "taxon", "taxon name", "vernacular name",
         "english name", "sci name", "latin name", "target", "auto id", "top1match", "art", "artname", "spezies",
-        "especie", "espece",
+        "especie", "espece", "class species",
     ),
     "genus": ("gen", "genus", "gattung", "genre", "genero"),  # with "epithet" or species a scientific name
     "epithet": ("sp", "specific epithet"),

@@ -131,6 +131,7 @@ class Finder:
         """Return the absolute path of a recording. None for none or several, which is counted once for each name."""
         key = (name, str(table.parent))
         if key not in self._found:
+            name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
             self._found[key] = self._find(name.removeprefix("file://").replace("\\", "/"), table, where)
         return self._found[key]
 

@@ -122,7 +122,7 @@ def unnamed(given: Iterable[str], options: Options, named: Collection[str], mist
 def _is_table(path: str, first: bytes) -> bool:
     """Whether a file may hold annotations, by its ending and its first line."""
     ending = os.path.splitext(path)[1].lower()
-    if ending not in TABLES or not first:
+    if ending not in TABLES or not first or os.path.basename(path).lower() == "thumbs.db":
         return False
     line = first.decode("utf-16" if first[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1", errors="replace").partition("\n")[0]
     if ending != ".txt" or AUDACITY.match(line) or is_audio(line.partition("\t")[0].split(",")[0].split(" ")[0]):
