@@ -349,12 +349,11 @@ unsafe fn group<V: Lanes, W: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32
 /// `frames` holds `lanes` frames, a multiple of 8, and `re` and `im` have `lanes` values for each pair of samples.
 #[inline(never)]
 unsafe fn interleave(frames: &[f32], padded: usize, lanes: usize, re: *mut f32, im: *mut f32) {
-    let mut done = 0;
     #[cfg(target_arch = "x86_64")]
-    if simd::avx2() {
-        // SAFETY: the instruction set was just checked, and the caller's promises are the same.
-        done = unsafe { interleave_avx2(frames, padded, lanes, re, im) };
-    }
+    // SAFETY: the instruction set was just checked, and the caller's promises are the same.
+    let done = if simd::avx2() { unsafe { interleave_avx2(frames, padded, lanes, re, im) } } else { 0 };
+    #[cfg(not(target_arch = "x86_64"))]
+    let done = 0;
     for j in done..padded / 2 {
         for f in 0..lanes {
             unsafe {

@@ -72,8 +72,8 @@ impl Rules {
                         }
                     }
                 }
-                for second in digit + 1..self.side {
-                    if cells.len() == 2 && places[second] == *cells {
+                for (second, others) in places.iter().enumerate().skip(digit + 1) {
+                    if cells.len() == 2 && others == cells {
                         for &cell in cells {
                             moved |= self.remove(state, cell, !(1 << digit | 1 << second));
                         }

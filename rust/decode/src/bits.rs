@@ -312,7 +312,7 @@ mod tests {
             assert_eq!(u64::from(crc16(&data[..n])), slow(16, 0x8005, &data[..n]));
             assert_eq!(u64::from(crc32(crc32(0, &data[..n / 2]), &data[n / 2..n])), slow(32, 0x04c1_1db7, &data[..n]));
         }
-        let long: Vec<u8> = (0..9000u32).map(|i| (i * i >> 3) as u8).collect();
+        let long: Vec<u8> = (0..9000u32).map(|i| ((i * i) >> 3) as u8).collect();
         for n in [255, 256, 257, 319, 320, 8197] {
             assert_eq!(u64::from(crc16(&long[..n])), slow(16, 0x8005, &long[..n]), "{n}");
         }
