@@ -107,11 +107,12 @@ DENYING = set(
     "discarded delete remove removed reject".split()
 )
 # Columns of numbers of which 0 says that the label is absent: counts of animals and calls, and weights in [0, 1].
+# The confidence of a detector is none: it lists what it found at a threshold of 0, too.
 COUNTS = set(
     "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls ncall numcalls calls callcount "
     "numberofcalls anzahl individuen nombre effectif cantidad".split()
 )
-WEIGHTS = set("softlabel softlabels weight value relevance confidence probability prob likelihood presenceprobability".split())
+WEIGHTS = set("softlabel softlabels weight value relevance presenceprobability".split())
 ABOUT = ("recording", "site", "latitude", "longitude")
 SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds", "ss", "hhmmss"), 1.0),
