@@ -157,38 +157,41 @@ class Verifier:
 
     def _outcome(self, assembly: Assembly, state: TrainState) -> Outcome:
         mesh = assembly.layout.mesh
-        parts = _digests(mesh)(saved_parts(state))
-        return Outcome(np.asarray(jax.device_get(parts)), mesh)
+        parts = saved_parts(state)
+        return Outcome(np.asarray(jax.device_get(_digests(mesh, *_partitions(parts))(parts))), mesh)
 
 
-def _partitions(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.sharding.spec, tree)
+def _partitions(tree: PyTree) -> tuple[Any, tuple[PartitionSpec, ...]]:
+    """Return the structure of a tree and the partitions of its arrays, by which its programs are kept."""
+    arrays, structure = jax.tree.flatten(tree)
+    return structure, tuple(x.sharding.spec for x in arrays)
+
+
+@functools.cache  # else each verified step would compile it again
+def _digests(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> Callable[[PyTree], Array]:
+    """Return the function state -> digests of the parts that each device holds, on every device."""
+    own = jax.shard_map(
+        lambda parts: digest.of_each(parts)[None], mesh=mesh, in_specs=(jax.tree.unflatten(structure, partitions),),
+        out_specs=PartitionSpec(mesh.axis_names), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(own, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @functools.cache
-def _digests(mesh: Any) -> Callable[[PyTree], Array]:
-    """Return the function state -> digests of the parts that each device holds, on every device."""
-
-    def of_parts(tree: PyTree) -> Array:
-        specs = _partitions(tree)
-        own = jax.shard_map(
-            lambda parts: digest.of_each(parts)[None], mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,
-        )  # fmt: skip
-        return jax.jit(own, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
-
-    return of_parts
-
-
-def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
-    """Move arrays of ``mesh`` to ``there``, whose device at each place is the next one of ``mesh``."""
+def _shift(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> Callable[[PyTree], PyTree]:
+    """Return the function that sends each part of each array to the next device of the mesh."""
     steps = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
-    specs = _partitions(tree)
+    specs = jax.tree.unflatten(structure, partitions)
 
     def shift(parts: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh.axis_names, steps), parts)
 
-    sent = jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(tree)
+    return jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+
+
+def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
+    """Move arrays of ``mesh`` to ``there``, whose device at each place is the next one of ``mesh``."""
+    sent = _shift(mesh, *_partitions(tree))(tree)
     return jax.tree.map(
         lambda x: jax.make_array_from_single_device_arrays(
             x.shape, NamedSharding(there, x.sharding.spec), [part.data for part in x.addressable_shards]

@@ -1,4 +1,4 @@
-"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named, its step mended."""
+"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named, its step corrected."""
 
 import json
 
@@ -66,11 +66,24 @@ def digests(lines):
     return [(line["step"], line["digest_high"], line["digest_low"]) for line in lines if line["split"] == "train"]
 
 
-def test_verified_steps_are_the_same_steps_and_raise_no_alarm(train):
+def test_verified_steps_are_the_same_steps_raise_no_alarm_and_compile_once(train, monkeypatch):
     code, plain = train("plain")
     assert code == 0
+    compiled, verify = [], Verifier.__call__
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **more: compiled.append(name) if "compile" in name else 0
+    )
+
+    def counted(self, *arguments):
+        before, result = len(compiled), verify(self, *arguments)
+        counts.append(len(compiled) - before)
+        return result
+
+    counts = []
+    monkeypatch.setattr(Verifier, "__call__", counted)
     code, lines = train("verified", "--config.guard.verify_every=2")
     assert code == 0 and digests(lines) == digests(plain)
+    assert counts[0] > 0 and counts[1:] == [0, 0, 0]
     assert [(x["step"], x["miscomputed"]) for x in lines if x["split"] == "verify"] == [(2, 0), (4, 0), (6, 0), (8, 0)]
 
 
@@ -83,7 +96,7 @@ def test_a_wrong_step_stops_the_run_or_is_replaced_and_its_device_is_named(train
     assert "the first was wrong, on cpu 5 of process 0. Nothing of it is saved" in said
     with monkeypatch.context() as patch:
         with_a_flip(patch, {4: 5})
-        code, lines = train("mended", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
+        code, lines = train("corrected", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
     assert code == 0 and [x["miscomputed"] for x in lines if x["split"] == "verify"] == [1, 0]
     plain = [json.loads(line) for line in (folder / "plain" / "metrics.jsonl").read_text().splitlines()]
     assert digests(lines) == digests(plain), "the run took the right result"

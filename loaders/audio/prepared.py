@@ -42,7 +42,7 @@ SETTINGS = ("sample_rate", "time_expansion", "channel")  # of `loaders.audio.spe
 
 
 class Settings(NamedTuple):
-    """What recordings are prepared as."""
+    """The form of prepared recordings."""
 
     sample_rate: int = 32_000  # [Hz]
     time_expansion: float = 1.0  # times slower than life that recordings are

@@ -138,7 +138,7 @@ def _of_split(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """Return a repository of the Hub keeps its shards in data/, named by their splits."""
+    """Find shards in data/, named by their splits, where a repository of the Hub keeps them."""
     return _by_split(folder / "data", split).get(split, []) if not _shards(folder) else []
 
 

@@ -1,4 +1,4 @@
-"""Prepared recordings: the rows of their source, the same bytes by whoever made them, and every way to break them."""
+"""Prepared recordings: the rows of their source, the same bytes from each process, and every way to break them."""
 
 import hashlib
 import io

@@ -18,8 +18,6 @@ from jaxtrain.types import Array, Key, Shard, Variables
 from jaxtrain.workloads.trm.model import Config, refine, start
 from loaders.sudoku import puzzles
 
-STOPS = ("none", "halt", "check", "either")
-
 
 class Search(NamedTuple):
     """How boards are searched. Each value is part of the compiled program."""

@@ -74,8 +74,8 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
     for name in names:
         if (other := folded.setdefault(_core(name), name)) != name:
             mistakes.add("similar-labels", f"{other!r} and {name!r}")
-        elif (mended := _mended(name)) != name:
-            mistakes.add("similar-labels", f"{name!r} may be {mended!r}, read in a wrong encoding")
+        elif (repaired := _repaired(name)) != name:
+            mistakes.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
         elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
             mistakes.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
     recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
@@ -108,12 +108,12 @@ def _recurring(names: Iterable[str], between: str) -> set[str]:
 
 def _core(name: str) -> str:
     """Return the letters and digits of a label, by which two spellings of one are found."""
-    text = unicodedata.normalize("NFKD", _mended(name)).casefold()
+    text = unicodedata.normalize("NFKD", _repaired(name)).casefold()
     text = unicodedata.normalize("NFKC", re.sub(r"([a-z])[\u0300-\u036f]+", r"\1", text))
     return "".join(letter for letter in text if letter.isalnum()) or text
 
 
-def _mended(name: str) -> str:
+def _repaired(name: str) -> str:
     """Return a label that was written in UTF-8 and read in Windows-1252 or Latin-1 as it was before."""
     for encoding in ("cp1252", "latin-1") if not name.isascii() else ():
         try:
