@@ -239,7 +239,7 @@ class Start:
 
 def restarts(each: Sequence[Start]) -> int:
     """Return how many starts after the first made a step, or were killed before one. Refused ones do not count."""
-    return sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each[1:])
+    return max(sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each) - 1, 0)
 
 
 def starts(path: pathlib.Path) -> list[Start]:
