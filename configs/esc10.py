@@ -1,11 +1,14 @@
 """ESC-10: ten classes of environmental sound, 320 clips of 5 s to train on and 80 to test on, from scratch on a CPU.
 
-    python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10        (or JAXTRAIN_ESC10=/path/to/esc10)
+    python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
+        (or JAXTRAIN_ESC10=/path/to/esc10)
 
-The path is a folder that Hugging Face `datasets` wrote, with train/ (folds 1-4) and test/ (fold 5), the label in `label`.
+The path is a folder that Hugging Face `datasets` wrote, with train/ (folds 1-4) and test/ (fold 5),
+the label in `label`.
 
-The same model and augmentation reached 81.2 % over five folds, in 12 minutes of CPU time each (`supervised_long` of
-configs/esc10_folds.py; chance 10 %; published for this set: a random forest on MFCC 72.7 %, people 95.7 %).
+The same model and augmentation reached 81.2 % over five folds, in 12 minutes of CPU time each
+(`supervised_long` of configs/esc10_folds.py; chance 10 %; published for this set: a random forest
+on MFCC 72.7 %, people 95.7 %).
 """
 
 import os

@@ -1,13 +1,16 @@
 """ESC-10 without one of its five folds (0: all of it), by one objective, for a few CPU minutes; see tools.esc10_folds.
 
-    python -m jaxtrain.main --config=configs/esc10_folds.py:/path/to/esc10,mae,5        (objective and the fold left out)
+    python -m jaxtrain.main --config=configs/esc10_folds.py:/path/to/esc10,mae,5
+        (objective and the fold left out)
 
-The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has a shard for each of the
-others. A row is two views of 2.5 s of a recording; the objectives are those of jaxtrain/workloads/bird/objectives/.
+The path is a folder that Hugging Face `datasets` wrote, whose test/ is fold 5 and whose train/ has
+a shard for each of the others. A row is two views of 2.5 s of a recording; the objectives are those
+of jaxtrain/workloads/bird/objectives/.
 
 Reached with `python -m tools.esc10_folds PATH`: the accuracy of a linear probe of
-frozen features on each fold, which neither encoder nor probe has heard, and the margin over the same encoder before training,
-with its bootstrap interval of 95 % (paired, of the 400 recordings; CPU seconds of one training, on a busy machine):
+frozen features on each fold, which neither encoder nor probe has heard, and the margin over the
+same encoder before training, with its bootstrap interval of 95 % (paired, of the 400 recordings;
+CPU seconds of one training, on a busy machine):
 
     features    fold 1  fold 2  fold 3  fold 4  fold 5    mean   margin              CPU s
     random        51.2    66.2    52.5    68.8    55.0    58.8
@@ -23,16 +26,17 @@ With --together, where the encoder is trained once, without labels, on all 400 r
     lejepa        60.0    71.2    58.8    72.5    61.3    64.8    +6.0 [+1.5, +10.5]   159
     teacher                                               70.5   +11.8 [+7.5, +16.0]   451
 
-Labels alone, with a wider encoder that hears each recording whole, for 800 steps (--objectives=supervised_long; "random" is
-that encoder; the head's own scores reach 79.8 [75.8, 83.5]; published for this set: a random forest on MFCC 72.7, people 95.7):
+Labels alone, with a wider encoder that hears each recording whole, for 800 steps
+(--objectives=supervised_long; "random" is that encoder; the head's own scores reach 79.8 [75.8,
+83.5]; published for this set: a random forest on MFCC 72.7, people 95.7):
 
     random            57.5    67.5    50.0    76.2    58.8    62.0
     supervised_long   77.5    80.0    83.8    86.2    78.8    81.2   +19.2 [+14.5, +24.0]   735
 
-The settings were chosen by a few runs on these same recordings, and from one seed, so the margins are optimistic. With half of
-its steps teacher was at +3.8 [-0.2, +7.7], together: it learns little before step 300. diet needs its head's batch norm:
---together it was at +9.8 [+5.2, +14.2], with cosines alone at +5.2 [+1.0, +9.5], and with products and label smoothing of 0.8
-it learned nothing.
+The settings were chosen by a few runs on these same recordings, and from one seed, so the margins
+are optimistic. With half of its steps teacher was at +3.8 [-0.2, +7.7], together: it learns little
+before step 300. diet needs its head's batch norm: --together it was at +9.8 [+5.2, +14.2], with
+cosines alone at +5.2 [+1.0, +9.5], and with products and label smoothing of 0.8 it learned nothing.
 """
 
 import logging
@@ -66,7 +70,8 @@ def get_config(argument: str = "") -> ConfigDict:
         raise ValueError(f"{argument!r} is not PATH,OBJECTIVE,FOLD with one of {', '.join(OBJECTIVES)} and a fold from 0 to 5")
     first = int(fold) % 5 * CLIPS  # test/ comes first in the alphabet
     steps, augment, model = OBJECTIVES[objective]
-    # A recording is the label of a batch but once in ten: its row of the table has to move further than other parameters.
+    # A recording is the label of a batch but once in ten: its row of the table has to move further
+    # than other parameters.
     groups = [dict(match="^objective/diet/w_recordings", lr=1e-2)] if objective == "diet" else []
     long = objective == "supervised_long"
     frames, lr = (512, 1e-3) if long else (256, 2e-3)

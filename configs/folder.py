@@ -3,9 +3,10 @@
     jaxtrain index recordings --out index --split recording=0.2
     jaxtrain train --config=folder:index
 
-The argument is the index's folder. How long a clip is (at most 5 s) is taken from it. So is the loss: a softmax if each row has
-one class, otherwise the asymmetric loss, which scores each class alone (rows of several classes, windows of none). The index
-must have the splits "train" and "test": of windows of one recording, some would otherwise be trained and others tested on.
+The argument is the index's folder. How long a clip is (at most 5 s) is taken from it. So is the
+loss: a softmax if each row has one class, otherwise the asymmetric loss, which scores each class
+alone (rows of several classes, windows of none). The index must have the splits "train" and "test":
+of windows of one recording, some would otherwise be trained and others tested on.
 """
 
 import json

@@ -1,22 +1,26 @@
 """The Giblet autoencoder, 8.36 billion parameters: a film in, fMRI and the film again out.
 
-    python -m jaxtrain.main --config=configs/giblet.py:/path/to/folder      (or JAXTRAIN_GIBLET=/path/to/folder)
+    python -m jaxtrain.main --config=configs/giblet.py:/path/to/folder
+        (or JAXTRAIN_GIBLET=/path/to/folder)
 
-The path is a folder that `jaxtrain prepare-giblet` made of the film, its codes and embeddings, and the viewers' NIfTI files;
-"blank" has the published shapes and holds nothing, to plan with. Without one, `demo` is trained, a hundredth of the size.
+The path is a folder that `jaxtrain prepare-giblet` made of the film, its codes and embeddings, and
+the viewers' NIfTI files; "blank" has the published shapes and holds nothing, to plan with. Without
+one, `demo` is trained, a hundredth of the size.
 
-Parameters, gradients and the optimizer's state; a step on eight TPU v4 needs 0.1 GB on each besides, by the compiler
-(``pytest tests/workloads/test_giblet_size.py``; ``--plan`` has the figures of other devices and settings):
+Parameters, gradients and the optimizer's state; a step on eight TPU v4 needs 0.1 GB on each
+besides, by the compiler (``pytest tests/workloads/test_giblet_size.py``; ``--plan`` has the figures
+of other devices and settings):
 
     float32                             133.8 GB    16.7 GB on each of eight, of 48 GB for example
-    model.param_dtype=bfloat16          100.3 GB    with optim.masters=true float32 ones too: as many bytes as float32 alone
+    model.param_dtype=bfloat16          100.3 GB    with optim.masters=true float32 ones too: as
+                                                    many bytes as float32 alone
     … and optim.moments=bfloat16         66.9 GB    8.4 GB on each of eight
     … or optim.moments=int8              50.2 GB
     … or optim.name=adafactor            33.4 GB
 
-On one GPU a step with 16-bit weights needs 26.9 GB more: products with float32 activations are float32, and so is the gradient
-of the first matrix until it is rounded. `optim.offload` keeps the optimizer's state in host memory between steps; during the
-update all of it is on the devices.
+On one GPU a step with 16-bit weights needs 26.9 GB more: products with float32 activations are
+float32, and so is the gradient of the first matrix until it is rounded. `optim.offload` keeps the
+optimizer's state in host memory between steps; during the update all of it is on the devices.
 """
 
 import os
@@ -24,7 +28,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-# A mean square over a standard deviation has the target's unit: codes up to 1023 make it hundreds, where all else is about 1.
+# A mean square over a standard deviation has the target's unit: codes up to 1023 make it hundreds,
+# where all else is about 1.
 AUDIO = 0.003
 
 
@@ -49,8 +54,9 @@ def get_config(argument: str = "") -> ConfigDict:
 def demo() -> dict[str, Any]:
     """Return a hundredth of the size, 85 million parameters, on a generated film with a known map to 2,000 voxels.
 
-    ``make giblet-demo`` trains it to a held-out r of 0.36 (shuffled pairs 0.01), and 0.42 over time in a voxel (0.02). Two
-    runs on different meshes took 7.5 minutes of CPU time, and their losses were 0.9 % apart on average.
+    ``make giblet-demo`` trains it to a held-out r of 0.36 (shuffled pairs 0.01), and 0.42 over time
+    in a voxel (0.02). Two runs on different meshes took 7.5 minutes of CPU time, and their losses
+    were 0.9 % apart on average.
     """
     return dict(
         workload="jaxtrain.workloads.giblet",

@@ -1,20 +1,24 @@
 """Higgs Audio v2 (5.8 billion parameters), fine-tuned with adapters of rank 32: 78.9 million parameters are trained.
 
-    python -m jaxtrain.main --config=configs/higgs.py:path/to/weights --config.data.manifest=manifest.json \
+    python -m jaxtrain.main --config=configs/higgs.py:path/to/weights \
+        --config.data.manifest=manifest.json \
         --config.data.tokenizer=path/to/weights/tokenizer.json --config.data.codes=codes.npz
-    python -m jaxtrain.main --config=configs/higgs.py:blank --config.train.batch=64 --plan=gpu:h100x8   # the published size
+    python -m jaxtrain.main --config=configs/higgs.py:blank --config.train.batch=64 --plan=gpu:h100x8
+        # the published size
 
-The argument is a folder with config.json and safetensors, from elsewhere or of `jaxtrain export`: the frozen base, which every
-device reads its part of, rounded to bfloat16. "blank" has the published sizes, nothing to begin with and conversations of
-silence, to plan and to measure with.
-At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding included).
-loaders/chat/chat_audio.py has the manifest's format and the three ways to codes. What was trained is exported by
+The argument is a folder with config.json and safetensors, from elsewhere or of `jaxtrain export`:
+the frozen base, which every device reads its part of, rounded to bfloat16. "blank" has the
+published sizes, nothing to begin with and conversations of silence, to plan and to measure with.
+At 40 % of the peak that is 34,000 tokens/s on one H100 and 272,000 on eight, says the plan (padding
+included). loaders/chat/chat_audio.py has the manifest's format and the three ways to codes. What
+was trained is exported by
 
     jaxtrain lora-to-peft runs/higgs --out adapters                               # for peft
-    jaxtrain export runs/higgs --dtype bf16 --out merged            # the weights, under their own names
+    jaxtrain export runs/higgs --dtype bf16 --out merged  # the weights, under their own names
 
-Other choices of the model: --config.model.audio_attention=true (a second attention, of columns alone), average_codes=true, and
-of the data delay=false; none of the three is how the published weights were made. `make higgs-demo` is a whole small run.
+Other choices of the model: --config.model.audio_attention=true (a second attention, of columns
+alone), average_codes=true, and of the data delay=false; none of the three is how the published
+weights were made. `make higgs-demo` is a whole small run.
 """
 
 from typing import Any

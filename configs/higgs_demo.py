@@ -1,10 +1,11 @@
 """A small audio language model in two parts, which tools/demo_higgs.py (`make higgs-demo`) runs one after the other.
 
-    python -m jaxtrain.main --config=configs/higgs_demo.py:base --config.data.manifest=… --config.data.codec=… …
+    python -m jaxtrain.main --config=configs/higgs_demo.py:base --config.data.manifest=…
+        --config.data.codec=… …
     python -m jaxtrain.main --config=configs/higgs_demo.py:adapters --config.warm_start.source=… …
 
-"base" trains everything on some classes of sound; "adapters" freezes that in bfloat16 and learns others. The tool says where
-the data lie.
+"base" trains everything on some classes of sound; "adapters" freezes that in bfloat16 and learns
+others. The tool says where the data lie.
 """
 
 from ml_collections import ConfigDict

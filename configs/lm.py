@@ -1,19 +1,23 @@
 """A language model on packed documents: from scratch at a published size, or starting from weights of Hugging Face.
 
-    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b "--config.data.sources=({'path': 'tokens'},)"
-    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B "--config.data.sources=({'path': 'tokens'},)" \
+    python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b \
+        "--config.data.sources=({'path': 'tokens'},)"
+    python -m jaxtrain.main --config=configs/lm.py:path/to/Qwen2.5-0.5B \
+        "--config.data.sources=({'path': 'tokens'},)" \
         --config.workdir=runs/qwen
 
-The argument is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised, or a folder with
-config.json and safetensors, from Hugging Face or from `jaxtrain export`, whose weights the run begins with.
-Sources are folders of token files, or texts (loaders/text/tokens.py). What it reached is exported for transformers by
+The argument is a size of `jaxtrain.workloads.language.hugging_face.PRESETS`, which is initialised,
+or a folder with config.json and safetensors, from Hugging Face or from `jaxtrain export`, whose
+weights the run begins with. Sources are folders of token files, or texts (loaders/text/tokens.py).
+What it reached is exported for transformers by
 
     jaxtrain export runs/qwen --dtype bf16 --out Qwen2.5-0.5B-more
 
-With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the merged weights, and
-`jaxtrain lora-to-peft` the adapters. On several devices --config.mesh.fsdp splits parameters, --config.mesh.model heads, inner
-widths and vocabulary. Rows too long for one device are split over the mesh axis fsdp by
-"--config.mesh.axis_rules={'batch': 'data', 'seq': 'fsdp'}".
+With adapters instead of all weights (--config.lora.rank=16 --config.optim.lr=2e-4) that exports the
+merged weights, and `jaxtrain lora-to-peft` the adapters. On several devices --config.mesh.fsdp
+splits parameters, --config.mesh.model heads, inner widths and vocabulary. Rows too long for one
+device are split over the mesh axis fsdp by "--config.mesh.axis_rules={'batch': 'data', 'seq':
+'fsdp'}".
 """
 
 import pathlib

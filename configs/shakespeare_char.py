@@ -2,11 +2,13 @@
 
     python -m jaxtrain.main --config=configs/shakespeare_char.py:/path/to/input.txt
 
-The file is the tiny-Shakespeare text (1,115,394 characters; 65 different ones), of which the last tenth is held out. Over all
-of that the loss reached 1.917 (seed 0) and 1.910 (seed 1), in 3.5 minutes of CPU time; nanoGPT's README reports 1.88 for this
-recipe, estimated from 20 batches. Continuations are in runs/shakespeare_char/samples.jsonl.
+The file is the tiny-Shakespeare text (1,115,394 characters; 65 different ones), of which the last
+tenth is held out. Over all of that the loss reached 1.917 (seed 0) and 1.910 (seed 1), in 3.5
+minutes of CPU time; nanoGPT's README reports 1.88 for this recipe, estimated from 20 batches.
+Continuations are in runs/shakespeare_char/samples.jsonl.
 
-The same model's steps compared with PyTorch's, in one run on the same cores (docs/results/cpu-steps.md has what came out):
+The same model's steps compared with PyTorch's, in one run on the same cores
+(docs/results/cpu-steps.md has what came out):
 
     python -m tools.bench_train --model=language
 """

@@ -2,10 +2,10 @@
 
     python -m jaxtrain.main --config=configs/sums.py
 
-The text is made at the first use, in the cache folder: lines like "37+85=122", of 90 % of all pairs up to 99.
-`load_environment` has the others as prompts, and scores what the model writes after "=". After 1,000 steps (about 5 minutes on
-two busy cores) everything that it writes is a number, and 10 % are the sum; the records are in runs/sums/metrics.jsonl,
-completions in samples.jsonl.
+The text is made at the first use, in the cache folder: lines like "37+85=122", of 90 % of all pairs
+up to 99. `load_environment` has the others as prompts, and scores what the model writes after "=".
+After 1,000 steps (about 5 minutes on two busy cores) everything that it writes is a number, and 10
+% are the sum; the records are in runs/sums/metrics.jsonl, completions in samples.jsonl.
 """
 
 import os

@@ -1,25 +1,32 @@
 """The tiny recursive model on Sudoku-Extreme: 1000 puzzles, a thousand views of each, 65,104 steps.
 
-    python -m jaxtrain.main --config=configs/trm_sudoku.py:/path/to/sudoku      (or JAXTRAIN_SUDOKU=/path/to/sudoku)
+    python -m jaxtrain.main --config=configs/trm_sudoku.py:/path/to/sudoku
+        (or JAXTRAIN_SUDOKU=/path/to/sudoku)
 
-The path is a folder with train.csv and test.csv (columns source, question, answer, rating), or with the npy folders of the
-original (loaders/sudoku/sudoku.py has the formats). Without one, hard puzzles with one solution
+The path is a folder with train.csv and test.csv (columns source, question, answer, rating), or with
+the npy folders of the original (loaders/sudoku/sudoku.py has the formats). Without one, hard
+puzzles with one solution
 are generated, and nothing has to
-be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with attention, see `get_config`: less).
+be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with
+attention, see `get_config`: less).
 
-For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs, and :deep and :last, the two
-contracts of training on graded boards, which `make trm-table` compares. :maze and :lights are other puzzles, in full size for
-one GPU.
+For two CPU cores there are configs/trm_sudoku.py:4x4 and :9x9, which `make trm-demo` runs, and
+:deep and :last, the two contracts of training on graded boards, which `make trm-table` compares.
+:maze and :lights are other puzzles, in full size for one GPU.
 
-What a step costs (--plan=gpu:h100x1 and, compiled for 16 chips, --plan=tpu:v4:2x2x4): an application of the net 1.22 GFLOP a
-row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last one, which is differentiated, three times that; in all 32.8 TFLOP
-for 2 + 3 cycles. At 40 % of the peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it
-needs half of the 40 GB of one H100.
+What a step costs (--plan=gpu:h100x1 and, compiled for 16 chips, --plan=tpu:v4:2x2x4): an
+application of the net 1.22 GFLOP a row; a cycle, 7 of them for 768 rows, 6.56 TFLOP, and the last
+one, which is differentiated, three times that; in all 32.8 TFLOP for 2 + 3 cycles. At 40 % of the
+peak the recipe takes 1.5 hours on one H100 and 0.34 on the slice. With train.accumulate=2 it needs
+half of the 40 GB of one H100.
 
-With --config.model.contract=last --config.model.least_steps=1 a step has 180 TFLOP, since it takes 8.5 supervision steps on
-average: 0.46 s on one H100 at 40 % of the peak, 7,900 steps an hour. How many it needs has not been measured.
+With --config.model.contract=last --config.model.least_steps=1 a step has 180 TFLOP, since it takes
+8.5 supervision steps on
+average: 0.46 s on one H100 at 40 % of the peak, 7,900 steps an hour. How many it needs has not been
+measured.
 
-`python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores (docs/results/cpu-steps.md).
+`python -m tools.bench_train --model=trm` compares steps with PyTorch's on the same cores
+(docs/results/cpu-steps.md).
 """
 
 import functools

@@ -1,8 +1,9 @@
 """Bird-audio pretraining on XCL: 528,422 recordings, 484 GB; the recipe is that of configs/xcm.py.
 
-    python -m jaxtrain.main --config=configs/xcl.py:/path/to/XCL        (or JAXTRAIN_XCL=/path/to/XCL)
+    python -m jaxtrain.main --config=configs/xcl.py:/path/to/XCL  (or JAXTRAIN_XCL=/path/to/XCL)
 
-On a network file system add --config.data.order=block: shards are then read in runs, ahead of the workers.
+On a network file system add --config.data.order=block: shards are then read in runs, ahead of the
+workers.
 """
 
 import logging

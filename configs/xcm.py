@@ -1,17 +1,19 @@
 """Bird-audio pretraining: ViT-S on 5 s log-mel spectrograms, supervised, with an online probe.
 
-    python -m jaxtrain.main --config=configs/xcm.py:/path/to/XCM        (or JAXTRAIN_XCM=/path/to/XCM)
+    python -m jaxtrain.main --config=configs/xcm.py:/path/to/XCM  (or JAXTRAIN_XCM=/path/to/XCM)
 
-The path is a folder that Hugging Face `datasets` wrote (save_to_disk, or the cache's Arrow shards), one that `jaxtrain index`
-wrote, or a glob. Without one,
+The path is a folder that Hugging Face `datasets` wrote (save_to_disk, or the cache's Arrow shards),
+one that `jaxtrain index` wrote, or a glob. Without one,
 the same command trains a small model on the built-in demo birds instead.
 
     python -m jaxtrain.main --config=configs/xcm.py:/path/to/XCM,path/to/Bird-MAE-Base
 
-begins with the encoder of a folder of safetensors under timm's names (timm, AudioMAE, Bird-MAE), and has its architecture.
+begins with the encoder of a folder of safetensors under timm's names (timm, AudioMAE, Bird-MAE),
+and has its architecture.
 
-The demo reached 90.0 % on held-out recordings (12 species, chance 8.3 %) in 2.9 minutes on two CPU cores, once installed; the
-first time, making the corpus takes about a minute of CPU time more. The recipe itself is for one large GPU or several devices.
+The demo reached 90.0 % on held-out recordings (12 species, chance 8.3 %) in 2.9 minutes on two CPU
+cores, once installed; the first time, making the corpus takes about a minute of CPU time more. The
+recipe itself is for one large GPU or several devices.
 """
 
 import logging

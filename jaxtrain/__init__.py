@@ -1,14 +1,17 @@
 """A training stack in pure JAX.
 
-config ─▶ process ─▶ assembly ─▶ plan ─▶ data ─▶ checkpoints ─▶ programs ─▶ init_or_restore ─▶ step ─▶ metrics_logger
+config ─▶ process ─▶ assembly ─▶ plan ─▶ data ─▶ checkpoints ─▶ programs ─▶ init_or_restore ─▶ step
+─▶ metrics_logger
 
-`jaxtrain.loop.run` is the whole program, on one page. The names below are the public API, imported when they are used:
+`jaxtrain.loop.run` is the whole program, on one page. The names below are the public API, imported
+when they are used:
 
     train, load             train a config; load a run or an export and call its model on arrays
     Trained, Model          what they return
     Config, read_config     a run's configuration, and the one that a file and overrides describe
     ConfigError, Preempted  every mistake of a config; a run that was asked to end, and is saved
-    Task, LossOut, Mean, Spec, Variables, ModelSection   a workload: its functions, losses, parameters and section
+    Task, LossOut, Mean, Spec, Variables, ModelSection   a workload: its functions, losses,
+                                                         parameters and section
     Workload, Command, Entry   its value: commands and the meaning of metrics
     Export, Hub             how it is exported, and its model card
     Loader, DataSection, Field, Rows   a loader: rows of the global batch as NumPy arrays

@@ -1,6 +1,9 @@
-"""jaxtrain in a script or a notebook: `train` a config, `load` a run and call its model. `jaxtrain` has both names.
+"""jaxtrain in a script or a notebook: `train` a config, `load` a run and call its model.
 
-A mistake is an exception whose message is the line that the command would print. Nothing here ends the process.
+`jaxtrain` has both names.
+
+A mistake is an exception whose message is the line that the command would print. Nothing here ends
+the process.
 """
 
 import dataclasses
@@ -36,10 +39,13 @@ class Trained(NamedTuple):
 
 
 def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any] | None = None) -> Trained:
-    """Trains a config to its last step, resuming from its workdir, as the command does. Ctrl-C interrupts it.
+    """Trains a config to its last step, resuming from its workdir, as the command does.
+
+    Ctrl-C interrupts it.
 
     Args:
-      config: a `Config`, a ConfigDict, a dictionary of sections, or a value of --config: "xcm:/path", "my_config.py".
+      config: a `Config`, a ConfigDict, a dictionary of sections, or a value of --config:
+      "xcm:/path", "my_config.py".
       overrides: dotted fields and their values, {"train.steps": 20}.
 
     Raises:
@@ -105,9 +111,11 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     Args:
       step: of a run; None = its newest.
       ema: whether to take the run's average of the parameters.
-      workload: the dotted name of your own workload, whose code is imported. The shipped ones are known.
+      workload: the dotted name of your own workload, whose code is imported. The shipped ones are
+      known.
 
-    Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or has no `Task.predict`.
+    Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or
+    has no `Task.predict`.
     """
     source = source_lib.find(run, step)
     saved = source.config()

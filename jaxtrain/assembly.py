@@ -1,4 +1,7 @@
-"""A run put together on a mesh, before any array exists. Training, planning, embedding and the tests begin with it."""
+"""A run put together on a mesh, before any array exists.
+
+Training, planning, embedding and the tests begin with it.
+"""
 
 import dataclasses
 import logging
@@ -23,7 +26,10 @@ log = logging.getLogger("jaxtrain")
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """Everything that a config decides, for one mesh. Nothing in it has been computed or allocated."""
+    """Everything that a config decides, for one mesh.
+
+    Nothing in it has been computed or allocated.
+    """
 
     config: config_lib.Config
     layout: layout_lib.Layout

@@ -1,6 +1,7 @@
 """`jaxtrain COMMAND …`: how a command is found and run. `jaxtrain.commands` has the table.
 
-Nothing of a command is imported before it is named, so that `jaxtrain --help` takes as long as Python's start.
+Nothing of a command is imported before it is named, so that `jaxtrain --help` takes as long as
+Python's start.
 """
 
 import contextlib
@@ -27,9 +28,12 @@ OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
 def start() -> int:
-    """Run the installed command. Like `python -m`, it finds modules in the current folder, but after all installed ones.
+    """Run the installed command.
 
-    Only commands that import modules by the user's words do so. The others may run in a stranger's folder.
+    Like `python -m`, it finds modules in the current folder, but after all installed ones.
+
+    Only commands that import modules by the user's words do so. The others may run in a stranger's
+    folder.
     """
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):
@@ -40,8 +44,8 @@ def start() -> int:
 def process(run: Callable[[], int]) -> int:
     """Return the exit code of ``run()``.
 
-    If a program is still being compiled, the process ends here. The interpreter would wait for it, for minutes
-    on some chips.
+    If a program is still being compiled, the process ends here. The interpreter would wait for it,
+    for minutes on some chips.
     """
     try:
         code = run()
@@ -68,7 +72,10 @@ def _is_compiling() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names. Return its exit code (`jaxtrain.commands.arguments`)."""
+    """Run the command that the first argument names.
+
+    Return its exit code (`jaxtrain.commands.arguments`).
+    """
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
@@ -110,7 +117,10 @@ def _named(argv: list[str]) -> int:
 
 
 def _own_workload(argv: list[str]) -> list[str]:
-    """Take ``--workload NAME`` out of ``argv``, wherever it is. Return the name ("" if it is missing), or nothing."""
+    """Take ``--workload NAME`` out of ``argv``, wherever it is.
+
+    Return the name ("" if it is missing), or nothing.
+    """
     for i, argument in enumerate(argv):
         flag, _, name = argument.partition("=")
         if flag == "--workload":

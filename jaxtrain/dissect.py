@@ -170,7 +170,10 @@ class _Parts:
         return grads, moved.params, numbers
 
     def _try(self, name: str, tx: Optimizer, kept: np.ndarray) -> tuple[Variant, list[list[float]]]:
-        """Take the step with some rows. Return its numbers, and the norms of each parameter, its gradient and its update."""
+        """Take the step with some rows.
+
+        Return its numbers, and the norms of each parameter, its gradient and its update.
+        """
 
         def norms(state: TrainState, batch: Batch) -> tuple[dict[str, Mean], list[Array]]:
             grads, new, numbers = self._moved(tx, state, batch, kept)
@@ -236,7 +239,9 @@ class _Parts:
 
 
 def largest(function: Callable[..., Any], *arguments: Any) -> dict[str, Array]:
-    """Return the largest magnitude of each product and each loop's state of a function, by scope. To be jitted.
+    """Return the largest magnitude of each product and each loop's state of a function, by scope.
+
+    To be jitted.
 
     A loop adds a first axis.
     """

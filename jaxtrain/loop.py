@@ -63,13 +63,15 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
 
     Args:
-      command: how the run was launched ("source" of the config, "overrides"), stored for the report.
+      command: how the run was launched ("source" of the config, "overrides"), stored for the
+      report.
       until: the last step of a replay. The schedules stay those of config.train.steps.
 
     Raises:
       USER_ERRORS: a mistake with its remedy.
       Preempted: one of config.preemption.signals came, to this process or another.
-      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no rewind is left.
+      FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no
+      rewind is left.
     """
     with contextlib.ExitStack() as closing:
         process = closing.enter_context(ProcessContext(config, command))
@@ -111,7 +113,8 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
 
         last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
         while step < end and not checkpoints.stalled(step):
-            # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse the previous
+            # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
+            #    the previous
             #    batch: that step is a no-op that only carries the stop flag.
             batch = data.next(unless=process.stopping)
             step, stop = batch.step, programs.stop[process.stopping()]
@@ -120,7 +123,8 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             else:
                 with jax.transfer_guard("disallow"):
                     state, out = programs.at(batch)(state, batch.arrays, stop)
-            # 2. Read the step before this one, while the device computes this one. All processes agree to stop inside a step.
+            # 2. Read the step before this one, while the device computes this one. All processes
+            #    agree to stop inside a step.
             if metrics_logger.push(out, batch, state):
                 break
             checkpoints.poll()

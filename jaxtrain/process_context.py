@@ -15,15 +15,21 @@ from loaders.io.checks import first_line
 
 
 class Preempted(Exception):
-    """A signal or a notice asked the run to end. The run is saved, and the same command resumes it."""
+    """A signal or a notice asked the run to end.
+
+    The run is saved, and the same command resumes it.
+    """
 
 
 class ProcessContext:
-    """A context. Entered, the processes have met: process 0 has the console, each has its log, and a watchdog waits for `beat`.
+    """A context.
+
+    Entered, the processes have met: process 0 has the console, each has its log, and a watchdog
+    waits for `beat`.
 
     Attributes:
-      lease: of the workdir, which process 0 holds for all processes. Call `confirm`, or ``lease.confirm``
-        and `lose`, before anything is written.
+      lease: of the workdir, which process 0 holds for all processes. Call `confirm`, or
+        ``lease.confirm`` and `lose`, before anything is written.
       console: shows progress.
       clock: whose time it is.
 
@@ -123,9 +129,12 @@ class ProcessContext:
         return self._lost is not None
 
     def lose(self, error: WorkdirError) -> None:
-        """End the run, since process 0 has lost the workdir. Raises ``error`` if it is the only process.
+        """End the run, since process 0 has lost the workdir.
 
-        Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its end by a timeout.
+        Raises ``error`` if it is the only process.
+
+        Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its
+        end by a timeout.
         """
         if self._processes == 1:
             raise error
@@ -134,7 +143,10 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Yield a context in which process 0 writes into the workdir. If the workdir is gone, the run ends (`lose`)."""
+        """Yield a context in which process 0 writes into the workdir.
+
+        If the workdir is gone, the run ends (`lose`).
+        """
         try:
             yield
         except WorkdirError as error:
@@ -148,7 +160,10 @@ class ProcessContext:
                 raise
 
     def confirm(self, *, saving: bool = False) -> None:
-        """Raise WorkdirError in all processes if the workdir is no longer the run's. All call it at the same point."""
+        """Raise WorkdirError in all processes if the workdir is no longer the run's.
+
+        All call it at the same point.
+        """
         try:
             if not self._lost:
                 self.lease.confirm(saving=saving)
@@ -167,14 +182,20 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def phase(self, owner: str, doing: str = "") -> Iterator[None]:
-        """Count the time in this context as the phase ``owner`` of goodput. The watchdog's message names ``doing``."""
+        """Count the time in this context as the phase ``owner`` of goodput.
+
+        The watchdog's message names ``doing``.
+        """
         if doing:
             self.starting(doing)
         with self.clock.during(owner):
             yield
 
     def beat(self, doing: str) -> None:
-        """Report progress to the watchdog, and that ``doing`` comes next. To be called before every wait."""
+        """Report progress to the watchdog, and that ``doing`` comes next.
+
+        To be called before every wait.
+        """
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:

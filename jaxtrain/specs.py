@@ -47,7 +47,10 @@ def digest(specs: PyTree) -> str:
 
 
 def abstract(specs: PyTree, layout: Layout) -> PyTree:
-    """Shapes, dtypes and shardings, without arrays. Raises LayoutError with the path of an array that does not fit."""
+    """Shapes, dtypes and shardings, without arrays.
+
+    Raises LayoutError with the path of an array that does not fit.
+    """
     return map_specs(
         lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)),
         specs,
@@ -55,9 +58,12 @@ def abstract(specs: PyTree, layout: Layout) -> PyTree:
 
 
 def materialise(specs: PyTree, key: Key) -> PyTree:
-    """Return the initial arrays. Jitted with the abstract arrays' shardings, every device makes only its part.
+    """Return the initial arrays.
 
-    Each key folds in its parameter's path: neither the order of the table nor the mesh changes a number.
+    Jitted with the abstract arrays' shardings, every device makes only its part.
+
+    Each key folds in its parameter's path: neither the order of the table nor the mesh changes a
+    number.
     """
     return map_specs(lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs)
 
@@ -80,5 +86,8 @@ def truncated_normal(stddev: float) -> Initializer:
 
 
 def fan_in(n: int) -> Initializer:
-    """Variance 1/n for a matrix that sums n inputs (LeCun et al. 1998). A stack of layers hides n, so it is given."""
+    """Variance 1/n for a matrix that sums n inputs (LeCun et al.
+
+    1998). A stack of layers hides n, so it is given.
+    """
     return truncated_normal(1 / math.sqrt(n))

@@ -13,8 +13,8 @@ Batch = Mapping[str, Array]  # field -> [batch, ...]
 Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> array
 
 T = TypeVar("T")
-# OfData[int] is the type of a model's field that may be None in a config, which takes the data's fact of that name
-# (`jaxtrain.config.build`): a built config has an int.
+# OfData[int] is the type of a model's field that may be None in a config, which takes the data's
+# fact of that name (`jaxtrain.config.build`): a built config has an int.
 if TYPE_CHECKING:
     OfData = Annotated[T, "None in a config file"]
 else:
@@ -60,12 +60,18 @@ class Unmerged:
     """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora.Adapted`)."""
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
-        """einsum(equation, x, the matrix) in x's dtype. ``product`` does that with an array (`jaxtrain.nn.layers.product`)."""
+        """einsum(equation, x, the matrix) in x's dtype.
+
+        ``product`` does that with an array (`jaxtrain.nn.layers.product`).
+        """
         raise NotImplementedError
 
 
 class Spec(NamedTuple):
-    """A parameter before it exists. One table of these per model yields everything else (`jaxtrain.specs`)."""
+    """A parameter before it exists.
+
+    One table of these per model yields everything else (`jaxtrain.specs`).
+    """
 
     shape: tuple[int, ...]
     axes: Axes
@@ -80,8 +86,9 @@ class Mean(NamedTuple):
     weight: Array
 
 
-# Sums of an evaluation that are counts of C classes and no metrics; workdir/classes.jsonl has them. "classes" is [3, C]: rows
-# of each class, rows of it with the right answer, answers. "confusions" is [C, C], by class and answer; optional.
+# Sums of an evaluation that are counts of C classes and no metrics; workdir/classes.jsonl has them.
+# "classes" is [3, C]: rows of each class, rows of it with the right answer, answers. "confusions"
+# is [C, C], by class and answer; optional.
 COUNTS = ("classes", "confusions")
 
 
@@ -133,23 +140,29 @@ EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name 
 class Export(NamedTuple):
     """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``, or all defaults without one.
 
-    ``model`` is the section of the saved config, and ``config`` the whole of it: dictionaries, since a checkpoint outlives
-    changes of the dataclasses. ``path`` is a parameter's, ``encoder/blocks/w_qkv``.
+    ``model`` is the section of the saved config, and ``config`` the whole of it: dictionaries,
+    since a checkpoint outlives changes of the dataclasses. ``path`` is a parameter's,
+    ``encoder/blocks/w_qkv``.
     """
 
-    # (model, path) -> its name; or a list of names for the entries of its first axis: a stack becomes one array for each layer
+    # (model, path) -> its name; or a list of names for the entries of its first axis: a stack
+    # becomes one array for each layer
     names: Callable[[Mapping[str, Any], str], str | list[str]] = lambda model, path: path.replace("/", ".")
     # (model, path, shape) -> the shape of one such array: the same numbers in the same order
     shape: Callable[[Mapping[str, Any], str, tuple[int, ...]], tuple[int, ...]] = lambda model, path, shape: shape
-    # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the place of the run's
+    # (config, dtype of the arrays) -> name -> content of further files; a config.json takes the
+    # place of the run's
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = lambda config, dtype: {}
     # (config, names of the further files) -> the model's part of the card
     hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = lambda config, files: Hub()
-    # [regex] paths in the carry that belong to the model (running statistics), and are exported under ``carry.…``; "" = none
+    # [regex] paths in the carry that belong to the model (running statistics), and are exported
+    # under ``carry.…``; "" = none
     carry: str = ""
-    # [regex] paths that ``files`` and the example of ``hub`` need; an export without one of them is a part of a model
+    # [regex] paths that ``files`` and the example of ``hub`` need; an export without one of them is
+    # a part of a model
     needed: str = "."
-    # (model) -> name of an array that is not exported, since it is another one: the name of that one
+    # (model) -> name of an array that is not exported, since it is another one: the name of that
+    # one
     tied: Callable[[Mapping[str, Any]], dict[str, str]] = lambda model: {}
 
 
@@ -159,7 +172,8 @@ class Format(NamedTuple):
     ``arrays`` are stored arrays by path. ``config`` is the saved run's.
     """
 
-    # (arrays, model) -> the arrays under the format's names; None = the export's own. With it, `export` is used
+    # (arrays, model) -> the arrays under the format's names; None = the export's own. With it,
+    # `export` is used
     rename: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     export: Export | None = None
     # (config, all arrays of the model, lines about the run) -> further files
@@ -181,16 +195,18 @@ class Foreign(NamedTuple):
 class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
-    A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the data's fact of that
-    name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is the whole run's and ``batch`` the rows of a
-    global step. It may offer ``EXPORT``, an `Export`.
+    A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the
+    data's fact of that name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is
+    the whole run's and ``batch`` the rows of a global step. It may offer ``EXPORT``, an `Export`.
 
-    `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device group's share. They
-    return sums over those rows (law 5). ``batch["row"]`` (int32) is each row's place in the global batch; random draws
-    for a row fold it in, so that the same numbers are drawn on every mesh.
+    `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device
+    group's share. They return sums over those rows (law 5). ``batch["row"]`` (int32) is each row's
+    place in the global batch; random draws for a row fold it in, so that the same numbers are drawn
+    on every mesh.
 
-    A curriculum that changes the computation is a `stage`. If it is not None, `loss` takes it as the static argument
-    ``stage``, and one program is compiled for each. Values that change from step to step without another program are traced.
+    A curriculum that changes the computation is a `stage`. If it is not None, `loss` takes it as
+    the static argument ``stage``, and one program is compiled for each. Values that change from
+    step to step without another program are traced.
     """
 
     specs: Variables  # trees of Spec

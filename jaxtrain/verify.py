@@ -83,9 +83,12 @@ class Verifier:
         return bool(self._guard.verify_every) and step % self._guard.verify_every == 0
 
     def __call__(self, step: Step, state: TrainState, item: Item, stop: Array) -> tuple[TrainState, Any]:
-        """Compute a step of the run twice, and return its result. It holds a second copy of the state meanwhile.
+        """Compute a step of the run twice, and return its result.
 
-        Raises WrongStepError: the results differ, and the policy is to stop, or a third computation agrees with none.
+        It holds a second copy of the state meanwhile.
+
+        Raises WrongStepError: the results differ, and the policy is to stop, or a third computation
+        agrees with none.
         """
         here = self._assembly
         second = self._second(step, state, item, stop)

@@ -25,7 +25,10 @@ class Command(NamedTuple):
 
 
 class WorkloadModule(Protocol):
-    """The attributes of a workload's module, if it has no ``WORKLOAD``. Only ``Config`` and ``make_task`` are required."""
+    """The attributes of a workload's module, if it has no ``WORKLOAD``.
+
+    Only ``Config`` and ``make_task`` are required.
+    """
 
     Config: type[Any]
     """The section ``model`` of a config, a `jaxtrain.config.ModelSection`."""
@@ -40,7 +43,9 @@ class WorkloadModule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A workload, as its package's ``WORKLOAD``. A field may be the object itself, or "module:name", imported at its first use.
+    """A workload, as its package's ``WORKLOAD``.
+
+    A field may be the object itself, or "module:name", imported at its first use.
 
     A module without ``WORKLOAD`` trains too, by the attributes of `WorkloadModule`.
     """
@@ -55,12 +60,16 @@ class Workload:
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
     # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # (run's config, model state and batch as NumPy arrays, position of the batch) -> a jaxtrain.types.Example of each row
+    # (run's config, model state and batch as NumPy arrays, position of the batch) -> a
+    # jaxtrain.types.Example of each row
     examples: Any = None
     next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
 
     def get(self, name: str) -> Any:
-        """Return the object of a field. Raises ImportError, AttributeError: "module:name" names none."""
+        """Return the object of a field.
+
+        Raises ImportError, AttributeError: "module:name" names none.
+        """
         return resolved(getattr(self, name))
 
 
@@ -71,7 +80,10 @@ def _imported(reference: str) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Return the object that "module:name" names, or any other value as it is. Raises ImportError, AttributeError."""
+    """Return the object that "module:name" names, or any other value as it is.
+
+    Raises ImportError, AttributeError.
+    """
     return _imported(value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,7 @@
-"""The loader's compiled core (rust/). Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C."""
+"""The loader's compiled core (rust/).
+
+Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,32 +21,34 @@ def decode(
 ) -> tuple[NDArray[np.float32], int, int]:
     """Decode a recording, or a part of it, to mono.
 
-    The format is recognised by its content: plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis or
-    OGG Opus (always decoded to 48 kHz), and more slowly M4A (AAC, ALAC), CAF with ALAC and WAV with ADPCM.
-    The samples are [start, start + length); length=None decodes to the end. channel=None: the mean of all channels.
+    The format is recognised by its content: plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG
+    Vorbis or OGG Opus (always decoded to 48 kHz), and more slowly M4A (AAC, ALAC), CAF with ALAC
+    and WAV with ADPCM. The samples are [start, start + length); length=None decodes to the end.
+    channel=None: the mean of all channels.
 
     Returns (wave, rate, frames): float32 [length], at the recording's own sample rate;
     that rate in Hz; the number of samples per channel in the whole recording.
-    Raises ValueError for an unknown format, damaged audio, a rate outside [1000, 768000] Hz, a range outside the
-    recording, or one of more than 2^30 samples.
+    Raises ValueError for an unknown format, damaged audio, a rate outside [1000, 768000] Hz, a
+    range outside the recording, or one of more than 2^30 samples.
     """
 
 def recording_info(path: str | os.PathLike[str]) -> tuple[int, int, int, bool]:
     """Read what the headers of a recording state.
 
-    Returns (rate, frames, channels, slow): the sample rate in Hz; the exact number of samples per channel; the number of
-    channels; whether its format is decoded several times slower. The file is mapped, and only the parts of it that
-    say where it ends are read.
-    Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged headers.
+    Returns (rate, frames, channels, slow): the sample rate in Hz; the exact number of samples per
+    channel; the number of channels; whether its format is decoded several times slower. The file is
+    mapped, and only the parts of it that say where it ends are read.
+    Raises OSError for a file that cannot be opened, and ValueError for an unknown format or damaged
+    headers.
     """
 
 def recording_doubts(path: str | os.PathLike[str]) -> tuple[int, bool]:
     """Look for what is odd about a recording that can be read.
 
-    Returns (stated, cancels): the number of samples per channel that its header states, 0 if none, which differs from
-    recording_info's if the file was cut short or its header never brought up to date (2^63 − 1 if none is stated, and the
-    file ends inside a page or frame); whether its two channels cancel each other at a few places that are decoded.
-    Raises what recording_info raises.
+    Returns (stated, cancels): the number of samples per channel that its header states, 0 if none,
+    which differs from recording_info's if the file was cut short or its header never brought up to
+    date (2^63 − 1 if none is stated, and the file ends inside a page or frame); whether its two
+    channels cancel each other at a few places that are decoded. Raises what recording_info raises.
     """
 
 def recording_fault(path: str | os.PathLike[str], start: float, end: float) -> str | None:
@@ -63,11 +68,12 @@ def resample(wave: NDArray[np.float32], source_rate: int, target_rate: int) -> N
 class FilterBank:
     """The tables of a front end: of waveforms at sample_rate (Hz), Kaldi's log-mel energies.
 
-    window, hop: samples of a frame, and from one to the next. n_mels: bands, from f_min to f_max (Hz). mean, std: a
-    model reads (x - mean) / (2 std).
+    window, hop: samples of a frame, and from one to the next. n_mels: bands, from f_min to f_max
+    (Hz). mean, std: a model reads (x - mean) / (2 std).
 
-    Raises ValueError for a rate outside [1000, 768000] Hz, a window outside [16, 32768], a hop outside [1, 2^20], n_mels
-    outside [1, 4096], frequencies that do not increase from 0 to half the rate, and a mean or std that is no number.
+    Raises ValueError for a rate outside [1000, 768000] Hz, a window outside [16, 32768], a hop
+    outside [1, 2^20], n_mels outside [1, 4096], frequencies that do not increase from 0 to half the
+    rate, and a mean or std that is no number.
     """
 
     def __init__(
@@ -86,9 +92,9 @@ class FilterBank:
 def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalise: bool = False) -> NDArray[np.float32]:
     """Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
 
-    Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy. bank=None: FilterBank().
-    normalise=True returns float32 [512, n_mels] as the model reads it: padded with the spectrogram's minimum, then
-    (x - mean) / (2 std).
+    Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy.
+    bank=None: FilterBank(). normalise=True returns float32 [512, n_mels] as the model reads it:
+    padded with the spectrogram's minimum, then (x - mean) / (2 std).
     Raises ValueError for samples that make no frame and, with normalise=True, more than 512.
     """
 
@@ -97,12 +103,13 @@ def front_end(
 ) -> NDArray[np.float32]:
     """Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
 
-    wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank, taken from the
-    recording's centre, or the whole recording centred between zeros where it is shorter. bank=None: FilterBank().
+    wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank,
+    taken from the recording's centre, or the whole recording centred between zeros where it is
+    shorter. bank=None: FilterBank().
 
     Returns float32 [n_frames, n_mels], normalised.
-    Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than n_frames, more than 2^30
-    values, and NaN or huge samples.
+    Raises ValueError for a rate outside [1000, 768000] Hz, a clip of no frames or of more than
+    n_frames, more than 2^30 values, and NaN or huge samples.
     """
 
 def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -115,9 +122,11 @@ def permutation(seed: int, epoch: int, n: int, i: NDArray[np.int64]) -> NDArray[
 def block_order(seed: int, epoch: int, stops: NDArray[np.int64], window: int, i: NDArray[np.int64]) -> NDArray[np.int64]:
     """Map places of an epoch to recordings in the block order; see loaders.order.block_order.
 
-    stops: int64 [blocks], the end (exclusive) of each block. window: blocks whose recordings are permuted together.
+    stops: int64 [blocks], the end (exclusive) of each block. window: blocks whose recordings are
+    permuted together.
     i: int64 [k], places of the epoch. Returns int64 [k].
-    Raises IndexError for a place outside the epoch, and ValueError for stops that decrease or a window of 0.
+    Raises IndexError for a place outside the epoch, and ValueError for stops that decrease or a
+    window of 0.
     """
 
 def sudoku_solve(
@@ -127,9 +136,9 @@ def sudoku_solve(
 
     boards: uint8 [n, 16, 36 or 81], row by row, 0 for a blank.
 
-    Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64 [n], the guesses that
-    the search made, 0 where forced cells alone solve the board; uint8 [n, cells], the first solution, zeros where a
-    board has none.
+    Returns (solutions, guesses, first): int64 [n], the number of solutions, at most limit; int64
+    [n], the guesses that the search made, 0 where forced cells alone solve the board; uint8 [n,
+    cells], the first solution, zeros where a board has none.
     Raises ValueError for boards of another size, and for more than 1024 threads.
     """
 
@@ -138,12 +147,13 @@ def sudoku_generate(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
     """Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
 
-    side: 4, 6 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them, and is smaller where
-    removing another digit would allow a second solution.
+    side: 4, 6 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them,
+    and is smaller where removing another digit would allow a second solution.
 
-    Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side * side]; int64 [n], the
-    guesses that the solver makes.
-    Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than 1024 threads.
+    Returns (boards, solutions, guesses): uint8 [n, side * side], 0 for a blank; uint8 [n, side *
+    side]; int64 [n], the guesses that the solver makes.
+    Raises ValueError for another side, more than 2^24 puzzles, numbers beyond 2^64, and more than
+    1024 threads.
     """
 
 def sudoku_grade(boards: NDArray[np.uint8], *, threads: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -159,8 +169,8 @@ def sudoku_grade(boards: NDArray[np.uint8], *, threads: int = 1) -> tuple[NDArra
 def sudoku_invariant(boards: NDArray[np.uint8], *, threads: int = 1) -> NDArray[np.uint64]:
     """Hash sudoku boards so that symmetric copies of a board have the same number.
 
-    boards: as of `sudoku_solve`. Symmetries: digits renamed, bands and rows in them, stacks and columns in them permuted,
-    transposed.
+    boards: as of `sudoku_solve`. Symmetries: digits renamed, bands and rows in them, stacks and
+    columns in them permuted, transposed.
 
     Returns uint64 [n].
     Raises ValueError for boards of another size, digits above the side, and more than 1024 threads.
@@ -169,15 +179,16 @@ def sudoku_invariant(boards: NDArray[np.uint8], *, threads: int = 1) -> NDArray[
 class Index:
     """A row index over Arrow IPC and Parquet shards, built without reading audio.
 
-    shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and path. label: the
-    column of int64 class labels; None for no labels. root: the folder that the paths of recordings without bytes are
-    relative to; None for the folder of each shard. cache: a folder that keeps the index until the name, size or
-    modification time of a shard changes; None for no cache. links: whether links may lead out of root, below which every
-    named file must lie. copying: whether the shards may still be copied; what is not there of them is waited for.
+    shards: paths of the shards, in order. audio: the column of recordings, a struct of bytes and
+    path. label: the column of int64 class labels; None for no labels. root: the folder that the
+    paths of recordings without bytes are relative to; None for the folder of each shard. cache: a
+    folder that keeps the index until the name, size or modification time of a shard changes; None
+    for no cache. links: whether links may lead out of root, below which every named file must lie.
+    copying: whether the shards may still be copied; what is not there of them is waited for.
 
-    Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged or compressed, a
-    column that is missing or of another type, a label outside its class names, and classes that differ from those of
-    the first shard.
+    Raises OSError for a shard that cannot be opened. Raises ValueError for a shard that is damaged
+    or compressed, a column that is missing or of another type, a label outside its class names, and
+    classes that differ from those of the first shard.
     """
 
     def __init__(
@@ -255,14 +266,15 @@ class Index:
     ) -> tuple[bytes, int]:
         """Prepare the recording of a row: mono at `rate` Hz, 16 bits, in blocks of FLAC that are quickly decoded.
 
-        time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at. packed: without loss,
-        instead of samples as they are. out: a file to make; None to return the bytes. stop: is called now and then, and ends
-        the work by returning True.
+        time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at.
+        packed: without loss, instead of samples as they are. out: a file to make; None to return
+        the bytes. stop: is called now and then, and ends the work by returning True.
 
-        Returns (bytes, clipped): those of the recording, none with out; and how many samples exceeded full scale.
+        Returns (bytes, clipped): those of the recording, none with out; and how many samples
+        exceeded full scale.
 
-        Raises IndexError for a row that does not exist, ValueError for a recording that cannot be decoded whole, OSError
-        for a file that cannot be written, and InterruptedError after stop.
+        Raises IndexError for a row that does not exist, ValueError for a recording that cannot be
+        decoded whole, OSError for a file that cannot be written, and InterruptedError after stop.
         """
 
     def __len__(self) -> int: ...
@@ -270,26 +282,33 @@ class Index:
 class Pipeline:
     """Batches of spectrograms or waveforms, prepared by worker threads; the order depends on the position alone.
 
-    index: where the recordings are. rows: int64 [n], the rows of the index that this split uses. batch: rows in the
-    global batch. ranges: [start, stop) pairs of the global batch that this process reads. seed: in [0, 2^64).
-    train: True for permuted, endless batches of random crops; False for one pass in order over centre crops.
+    index: where the recordings are. rows: int64 [n], the rows of the index that this split uses.
+    batch: rows in the global batch. ranges: [start, stop) pairs of the global batch that this
+    process reads. seed: in [0, 2^64).
+    train: True for permuted, endless batches of random crops; False for one pass in order over
+    centre crops.
 
-    bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how many times slower than
-    life recordings are: their rate is this times that which their headers state. clip_samples: samples of a crop.
-    n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in each row.
-    form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as uint16; "waveform", its
-    samples. channel: of recordings whose row names none; None for the mean of all. short: where samples that are fewer
-    than a crop lie in it: "origin" (at the start in training, in the centre in testing), "start", "centre", or "random"
-    (anywhere in training, in the centre in testing). repeat: they are surrounded by themselves, not by silence. silence:
-    what surrounds a part that is shorter than a crop is silence, not what the recording holds there.
+    bank: the front end, at whose rate crops are taken; None for FilterBank(). time_expansion: how
+    many times slower than life recordings are: their rate is this times that which their headers
+    state. clip_samples: samples of a crop.
+    n_frames: frames of a spectrogram, at least those of a crop. views: crops of one recording in
+    each row.
+    form: what a row holds of a crop: "float32", its spectrogram; "bfloat16", the same, given as
+    uint16; "waveform", its samples. channel: of recordings whose row names none; None for the mean
+    of all. short: where samples that are fewer than a crop lie in it: "origin" (at the start in
+    training, in the centre in testing), "start", "centre", or "random" (anywhere in training, in
+    the centre in testing). repeat: they are surrounded by themselves, not by silence. silence: what
+    surrounds a part that is shorter than a crop is silence, not what the recording holds there.
 
-    block: (rows of a block, blocks of a window) for the block order in training; None for a global permutation.
+    block: (rows of a block, blocks of a window) for the block order in training; None for a global
+    permutation.
 
-    threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of the recordings that
-    may be unusable: max(1, bad_budget * n) of them, or none for 0.
+    threads: worker threads. depth: finished batches that may be queued. bad_budget: the share of
+    the recordings that may be unusable: max(1, bad_budget * n) of them, or none for 0.
 
     The threads start at once and wait for the first seek or next.
-    Raises ValueError for arguments that contradict each other, and IndexError for rows that are not in the index.
+    Raises ValueError for arguments that contradict each other, and IndexError for rows that are not
+    in the index.
     """
 
     def __init__(
@@ -325,33 +344,41 @@ class Pipeline:
     def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:
         """Wait for the next batch.
 
-        Returns (position, fields). position: the number of the batch after this one. fields: for each field a list of
-        arrays, one for each range, of r rows:
+        Returns (position, fields). position: the number of the batch after this one. fields: for
+        each field a list of arrays, one for each range, of r rows:
 
-        spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, mels], or [r, views, n_frames, mels] when views > 1
-        waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram for form="waveform":
-                     the samples times 32768, rounded to nearest even and clipped
+        spectrogram  float32 (uint16 for form="bfloat16") [r, n_frames, mels], or [r, views,
+                     n_frames, mels] when views > 1
+        waveform     int16 [r, clip_samples], or [r, views, clip_samples], instead of spectrogram
+                     for form="waveform": the samples times 32768, rounded to nearest even and
+                     clipped
         label        int32 [r], the class, -1 where it is null
-        index        int32 [r], the recording's row in the index, -1 where the last batch of a test split is padded
+        index        int32 [r], the recording's row in the index, -1 where the last batch of a test
+                     split is padded
         epoch        int32 [r]
         weight       float32 [r], 1 for a valid row and 0 for padding or an unusable recording
 
         The arrays are read-only, contiguous, aligned to 64 bytes, and own their memory.
-        Raises StopIteration after the end of a test split and after close. Raises RuntimeError, from then on, when more
-        recordings are unusable than bad_budget allows. KeyboardInterrupt is raised within a tenth of a second.
+        Raises StopIteration after the end of a test split and after close. Raises RuntimeError,
+        from then on, when more recordings are unusable than bad_budget allows. KeyboardInterrupt is
+        raised within a tenth of a second.
         """
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters that show where time and memory go.
 
-        queued, filling, depth: batches that are complete, batches that are being filled, and how many may be queued.
-        threads: worker threads. slabs, slab_bytes: batch buffers that exist, and the size of each. rows: rows written.
-        bad, bad_allowed: distinct recordings that were unusable, and how many may be. bad_list: (row of the index,
-        reason) of the first hundred. seconds: by stage, summed over the workers; "wait" is the consumer's. slowest:
-        the workers' stage with the most seconds; None before any work. bytes_recordings: size of the recordings that
-        were opened. bytes_used: the share of it that the crops needed. bytes_ahead: bytes requested from the system in
-        advance (block order). faults: major page faults of the workers (0 where the system does not count them).
-        slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times slower.
+        queued, filling, depth: batches that are complete, batches that are being filled, and how
+        many may be queued.
+        threads: worker threads. slabs, slab_bytes: batch buffers that exist, and the size of each.
+        rows: rows written.
+        bad, bad_allowed: distinct recordings that were unusable, and how many may be. bad_list:
+        (row of the index, reason) of the first hundred. seconds: by stage, summed over the workers;
+        "wait" is the consumer's. slowest: the workers' stage with the most seconds; None before any
+        work. bytes_recordings: size of the recordings that were opened. bytes_used: the share of it
+        that the crops needed. bytes_ahead: bytes requested from the system in advance (block
+        order). faults: major page faults of the workers (0 where the system does not count them).
+        slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times
+        slower.
         """
 
     def close(self) -> None:

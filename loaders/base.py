@@ -1,6 +1,7 @@
 """The interface of a data loader, and the skeleton that all loaders share.
 
-`LoaderModule` lists the attributes of a loader module, which ``config.loader`` names, e.g. ``loaders.audio.spectrogram``.
+`LoaderModule` lists the attributes of a loader module, which ``config.loader`` names, e.g.
+``loaders.audio.spectrogram``.
 
 Every error of the data is a `DataError`.
 """
@@ -27,9 +28,12 @@ def refuse_problems(config: Any) -> None:
 
 
 def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
-    """Ids or counts as integers of ``dtype``. Raises DataError, which names ``of``, if one of them does not fit.
+    """Ids or counts as integers of ``dtype``.
 
-    NumPy's own casts wrap around modulo 2^16 or 2^32. So no other cast makes ids or counts narrower.
+    Raises DataError, which names ``of``, if one of them does not fit.
+
+    NumPy's own casts wrap around modulo 2^16 or 2^32. So no other cast makes ids or counts
+    narrower.
     """
     values, bounds = np.asarray(values), np.iinfo(dtype)
     if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
@@ -48,8 +52,8 @@ class Field(NamedTuple):
 class Rows(NamedTuple):
     """Which rows of the global batch this process reads.
 
-    ``ranges`` holds [start, stop) pairs: the distinct row ranges of the local devices. Devices that hold the same rows
-    (a model axis) share one range, so that every row is read once in a process.
+    ``ranges`` holds [start, stop) pairs: the distinct row ranges of the local devices. Devices that
+    hold the same rows (a model axis) share one range, so that every row is read once in a process.
     """
 
     batch: int
@@ -57,7 +61,10 @@ class Rows(NamedTuple):
 
 
 class Population(NamedTuple):
-    """The rows that a training split draws from. `loaders.shuffle_stats` compares batches with it."""
+    """The rows that a training split draws from.
+
+    `loaders.shuffle_stats` compares batches with it.
+    """
 
     rows: np.ndarray  # int64 [n]: all values that "index" can have
     first_rows: np.ndarray  # int64 [shards]: the first row of each shard
@@ -66,15 +73,19 @@ class Population(NamedTuple):
 class Loader(abc.ABC):
     """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
 
-    A subclass defines `_part` (the rows of one range), or `_batch` if ranges are not made one by one. It also defines
-    `fingerprint` and `order`, by which a checkpoint recognises its data. All else has a default here.
+    A subclass defines `_part` (the rows of one range), or `_batch` if ranges are not made one by
+    one. It also defines `fingerprint` and `order`, by which a checkpoint recognises its data. All
+    else has a default here.
 
     Attributes:
-      buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A program is compiled for each.
-        Every batch holds exactly the fields of its bucket. "weight" (float32, ()) is 1 for a valid row and 0 for the padding
-        of a ragged last batch, or for a recording of "test" that cannot be decoded.
-      n_batches: batches in one pass over the split (rounded up), after which a "test" loader stops. 0 for an empty split.
-      population: the rows that "index" is drawn from, if the run logs the quality of its shuffling, else None.
+      buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A
+        program is compiled for each. Every batch holds exactly the fields of its bucket. "weight"
+        (float32, ()) is 1 for a valid row and 0 for the padding of a ragged last batch, or for a
+        recording of "test" that cannot be decoded.
+      n_batches: batches in one pass over the split (rounded up), after which a "test" loader stops.
+      0 for an empty split.
+      population: the rows that "index" is drawn from, if the run logs the quality of its shuffling,
+      else None.
     """
 
     population: Population | None = None
@@ -89,7 +100,10 @@ class Loader(abc.ABC):
         threads: int = 0,
         ahead: int = 0,
     ):
-        """``threads`` read batches and keep ``ahead`` of them ready. With 0 threads, `next` makes its batch itself."""
+        """``threads`` read batches and keep ``ahead`` of them ready.
+
+        With 0 threads, `next` makes its batch itself.
+        """
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches
         self._train, self._rows, self._seed = train, rows, seed

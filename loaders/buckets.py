@@ -9,7 +9,10 @@ CUTS = 256  # lengths at which a bucket may end
 
 
 class Shape(NamedTuple):
-    """The sizes of a row. Its name and fields are part of `loaders.chat.chat_audio`'s fingerprint."""
+    """The sizes of a row.
+
+    Its name and fields are part of `loaders.chat.chat_audio`'s fingerprint.
+    """
 
     text: int  # S
     audio: int  # A
@@ -28,7 +31,10 @@ class Bucket(NamedTuple):
     members: np.ndarray  # int64 [n]: which samples
 
     def fill(self, sizes: np.ndarray) -> float:
-        """Return the share of places that are not padding. ``sizes`` int64 [samples, 4]: `Shape` of every sample."""
+        """Return the share of places that are not padding.
+
+        ``sizes`` int64 [samples, 4]: `Shape` of every sample.
+        """
         return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
 
 
@@ -44,9 +50,12 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
-    """At most ``n`` groups of samples, short to long, with the least padding. ``sizes`` int64 [samples, 4] (`Shape`).
+    """At most ``n`` groups of samples, short to long, with the least padding.
 
-    Each row is padded to its group's largest text and largest sound. Dynamic programming over the samples sorted by places.
+    ``sizes`` int64 [samples, 4] (`Shape`).
+
+    Each row is padded to its group's largest text and largest sound. Dynamic programming over the
+    samples sorted by places.
     """
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
     text, audio = sizes[by_length, 0], sizes[by_length, 1]

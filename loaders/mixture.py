@@ -1,9 +1,10 @@
 """The mixture of sources: which source a sample comes from, and which of its samples it is, by the sample's number alone.
 
-Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so neither the batch nor the
-world size changes sample s. They are dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded
-to whole samples, in an order that a permutation of (seed, block) shuffles. So after every block the realised shares are the
-wanted ones within 1 / `BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
+Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so
+neither the batch nor the world size changes sample s. They are dealt in blocks of `BLOCK`. Every
+block holds each source's share of it, rounded to whole samples, in an order that a permutation of
+(seed, block) shuffles. So after every block the realised shares are the wanted ones within 1 /
+`BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
 
 When a source has no more samples in its pass, one of `POLICIES` applies:
 
@@ -100,7 +101,10 @@ class Mixture:
         return source, number
 
     def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place in a block: its source, and how many of that source come before it. The last block is kept."""
+        """For each place in a block: its source, and how many of that source come before it.
+
+        The last block is kept.
+        """
         phase, key = self._phases[p], phase_key(p, b)
         block = self._block  # read once: another thread may replace it
         if block is None or block[0] != key:

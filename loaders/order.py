@@ -1,17 +1,21 @@
 """The order of the data, as pure functions: the readable reference for rust/core/src/order.rs.
 
 Sample number s = position * batch + row is place i = s % n of epoch s // n, and holds recording
-``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change of world size and
-any number of reading threads are the same operation. That is the global order: every row anywhere in an epoch.
+``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change
+of world size and any number of reading threads are the same operation. That is the global order:
+every row anywhere in an epoch.
 
-The block order is for file systems with slow scattered reads. Runs of at most ``block_rows`` neighbouring rows of a shard
-are permuted as a whole, then the rows of each ``block_window`` runs among themselves. So only a few hundred runs are needed
-next, which are read ahead one window at a time. It is a pure function of the place as well. The price is that the rows of a
-batch share shards: docs/results/loader.md has how much, and chi2_shard and acf_shard of a run's metrics say it for its own
-data. A window of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB. Two windows are requested at most.
+The block order is for file systems with slow scattered reads. Runs of at most ``block_rows``
+neighbouring rows of a shard are permuted as a whole, then the rows of each ``block_window`` runs
+among themselves. So only a few hundred runs are needed next, which are read ahead one window at a
+time. It is a pure function of the place as well. The price is that the rows of a batch share
+shards: docs/results/loader.md has how much, and chi2_shard and acf_shard of a run's metrics say it
+for its own data. A window of 256 runs of 8 rows holds 2,048 rows, in XCL 1.9 GB. Two windows are
+requested at most.
 
-The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only powers of two (Black
-and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function is splitmix64's output function.
+The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only
+powers of two (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its round function
+is splitmix64's output function.
 """
 
 import math
@@ -35,7 +39,10 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
-    """Return the uint64 hash of a tuple of integers below 2^64. The parts broadcast against each other."""
+    """Return the uint64 hash of a tuple of integers below 2^64.
+
+    The parts broadcast against each other.
+    """
     h = np.zeros(1, np.uint64)
     for part in parts:
         h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
@@ -52,7 +59,8 @@ def epochs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws number ``number``, int64 [k], of an endless order of n recordings -> int64 [k] epochs, int64 [k] recordings.
 
-    Every recording is drawn once before any comes again. ``permute``: `permutation`, or the extension's.
+    Every recording is drawn once before any comes again. ``permute``: `permutation`, or the
+    extension's.
     """
     epoch, place = np.divmod(number, n)
     recording = np.empty_like(place)
@@ -64,7 +72,8 @@ def epochs(
 def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draws of a test split of n recordings -> indices of draws < n, int64 [m], and their recordings, int64 [m].
 
-    The order is always the same and mixed, so that the first batches are a fair sample. Past its end there is nothing.
+    The order is always the same and mixed, so that the first batches are a fair sample. Past its
+    end there is nothing.
     """
     there = np.flatnonzero(number < n)
     return there, permutation(0, 0, n, number[there]) if there.size else there
@@ -104,7 +113,8 @@ def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarr
 def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.ndarray) -> np.ndarray:
     """Places int64 [k] of an epoch -> recordings int64 [k], a bijection of [0, stops[-1]).
 
-    The blocks are permuted, then the places of each ``window`` consecutive blocks are permuted among themselves.
+    The blocks are permuted, then the places of each ``window`` consecutive blocks are permuted
+    among themselves.
     """
     sizes = np.diff(stops, prepend=0)
     blocks = _permute(hash_of(BLOCK, seed, epoch), len(stops), np.arange(len(stops)))
@@ -132,6 +142,7 @@ def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int =
 def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
     """Row numbers int64 [n] -> bool [n]: which recordings are kept for testing, about ``share`` of them.
 
-    It depends on the row number alone, so recordings added at the end move no earlier one across the split.
+    It depends on the row number alone, so recordings added at the end move no earlier one across
+    the split.
     """
     return (hash_of(SPLIT, recordings) >> np.uint64(11)).astype(np.float64) < share * 2.0**53

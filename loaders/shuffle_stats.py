@@ -1,19 +1,21 @@
 """How well the data are shuffled: statistics of the recordings in successive batches, compared with independent draws.
 
-They are the split "data" of a run's metrics, from "index" alone, for the rows of process 0 since it started. Each number comes
-with its expectation under "…_expected":
+They are the split "data" of a run's metrics, from "index" alone, for the rows of process 0 since it
+started. Each number comes with its expectation under "…_expected":
 
-    chi2_NAME         of a batch's histogram over buckets against the population's shares, over its degrees of freedom
-    acf_NAME          lag-1 autocorrelation of these histograms over the last batches: near 0 if batches are independent;
-                      0.8 and more with a shuffle buffer that is too small
+    chi2_NAME         of a batch's histogram over buckets against the population's shares, over its
+                      degrees of freedom
+    acf_NAME          lag-1 autocorrelation of these histograms over the last batches: near 0 if
+                      batches are independent; 0.8 and more with a shuffle buffer that is too small
     unique            different recordings in a batch
     overlap           recordings that this batch and the one before share
     bucket_overlap    the same for 4,096 buckets by hash, whose expectation is not near 0
     window_unique     different recordings in the last batches
 
-NAME is how recordings are put into buckets: mod (neighbours apart), div (neighbours together), hash (by 2654435761; Knuth's
-multiplier), shard. Expectations are those of independent draws with replacement, except for chi2: without
-replacement, (N - B) / (N - 1). An order that never repeats a recording within an epoch has overlap 0 and more unique ones.
+NAME is how recordings are put into buckets: mod (neighbours apart), div (neighbours together), hash
+(by 2654435761; Knuth's multiplier), shard. Expectations are those of independent draws with
+replacement, except for chi2: without replacement, (N - B) / (N - 1). An order that never repeats a
+recording within an epoch has overlap 0 and more unique ones.
 """
 
 import collections
@@ -50,7 +52,10 @@ class ShuffleStats:
             histograms.append(self._counts(name, recordings))
 
     def record(self) -> dict[str, float]:
-        """Return the statistics of the latest batch and of up to 100 before it. Empty before the first."""
+        """Return the statistics of the latest batch and of up to 100 before it.
+
+        Empty before the first.
+        """
         if not self._window:
             return {}
         batch, n = self._window[-1], len(self._rows)

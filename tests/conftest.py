@@ -1,4 +1,5 @@
-"""Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept between runs."""
+"""Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept
+between runs."""
 
 import ctypes
 import gc
@@ -21,8 +22,9 @@ from tests.support.xla import SOON  # noqa: E402
 # Before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {SOON}"
-# XLA runs independent collectives of a program at once, each on a thread of a pool that has as many as there are cores (or
-# NPROC): with few, eight devices can wait for each other in different ones for ever (jax 0.10.2: it aborts after 40 s).
+# XLA runs independent collectives of a program at once, each on a thread of a pool that has as many
+# as there are cores (or NPROC): with few, eight devices can wait for each other in different ones
+# for ever (jax 0.10.2: it aborts after 40 s).
 os.environ.setdefault("NPROC", "32")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background: the tests' runs would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +39,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 cluster.use_compilation_cache()
 
 
-# A file is one worker's: those that take more than 20 s of CPU time begin first, the longest of them before the others.
+# A file is one worker's: those that take more than 20 s of CPU time begin first, the longest of
+# them before the others.
 LONGEST = (
     "test_steps.py",
     "test_bird.py",
@@ -80,7 +83,8 @@ def pytest_addoption(parser):
 
 
 def fetched(kind):
-    """The environment of a compiler, fetched once and kept beneath the cache; where it cannot be had, the test skips."""
+    """The environment of a compiler, fetched once and kept beneath the cache; where it cannot be
+    had, the test skips."""
     from jaxtrain import plan  # here: most tests' workers need no planner
 
     try:
@@ -110,7 +114,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with toy.py, a run of the toy workload, and tiny.py, a small run of the bird encoder."""
+    """A folder with toy.py, a run of the toy workload, and tiny.py, a small run of the bird
+    encoder."""
     from tests.support import small_runs
 
     return small_runs.toy(small_runs.tiny(tmp_path))
@@ -118,7 +123,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Makes a disk of so many kilobytes. It is unmounted afterwards, or ``lazily``: once no process has it open."""
+    """Makes a disk of so many kilobytes. It is unmounted afterwards, or ``lazily``: once no process
+    has it open."""
     mounted = []
 
     def make(kilobytes, *, lazily=False):
@@ -137,7 +143,8 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def hosts():
-    """Two hosts: network namespaces, joined by a cable that can be pulled. Their names, and a function that pulls it."""
+    """Two hosts: network namespaces, joined by a cable that can be pulled. Their names, and a
+    function that pulls it."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     name = f"jt{os.getpid()}"
@@ -157,7 +164,8 @@ def hosts():
             ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             for device in ("lo", "cable"):
                 ip("-n", n, "link", "set", device, "up")
-            # `ip netns exec` shows these as /etc/hosts: each host is known by its own address, which collectives publish.
+            # `ip netns exec` shows these as /etc/hosts: each host is known by its own address,
+            # which collectives publish.
             folders.append(pathlib.Path("/etc/netns") / n)
             folders[-1].mkdir(parents=True)
             (folders[-1] / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
@@ -171,7 +179,8 @@ def hosts():
 
 @pytest.fixture(autouse=True)
 def handlers_of_this_test():
-    """A command that a test calls sets up a console on the stream that pytest closes after that test."""
+    """A command that a test calls sets up a console on the stream that pytest closes after that
+    test."""
     root, level = logging.getLogger(), logging.getLogger("jaxtrain").level
     before = list(root.handlers)
     yield
@@ -186,7 +195,8 @@ def libtpu(tpu_compiler, monkeypatch):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """After each file, memory that its tests freed goes back to the system: commands that run here have malloc keep it."""
+    """After each file, memory that its tests freed goes back to the system: commands that run here
+    have malloc keep it."""
     if sys.platform == "linux" and (nextitem is None or nextitem.path != item.path):
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)
@@ -198,7 +208,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its trials by record_property."""
+    """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its
+    trials by record_property."""
     if path := terminalreporter.config.getoption("skipped"):
         path.write_text("".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("skipped", [])))
     rows: dict[str, list[float]] = {}

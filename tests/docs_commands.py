@@ -1,20 +1,25 @@
-"""Every command that README, CONTRIBUTING, the pages of docs/ and the configs' docstrings show, and how a test runs it.
+"""Every command that README, CONTRIBUTING, the pages of docs/ and the configs' docstrings show, and
+how a test runs it.
 
-    python -m tests.docs_commands FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of tests/docs_data.py
+    python -m tests.docs_commands FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of
+                                                                       tests/docs_data.py
 
-runs them in the order of the pages, prints a line for each, and ends with 1 when one did not do what its rule says (`lacks`).
-What has passed in FOLDER is not run again.
+runs them in the order of the pages, prints a line for each, and ends with 1 when one did not do
+what its rule says (`lacks`). What has passed in FOLDER is not run again.
 
-A command without a rule fails tests/test_docs_commands.py. To add one, append a row to `RULES`: a regular expression that the
-command matches, and one of
+A command without a rule fails tests/test_docs_commands.py. To add one, append a row to `RULES`: a
+regular expression that the command matches, and one of
 
-    Run("--config.… …")     it is run, with these arguments behind it: the sizes below make every model and run tiny
-    Run(says=REGEX)         what a reader would look for in its output; of a run, of --out and of --help that is asked anyway
+    Run("--config.… …")     it is run, with these arguments behind it: the sizes below make every
+                            model and run tiny
+    Run(says=REGEX)         what a reader would look for in its output; of a run, of --out and of
+                            --help that is asked anyway
     Run(leaves=(PATH,))     files that must be there afterwards
     Run(quick=True)         it takes seconds and no jax: `make test` runs it, too
     Why("…")                it is not run, and why
 
-The first row that matches counts. Paths of the docs (/path/to/XCM) are replaced by those of small data: `PLACES`.
+The first row that matches counts. Paths of the docs (/path/to/XCM) are replaced by those of small
+data: `PLACES`.
 """
 
 import argparse
@@ -107,7 +112,8 @@ class Why(NamedTuple):
 
 PLAN = r"--plan|jaxtrain plan"
 RULES: tuple[tuple[str, Run | Why], ...] = (
-    # Not run: what installs, tests or measures, what needs a cluster or a network, and patterns that stand for many commands.
+    # Not run: what installs, tests or measures, what needs a cluster or a network, and patterns
+    # that stand for many commands.
     (r"^make train$", Run(f"{BIRD} {SMALL_DATA}", instead=(("make train", "jaxtrain train --config=xcm"),))),
     (
         r"^make ",
@@ -280,7 +286,8 @@ class Command(NamedTuple):
         return next((rule for pattern, rule in RULES if re.search(pattern, self.text)), None)
 
     def line(self) -> str:
-        """What is typed: with the rule's arguments, and small data in the place of what the docs name."""
+        """What is typed: with the rule's arguments, and small data in the place of what the docs
+        name."""
         rule, text = self.rule, self.text
         assert isinstance(rule, Run)
         for old, new in rule.instead:
@@ -334,7 +341,8 @@ def _add(found: dict[str, Command], page: pathlib.Path, lines: list[str]) -> Non
 
 
 def start(folder: pathlib.Path) -> None:
-    """Makes ``folder`` what a reader has in front of them: the checkout's folders, and data. Nothing if it is that already."""
+    """Makes ``folder`` what a reader has in front of them: the checkout's folders, and data.
+    Nothing if it is that already."""
     if (folder / "configs").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -367,10 +375,11 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
 
 
 def lacks(command: Command, done: subprocess.CompletedProcess, folder: pathlib.Path) -> str:
-    """What a reader who has typed the command would miss: empty where all is as the rule says, and as every page promises.
+    """What a reader who has typed the command would miss: empty where all is as the rule says, and
+    as every page promises.
 
-    A run says that it has ended, and what it says that it left is there, with the loss of its last step; what --out names is
-    there; --help has a usage.
+    A run says that it has ended, and what it says that it left is there, with the loss of its last
+    step; what --out names is there; --help has a usage.
     """
     rule, text, output = command.rule, command.line(), f"{done.stdout}{done.stderr}"
     assert isinstance(rule, Run)

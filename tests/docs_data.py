@@ -1,4 +1,5 @@
-"""Small data of every kind that the docs' commands name, in one folder: what a reader would have under those paths."""
+"""Small data of every kind that the docs' commands name, in one folder: what a reader would have
+under those paths."""
 
 import io
 import json
@@ -50,7 +51,8 @@ def table(n: int, label: str, *, lists: bool = False) -> pa.Table:
 
 
 def birds(folder: pathlib.Path) -> None:
-    """data/XCM and data/XCL: one folder; data/HSN: lists of classes and its splits; data/esc10: five folds."""
+    """data/XCM and data/XCL: one folder; data/HSN: lists of classes and its splits; data/esc10:
+    five folds."""
     corpus.save_to_disk(folder / "data" / "XCM", [table(20, "ebird_code"), table(20, "ebird_code")])
     for split, n in (("train", 24), ("test", 12), ("test_5s", 12)):
         corpus.save_to_disk(folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)])
@@ -60,7 +62,8 @@ def birds(folder: pathlib.Path) -> None:
 
 
 def encoder(folder: pathlib.Path) -> None:
-    """A vision transformer as Bird-MAE is published: its names and its image, in a width of 32 and one layer."""
+    """A vision transformer as Bird-MAE is published: its names and its image, in a width of 32 and
+    one layer."""
     import safetensors.numpy
 
     d, rng = 32, np.random.default_rng(0)
@@ -79,7 +82,8 @@ def encoder(folder: pathlib.Path) -> None:
 
 
 def recordings(folder: pathlib.Path) -> None:
-    """recordings/ with two folders of WAVs, events.csv and tables/ of Raven about them; an archive as BirdSet's."""
+    """recordings/ with two folders of WAVs, events.csv and tables/ of Raven about them; an archive
+    as BirdSet's."""
     header = "Selection\tBegin Time (s)\tEnd Time (s)\tSpecies"
     (folder / "tables").mkdir()
     lines = ["file,start,end,label"]

@@ -36,7 +36,8 @@ def cells(name: str) -> list[Cell]:
 
 
 def run(name: str, folder: pathlib.Path, pictures: pathlib.Path) -> str:
-    """Runs a notebook in ``folder``. Returns its page, whose pictures are written into ``pictures``."""
+    """Runs a notebook in ``folder``. Returns its page, whose pictures are written into
+    ``pictures``."""
     import matplotlib
 
     matplotlib.use("agg")

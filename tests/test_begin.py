@@ -10,7 +10,8 @@ from jaxtrain.config import Config, Optim, Train
 
 
 def resumed(tmp_path, caplog, before, now, *, step):
-    """The warnings of a run with the config ``now`` that resumes from ``step`` of one with ``before``."""
+    """The warnings of a run with the config ``now`` that resumes from ``step`` of one with
+    ``before``."""
     (tmp_path / "meta").mkdir(exist_ok=True)
     (tmp_path / "meta" / "metadata").write_text(json.dumps({"config": dataclasses.asdict(before)}))
     caplog.clear()

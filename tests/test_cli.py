@@ -323,7 +323,8 @@ def test_who_reads_the_output_may_stop_reading():
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_who_reads_no_output_makes_no_mistake(words, reader, unbuffered, tmp_path):
-    """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off to Python's end."""
+    """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off
+    to Python's end."""
     command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -492,7 +493,8 @@ def test_a_config_may_allow_a_debug_build(words, allows, monkeypatch):
 
 
 def test_the_version_needs_no_installation(monkeypatch, capsys):
-    """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no metadata."""
+    """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no
+    metadata."""
     of_a_package = importlib.metadata.version
 
     def version(name):
@@ -531,7 +533,8 @@ def test_a_python_that_is_too_old_is_told():
 
 
 def test_a_folder_of_ones_own_modules_is_found_by_the_installed_command(tmp_path):
-    """`python -m jaxtrain.main` has the working directory on its path; the installed `jaxtrain` has it, too."""
+    """`python -m jaxtrain.main` has the working directory on its path; the installed `jaxtrain` has
+    it, too."""
     (tmp_path / "my_config.py").write_text("import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n")
     (tmp_path / "my_words.py").write_text("TEXT = 'found'\n")
     program = "import sys; sys.path.remove(''); from jaxtrain.cli import start; sys.exit(start())"
@@ -556,7 +559,8 @@ def test_a_folder_of_others_is_no_place_for_modules(monkeypatch):
 
 
 def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
-    """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not offered."""
+    """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not
+    offered."""
     (tmp_path / "metrics.jsonl").touch()
     words = [
         "--config=lm:qwen3-0.6b",
@@ -579,7 +583,8 @@ def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
 
 @pytest.mark.parametrize(("body", "code", "said"), [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")])
 def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
-    """The interpreter would: a mistake that is found while a checkpoint is read would keep a job for minutes."""
+    """The interpreter would: a mistake that is found while a checkpoint is read would keep a job
+    for minutes."""
     program = (
         "import sys, time, concurrent.futures\n"
         "from jaxtrain import cli\nfrom jaxtrain.compile import step_compiler as programs\n"

@@ -1,4 +1,5 @@
-"""Options of the compilers: known to those that are installed, refused by name where they are not, and passed on."""
+"""Options of the compilers: known to those that are installed, refused by name where they are not,
+and passed on."""
 
 import pathlib
 
@@ -48,9 +49,11 @@ GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 class Lowered:
-    """A program which its compiler refuses with one option, as libtpu 0.0.51 does for v4 where products gather.
+    """A program which its compiler refuses with one option, as libtpu 0.0.51 does for v4 where
+    products gather.
 
-    The libtpu that jax asks for does not (0.0.42), and no option is known that it takes for a small program alone.
+    The libtpu that jax asks for does not (0.0.42), and no option is known that it takes for a small
+    program alone.
     """
 
     def __init__(self):

@@ -40,7 +40,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
-    """A module, test or config that a page names in code is there: `jaxtrain/loop.py`, `tests/test_kills.py`."""
+    """A module, test or config that a page names in code is there: `jaxtrain/loop.py`,
+    `tests/test_kills.py`."""
     named = set(
         re.findall(r"(?<![\w/.-])((?:jaxtrain|loaders|rust|configs|tests|tools)/[\w/]+\.(?:py|rs|sh|png))", page.read_text())
     )

@@ -1,4 +1,5 @@
-"""The commands that the pages show: each has a rule of `docs_commands`, and does what the rule says."""
+"""The commands that the pages show: each has a rule of `docs_commands`, and does what the rule
+says."""
 
 import os
 import pathlib
@@ -65,7 +66,8 @@ def test_a_command_that_does_nothing_is_found_out(tmp_path):
 
 
 def test_the_python_of_the_pages_runs(folder):
-    """The others are in test_docs.py (README, your-model) and test_docs_notebooks.py; that of ARCHITECTURE is not a program."""
+    """The others are in test_docs.py (README, your-model) and test_docs_notebooks.py; that of
+    ARCHITECTURE is not a program."""
     records = folder / "runs" / "xcm-demo" / "metrics.jsonl"
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_text('{"step": 2, "split": "test", "accuracy": 0.5}\n')

@@ -20,7 +20,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("trials", [0, 1])
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
-    """The split as a whole can take minutes: each batch moves the line, and so does the model's own writing."""
+    """The split as a whole can take minutes: each batch moves the line, and so does the model's own
+    writing."""
     shown = Terminal()
     screen = console.Console(shown)
     screen._every = 0.0

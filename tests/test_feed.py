@@ -1,4 +1,5 @@
-"""From a loader's rows to sharded arrays: which rows, where they land, and the thread that runs ahead."""
+"""From a loader's rows to sharded arrays: which rows, where they land, and the thread that runs
+ahead."""
 
 import gc
 import queue
@@ -53,7 +54,8 @@ def test_a_process_with_all_devices_reads_every_row_once(sizes):
 
 
 def test_a_process_reads_what_its_devices_hold():
-    """Half of the devices, as a process of a model axis that spans hosts would have: both halves hold the same rows."""
+    """Half of the devices, as a process of a model axis that spans hosts would have: both halves
+    hold the same rows."""
 
     def rows(sizes, devices):
         def part(sharding):
@@ -72,7 +74,8 @@ def test_a_process_reads_what_its_devices_hold():
 def test_whatever_the_mesh_and_the_processes_all_rows_are_read_in_order():
     """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random.
 
-    The processes together read the batch of a single process. Each reads exactly the rows of its devices, in order.
+    The processes together read the batch of a single process. Each reads exactly the rows of its
+    devices, in order.
     """
     rng = np.random.default_rng(0)
     shapes = [(a, b, 8 // (a * b)) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
@@ -142,7 +145,8 @@ def test_aligned_rows_are_not_copied_on_a_cpu(sizes):
 
 
 class Numbers:
-    """A loader of batches 1, 2, …; ``end`` of them, then StopIteration, or ``error`` in their place."""
+    """A loader of batches 1, 2, …; ``end`` of them, then StopIteration, or ``error`` in their
+    place."""
 
     def __init__(self, rows, *, end=None, error=None):
         self.rows, self.end, self.error = rows, end, error
@@ -195,7 +199,8 @@ def test_batches_come_in_order_with_their_position():
 
 
 def test_the_next_batch_is_on_the_devices_while_a_step_computes():
-    """As in the loop: a step is started, and the batch after it is made and copied before that step is done."""
+    """As in the loop: a step is started, and the batch after it is made and copied before that step
+    is done."""
     _, stream = make_feed()
 
     done = threading.Event()

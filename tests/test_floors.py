@@ -1,4 +1,5 @@
-"""Imports go down only: cli ▸ commands ▸ train ▸ the run's parts ▸ workloads ▸ mechanisms ▸ ground. The loaders stand apart."""
+"""Imports go down only: cli ▸ commands ▸ train ▸ the run's parts ▸ workloads ▸ mechanisms ▸ ground.
+The loaders stand apart."""
 
 import ast
 import pathlib
@@ -7,7 +8,8 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A member is a module or a package of jaxtrain/; the longest one that begins a module's name is the module's.
+# A member is a module or a package of jaxtrain/; the longest one that begins a module's name is the
+# module's.
 FLOORS = (
     {"main", "__main__"},
     {"cli"},
@@ -61,7 +63,8 @@ ALLOWED = {
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
-# Modules of loaders/ that know of no data and import nothing of ours but each other: every module of jaxtrain may use them.
+# Modules of loaders/ that know of no data and import nothing of ours but each other: every module
+# of jaxtrain may use them.
 GROUND = {"loaders.base", "loaders.io.machine", "loaders.io.checks", "loaders.io.files", "loaders.io.atomic_write"}
 LOOP = (
     "loop", "checkpoint/init_or_restore", "checkpoint/manager", "data/stream", "process_context",
@@ -88,7 +91,8 @@ MEMBERS = sorted(set.union(*FLOORS), key=len, reverse=True)
 
 
 def member(module: str) -> str | None:
-    """The floor's member that jaxtrain.<member>... belongs to; None for the package itself and for others' modules."""
+    """The floor's member that jaxtrain.<member>... belongs to; None for the package itself and for
+    others' modules."""
     top, _, rest = module.partition(".")
     return next((m for m in MEMBERS if f"{rest}.".startswith(f"{m}.")), None) if top == "jaxtrain" else None
 
@@ -183,7 +187,8 @@ def test_nothing_imports_the_tools():
 
 
 def test_tests_share_through_support_and_fixtures():
-    """A test imports no other: what several need is in tests/support/, their fixtures in a conftest.py above them."""
+    """A test imports no other: what several need is in tests/support/, their fixtures in a
+    conftest.py above them."""
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "data" not in path.parts]
     assert [path for path in tests if any(part.startswith("test_") for m in imports(path) for part in m.split("."))] == []
     assert [path for path in tests if not (path.parent / "__init__.py").exists()] == [], "a folder of tests is a package"
@@ -195,7 +200,8 @@ def test_no_module_is_a_drawer():
 
 
 def closures(tree: ast.AST) -> list[str]:
-    """Functions inside functions (methods aside) that read a name which the function around them assigns more than once."""
+    """Functions inside functions (methods aside) that read a name which the function around them
+    assigns more than once."""
     found = []
     for outer in ast.walk(tree):
         if not isinstance(outer, ast.FunctionDef):

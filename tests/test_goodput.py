@@ -36,7 +36,8 @@ for step in range(first + 1, 10_000):
 
 
 def test_kills_leave_parts_that_are_the_whole(tmp_path):
-    """SIGKILL between any two instructions, three times: the file's parts add up to the time that passed."""
+    """SIGKILL between any two instructions, three times: the file's parts add up to the time that
+    passed."""
     began, reached = time.time(), []
 
     def read_steps():
@@ -83,7 +84,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_right_after_a_restore_leaves_the_step_that_it_resumed_from(tmp_path):
-    """With programs from the cache, steps and a checkpoint are made within the second between two writes of the thread."""
+    """With programs from the cache, steps and a checkpoint are made within the second between two
+    writes of the thread."""
     for step in (4, 8):
         command = [sys.executable, "-c", RESUMED, str(tmp_path), str(step)]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)

@@ -1,4 +1,5 @@
-"""Nothing lost, for processes and hosts: promises 13, 14 and 16, and what else ends a run from outside, in real processes."""
+"""Nothing lost, for processes and hosts: promises 13, 14 and 16, and what else ends a run from
+outside, in real processes."""
 
 import http.server
 import json
@@ -65,7 +66,8 @@ def test_promise_14_processes_with_different_numbers_of_devices(folder):
 
 
 def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder):
-    """One process multiplies matrices in another precision: without a comparison they would wait for each other for ever."""
+    """One process multiplies matrices in another precision: without a comparison they would wait
+    for each other for ever."""
     both = cluster(folder, "toy.py", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
     for process, output in zip(both, ended(both, within=240), strict=True):
         assert process.returncode == 2 and "process 1: step's hash is" in output and "process 1: evaluation's hash" in output
@@ -142,7 +144,8 @@ def test_notices_and_the_attributes_of_a_pod(metadata, monkeypatch):
 
 
 def ticks_during(call, size):
-    """(seconds that a call took, how often another thread could run meanwhile), of a call that is long enough to tell."""
+    """(seconds that a call took, how often another thread could run meanwhile), of a call that is
+    long enough to tell."""
     ticks, stop = [0], threading.Event()
 
     def beat():
@@ -175,7 +178,8 @@ NATIVE = {
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_code_stops_no_other_thread(name):
-    """Heartbeats are threads: were the GIL held by what takes long, a busy process would be taken for dead."""
+    """Heartbeats are threads: were the GIL held by what takes long, a busy process would be taken
+    for dead."""
     seconds, ticks = ticks_during(*NATIVE[name])
     assert ticks >= 10 * seconds, f"{ticks} in {seconds:.2f} s"
 
@@ -285,7 +289,8 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     )
     # Much to save, and little to compute.
     overrides += ("--config.model.embed=512", "--config.model.depth=3", "--config.train.batch=2")
-    # What is freed goes back to the system at once, so that what is weighed is what is held, not what malloc keeps of a peak.
+    # What is freed goes back to the system at once, so that what is weighed is what is held, not
+    # what malloc keeps of a peak.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves}", within=20 * 60, **malloc)  # [s] on one core
     (step,) = (p for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
@@ -299,7 +304,8 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # Measured: 1.3 to 1.6 times a state of 101 MB, with what the libraries need that does not grow with it.
+    # Measured: 1.3 to 1.6 times a state of 101 MB, with what the libraries need that does not grow
+    # with it.
     assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 

@@ -1,4 +1,5 @@
-"""What an installation does away from the checkout: without a network, without a compiler, and without a line too many."""
+"""What an installation does away from the checkout: without a network, without a compiler, and
+without a line too many."""
 
 import os
 import pathlib
@@ -18,7 +19,8 @@ SMALL = {
 }  # fmt: skip
 RUN = ["--config=trm_sudoku:4x4", *(f"--config.{name}={value}" for name, value in SMALL.items())]
 NUMBER = r"-?\d[\d.,e+-]*"
-# All that a run may say on a console. A line of anybody else, a warning of a library, is not for whoever runs it.
+# All that a run may say on a console. A line of anybody else, a warning of a library, is not for
+# whoever runs it.
 CONSOLE = (
     rf"{NUMBER} parameters, .* of state per device; mesh .* on 1 × cpu",
     r"generated 80 sudoku4 puzzles in .* s, kept in /.*\.npz",
@@ -38,7 +40,8 @@ SOMETIMES = (r"evaluation after step \d: batch \d of \d",)  # where that takes l
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The packages that a wheel holds, in a folder as pip makes it: nothing of the checkout is beside them."""
+    """The packages that a wheel holds, in a folder as pip makes it: nothing of the checkout is
+    beside them."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("jaxtrain", "loaders", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,7 +50,8 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(site, tmp_path_factory):
-    """Runs a command where there is no network, and no program on PATH but those of a system without a compiler."""
+    """Runs a command where there is no network, and no program on PATH but those of a system
+    without a compiler."""
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("this machine makes no network namespaces (unshare -rn)")
     folder = tmp_path_factory.mktemp("here")

@@ -14,8 +14,9 @@ from tests.support.processes import cluster, command, hashes, ids, records, run
 KILLS = 200
 STEPS = 60
 
-# Kills its process at the n-th operation of Python's on a file of the checkpoints, before the operation: between any two of
-# what Orbax and the checksums do. What C++ does in between (the arrays' bytes) is left to kills by the clock.
+# Kills its process at the n-th operation of Python's on a file of the checkpoints, before the
+# operation: between any two of what Orbax and the checksums do. What C++ does in between (the
+# arrays' bytes) is left to kills by the clock.
 KILLING_LOADER = """
 import os, signal, sys, threading
 from tests.support.proxy_loader import Config, facts, fields, make_loader
@@ -48,7 +49,8 @@ def _steps(workdir):
 
 @pytest.mark.slow
 def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):
-    """Runs are killed and started again until they are through; each then equals the undisturbed one, bit for bit."""
+    """Runs are killed and started again until they are through; each then equals the undisturbed
+    one, bit for bit."""
     (folder / "killing.py").write_text(KILLING_LOADER)
     args = (
         folder,
@@ -95,7 +97,8 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
 
 @pytest.mark.slow
 def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):
-    """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4: recordings in one order."""
+    """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4:
+    recordings in one order."""
     args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")
     args = (*args, "--config.optim.schedule=constant")  # the parts have other numbers of steps
     run(folder, *args, "--config.train.steps=12", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))

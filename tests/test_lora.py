@@ -133,7 +133,8 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
 
 
 def partly(folder, name, **patterns):
-    """A run on a golden base model that adapts some matrices and trains other parameters themselves."""
+    """A run on a golden base model that adapts some matrices and trains other parameters
+    themselves."""
     model, start = language_files.from_hugging_face(DATA / "lm" / name)
     c = config_lib.section(language.Config, {**model, "context": 16, "dtype": "float32"})
     chosen = Lora(rank=2, alpha=8.0, freeze="", **patterns)
@@ -228,7 +229,8 @@ def test_every_parameter_must_be_sorted():
 
 @pytest.mark.parametrize("workload", ["bird", "trm"])
 def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
-    """And the gradient by A is zero then, the one by B is not; a stack that is scanned, and one that is indexed."""
+    """And the gradient by A is zero then, the one by B is not; a stack that is scanned, and one
+    that is indexed."""
     if workload == "bird":
         c = bird.Config(n_classes=3, n_frames=32, n_mels=32, embed=16, depth=2, heads=2, dtype="float32")
         module, spared = bird, r"^(objective|probe)/|encoder/(w_patch|b_|pos|cls|scale|bias|blocks/(b_|scale|bias))"

@@ -1,4 +1,5 @@
-"""Every workload on every mesh, in one process and in several: five steps and an evaluation are those of one device."""
+"""Every workload on every mesh, in one process and in several: five steps and an evaluation are
+those of one device."""
 
 import functools
 import os
@@ -24,18 +25,21 @@ BIRD = replace(bird.EVERY, heads=8, mae=Mae(), teacher=Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
 MASKED = replace(BIRD, mae=replace(bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(bird.EVERY.teacher, decoder=PREDICTOR))
 CASES = {
-    # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in parts.
+    # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in
+    # parts.
     "bird": bird.CASE._replace(model=BIRD),
     # And decoders, and a teacher.
     "bird_masked": bird.CASE._replace(model=MASKED),
     "language": language.CASE,
-    # Slots that halt, at random too; a table whose rows are updated by signs; an average of the parameters.
+    # Slots that halt, at random too; a table whose rows are updated by signs; an average of the
+    # parameters.
     "trm": trm.CASE._replace(model=replace(trm.TINY, heads=8)),
     # Rows taken through a drawn number of steps, of which the last one alone is differentiated.
     "trm_last": trm.CASE._replace(model=replace(trm.LAST, heads=8), begin=trm.calm),
     # Two means in the loss.
     "audio_language": audio_language.CASE,
-    # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an evaluation.
+    # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at
+    # an evaluation.
     "giblet": giblet.CASE,
 }
 SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others are in `make test` in parts, each in a file of its own
@@ -54,7 +58,8 @@ def alone(name):
 
 @pytest.mark.parametrize(("name", "mesh"), MATRIX)
 def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
-    """Parameters, moments (after the first step they are the gradient's), carry, averages, the loss and every metric."""
+    """Parameters, moments (after the first step they are the gradient's), carry, averages, the loss
+    and every metric."""
     assert_alike(alone(name), Run(CASES[name], mesh).take(STEPS))
 
 

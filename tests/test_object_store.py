@@ -36,7 +36,8 @@ def tool(folder, environment, *arguments):
 
 
 def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
-    """Killed while the objects of a step are written: that step is not there, and the run ends as the undisturbed one."""
+    """Killed while the objects of a step are written: that step is not there, and the run ends as
+    the undisturbed one."""
     environment, store = bucket
     args = (folder, "toy.py", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
     run(*args, "--config.workdir=whole")

@@ -1,4 +1,5 @@
-"""The program that is planned is the program that runs: a step is traced for its devices, whatever machine traces it."""
+"""The program that is planned is the program that runs: a step is traced for its devices, whatever
+machine traces it."""
 
 import collections
 import pathlib
@@ -40,7 +41,8 @@ KERNELS = {
 
 
 def equations(jaxpr) -> collections.Counter:
-    """How often each operation stands in a program, with the shapes and types of its results and a kernel's name."""
+    """How often each operation stands in a program, with the shapes and types of its results and a
+    kernel's name."""
     found = collections.Counter()
     for eqn in jaxpr.eqns:
         name = str(eqn.params["name"]) if eqn.primitive.name == "pallas_call" else eqn.primitive.name
@@ -61,7 +63,8 @@ def kernels(found: collections.Counter) -> set[str]:
 )
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_plan_traces_what_its_target_would(workload, target, mesh, tmp_path, monkeypatch):
-    """On a CPU, from an abstract mesh, against the trace on a mesh of devices that say that they are the target's."""
+    """On a CPU, from an abstract mesh, against the trace on a mesh of devices that say that they
+    are the target's."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("JAXTRAIN_XCM", raising=False)
     source, own = WORKLOADS[workload]

@@ -1,9 +1,10 @@
-"""The prose of docs and docstrings is plain English: short sentences, named subjects, "if" for conditions.
+"""The prose of docs and docstrings is plain English: short sentences, named subjects, "if" for
+conditions.
 
     python -m tests.test_prose [FOLDER or FILE …]
 
-prints the figures of each folder. For those that are named, it lists the sentences to rewrite, with file and line.
-Code blocks, tables, headings and inline code are left out.
+prints the figures of each folder. For those that are named, it lists the sentences to rewrite, with
+file and line. Code blocks, tables, headings and inline code are left out.
 """
 
 import ast
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Files and folders that are clean. Add one when `python -m tests.test_prose IT` ends its first line with "clean".
+# Files and folders that are clean. Add one when `python -m tests.test_prose IT` ends its first line
+# with "clean".
 CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "jaxtrain", "loaders", "tools")
 LEFT_OUT = {"docs/reference.md", "docs/results/cpu-steps.md"}  # made of comments of dataclasses; lab notes, not rewritten yet
 

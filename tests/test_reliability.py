@@ -1,4 +1,5 @@
-"""Nothing lost: short proofs of the promises about signals, bad numbers, damage and stuck processes, in real processes."""
+"""Nothing lost: short proofs of the promises about signals, bad numbers, damage and stuck
+processes, in real processes."""
 
 import errno
 import json
@@ -13,7 +14,8 @@ from tests.support.processes import at, cluster, command, free_port, hashes, ids
 
 
 def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder):
-    """NaN in one row of one of four devices. The steps around it are those of a run that never had it."""
+    """NaN in one row of one of four devices. The steps around it are those of a run that never had
+    it."""
     overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
     output = run(folder, "toy.py", *overrides, devices=4, POISON="3")
     assert "step 3 skipped" in output and "examples [" in output
@@ -30,7 +32,8 @@ def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(folder):
 
 @pytest.mark.slow
 def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(folder):
-    """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the way changes nothing."""
+    """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the
+    way changes nothing."""
     args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=6")
     args = (*args, "--config.train.steps=18")
     rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
@@ -67,7 +70,8 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     outputs = [p.communicate(timeout=240)[0] for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
     logs = [(folder / "runs" / "toy" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
-    # A program that one process alone could read back would have its collectives in another order than the others'.
+    # A program that one process alone could read back would have its collectives in another order
+    # than the others'.
     assert all("is that of an earlier start" in log for log in logs)
     kept = sorted((folder / "cache" / "xla-processes").iterdir())[0]
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
@@ -191,7 +195,8 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
     assert sorted(records(disk / "run", "train")) == list(range(1, 11))
 
 
-# Of the saves of two processes, that of step 4 fails in process 0 at its end, and that of step 6 in process 1 at its beginning.
+# Of the saves of two processes, that of step 4 fails in process 0 at its end, and that of step 6 in
+# process 1 at its beginning.
 FAILING_LOADER = """
 import errno, os
 from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
@@ -212,7 +217,8 @@ orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_c
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
 def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, policy):
-    """None waits for the one that will not come, neither process 0 for another nor another for process 0."""
+    """None waits for the one that will not come, neither process 0 for another nor another for
+    process 0."""
     (folder / "failing.py").write_text(FAILING_LOADER)
     args = ("toy.py", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
     args = (*args, "--config.train.eval_every=0", "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
@@ -241,7 +247,8 @@ def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, small_disk
 
 @pytest.mark.slow
 def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder):
-    """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts without a shared one."""
+    """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts
+    without a shared one."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
         pytest.skip("only root may make a mount namespace")

@@ -99,7 +99,8 @@ def test_the_page_of_a_step_has_its_examples_and_what_if(runs, capsys):
     assert of["grad_norm"][1] == pytest.approx(record["grad_norm"], rel=1e-3) and of["grad_norm"][2] != of["grad_norm"][1]
     rate = 0.03 * (1 + math.cos(math.pi * 9 / 12)) / 2  # of the cosine that the config has, at its tenth update
     assert of["update_norm"][3] == pytest.approx(of["update_norm"][1] * 0.001 / rate, rel=2e-3)
-    # Each example alone: the loss of the batch is their mean by weight, and without two of them that of the others.
+    # Each example alone: the loss of the batch is their mean by weight, and without two of them
+    # that of the others.
     _, *examples = cells(page, "Examples")
     each = {row[2]: (float(row[3]), float(row[4])) for row in examples}
     assert len(each) == len(examples) and sorted(each) == sorted(f"row:{k}" for k in range(len(each)))

@@ -126,7 +126,8 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
 
 
 def test_initial_values_do_not_depend_on_how_long_the_compiler_thinks(monkeypatch):
-    """They are compiled in less time than a step, to the same bits; with jax 0.12's XLA to the last bit but one."""
+    """They are compiled in less time than a step, to the same bits; with jax 0.12's XLA to the last
+    bit but one."""
     plan, key = make((2, 2, 2)), jax.random.key(3)
     # XLA's defaults, not the tests'.
     usual = {"xla_backend_optimization_level": 3, **({"xla_cpu_use_fusion_emitters": True} if xla.OLD_EMITTERS else {})}

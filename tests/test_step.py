@@ -38,7 +38,8 @@ def make_batch(seed):
         "label": rng.integers(0, toy_rows.CLASSES, BATCH, dtype="i4"),
         "index": np.arange(BATCH),
         "epoch": np.full(BATCH, seed, "i4"),
-        # Uneven in every way of splitting: by data group, by row modulo 4, and some rows not at all.
+        # Uneven in every way of splitting: by data group, by row modulo 4, and some rows not at
+        # all.
         "weight": (rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)).astype("f4"),
     }
 
@@ -56,7 +57,8 @@ class Run:
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
-        # Machine code that is soon there rather than fast; what XLA does to the program before is the same.
+        # Machine code that is soon there rather than fast; what XLA does to the program before is
+        # the same.
         options = {"xla_backend_optimization_level": 0}
         self.compiled = assembly.trace(None).lower().compile(compiler_options=options)
 
@@ -104,7 +106,8 @@ def assert_close(expected, found, *, atol):
     [("fsdp", 1), ("model", 1), ("alone", 4), ("mixed", 4), ("data", 4)],
 )
 def test_a_step_is_the_same_on_every_mesh_and_in_parts(make_run, alone, mesh, accumulate):
-    """Loss, gradients (through Adam's first moment, which is 0.1 g clipped after one step), and what two steps make."""
+    """Loss, gradients (through Adam's first moment, which is 0.1 g clipped after one step), and
+    what two steps make."""
     found = two_steps(make_run(mesh, accumulate))
     for (state, metrics), (expected, expected_metrics) in zip(found, alone, strict=True):
         assert_close(expected_metrics, metrics, atol=1e-5)
@@ -158,7 +161,8 @@ def test_the_state_is_donated(make_run):
 
 
 def test_the_state_is_written_where_it_was(make_run):
-    """On one CPU device: the compiler would copy every parameter and moment first if it could not see who reads them last."""
+    """On one CPU device: the compiler would copy every parameter and moment first if it could not
+    see who reads them last."""
     text = make_run("alone").compiled.as_text()
     copied = re.findall(r"f32\[([\d,]+)\]\S* copy\((?:f32\S* )?%(\w+?)__", text)
     names = re.findall(r"%(state_opt_state|state_variables)\w*\S* = ", text)
@@ -168,7 +172,8 @@ def test_the_state_is_written_where_it_was(make_run):
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "muon", "adafactor"])
 def test_norms_that_nobody_records_change_nothing(rule):
-    """A step in which nobody reads the norms leaves the same bits; one that is skipped or recorded has them."""
+    """A step in which nobody reads the norms leaves the same bits; one that is skipped or recorded
+    has them."""
     config = config_lib.Config(
         model=MODEL, optim=dataclasses.replace(OPTIM, name=rule), train=config_lib.Train(steps=10, batch=BATCH, ema=0.9)
     )
@@ -221,7 +226,8 @@ def by_matrix(grads, state, params, *, sparse_rows):
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("rule", [None, Optimizer(lambda params: (), by_matrix)], ids=["adamw", "products"])
 def test_the_step_for_gpus_has_the_same_results(rule, stop):
-    """There the norms come before the parameters, and the update is computed again, unless that costs more than it spares."""
+    """There the norms come before the parameters, and the update is computed again, unless that
+    costs more than it spares."""
     run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
     tx, abstract = rule or run.tx, run.abstract
     if rule:
@@ -257,7 +263,8 @@ def test_a_step_that_is_refused_keeps_every_bit_of_the_parameters():
     assert np.asarray(state.variables.params["w"]).tobytes() == before.tobytes()
 
 
-# A least workload with a carry: one part belongs to the rows, another to all; and a random draw for each row.
+# A least workload with a carry: one part belongs to the rows, another to all; and a random draw for
+# each row.
 TOY_FIELDS = {"x": Field((4,), np.float32), "weight": Field((), np.float32)}
 
 
@@ -351,7 +358,8 @@ def follower_task():
 
 
 def test_a_carry_that_the_loss_leaves_alone_is_not_reduced():
-    """It is the same on every mesh and in parts; summed over data are the gradient, the loss, its weight and who stops."""
+    """It is the same on every mesh and in parts; summed over data are the gradient, the loss, its
+    weight and who stops."""
     found = {}
     for mesh, accumulate in (("alone", 1), ("data", 1), ("data", 2)):
         run = Run(mesh, accumulate, task=follower_task(), fields=TOY_FIELDS)
@@ -414,7 +422,8 @@ def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
 
 
 def test_the_average_follows_its_formula():
-    """Starts at the initialisation, then decay average + (1 - decay) parameters; training does not see it."""
+    """Starts at the initialisation, then decay average + (1 - decay) parameters; training does not
+    see it."""
     states, _, _, run = run_toy("mixed", 1, ema=0.75)
     average = host(run.init().variables.params["w"])
     for state in states:

@@ -147,7 +147,8 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
     assert shlex.split(longer) == ["jaxtrain", "train", *again]
     assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
-    # What it says can be typed, one after the other: all in one process, whose imports take longer than the work.
+    # What it says can be typed, one after the other: all in one process, whose imports take longer
+    # than the work.
     program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", program, *typed], cwd=folder, env=env, capture_output=True, text=True)

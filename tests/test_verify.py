@@ -1,4 +1,5 @@
-"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named, its step corrected."""
+"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named,
+its step corrected."""
 
 import json
 
@@ -36,7 +37,8 @@ def train(folder, monkeypatch):
 
 
 def with_a_flip(monkeypatch, calls):
-    """The programs of a step get one bit of new parameters wrong. ``calls``: number of the call -> device."""
+    """The programs of a step get one bit of new parameters wrong. ``calls``: number of the call ->
+    device."""
     count = iter(range(1000))
     at, second = step_compiler.StepCompiler.at, Verifier._program
 

@@ -1,4 +1,5 @@
-"""The wheel: built, installed into an empty environment without a compiler, and run outside the checkout."""
+"""The wheel: built, installed into an empty environment without a compiler, and run outside the
+checkout."""
 
 import json
 import os
@@ -67,7 +68,8 @@ def test_the_wheel_is_for_any_python_and_old_systems_and_holds_the_configs(wheel
 
 
 def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
-    """Nothing else gets in, such as a file that lies about; and an SBOM names every crate that is compiled into it."""
+    """Nothing else gets in, such as a file that lies about; and an SBOM names every crate that is
+    compiled into it."""
     archive = zipfile.ZipFile(wheel)
     folders = ["jaxtrain", "loaders", "configs/*.py"]
     tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -77,7 +79,8 @@ def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
     assert set(archive.namelist()) == {*tracked.split(), "loaders/_rust.abi3.so", *about, sbom}
     listed = json.loads(archive.read(sbom))
     names = {(each["name"], each["version"]) for each in [*listed["components"], listed["metadata"]["component"]]}
-    # With --target, as make wheel has it, maturin leaves out what other systems need; how much, its versions differ in.
+    # With --target, as make wheel has it, maturin leaves out what other systems need; how much, its
+    # versions differ in.
     assert set() < crates("normal") <= names, "all that is compiled in"
     assert names <= crates("normal,build", "--target=all"), "and nothing that is not of this extension"
 

@@ -79,7 +79,8 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-# Imports every module that is left. Configs name what they train, and those of the workload that is gone cannot be imported.
+# Imports every module that is left. Configs name what they train, and those of the workload that is
+# gone cannot be imported.
 IMPORT = """
 import importlib, pkgutil, sys
 for top in ("jaxtrain", "loaders"):
@@ -124,7 +125,8 @@ def python(folder, *arguments):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rest_works_without_a_workload(name, copied, without):
-    """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands that are left."""
+    """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands
+    that are left."""
     without(name)
     output = python(copied, "-c", IMPORT)
     gone = workload.of(f"{workload.PACKAGE}.{name}").commands
@@ -136,7 +138,8 @@ TRAINER = ("test_specs.py", "test_state.py", "test_layout.py", "test_begin.py", 
 
 
 def test_the_trainers_own_tests_pass_without_any_workload(copied, without):
-    """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for bit."""
+    """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for
+    bit."""
     without(*NAMES)
     run = "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
     files = (f"tests/{name}" for name in TRAINER)

@@ -54,7 +54,8 @@ def test_records_are_json_and_reach_the_disk_at_once(tmp_path):
 
 
 def scalars(folder):
-    """{(tag, step): value} from TensorBoard event files, read as the format says: length, crc, protobuf, crc."""
+    """{(tag, step): value} from TensorBoard event files, read as the format says: length, crc,
+    protobuf, crc."""
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     found, purged = {}, 0
     for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
@@ -114,7 +115,8 @@ def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, 
 
 
 def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in for the service's client: the id that a workdir keeps is used again, and no step is sent twice."""
+    """With a stand-in for the service's client: the id that a workdir keeps is used again, and no
+    step is sent twice."""
     calls, ids = [], iter(["first", "second"])
 
     class Run:
@@ -164,7 +166,8 @@ def kept(tmp_path, **metrics):
 
 
 def test_promise_15_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in for its client: one run, its config once, and no record twice. The next test has the real one."""
+    """With a stand-in for its client: one run, its config once, and no record twice. The next test
+    has the real one."""
     calls = []
 
     def said(name, result=None):

@@ -1,12 +1,13 @@
 """Builds of the extension compared by samples per second of CPU time: python -m tools.bench_builds A.so B.so [--rounds 5]
 
-    cargo build --release -p jaxtrain-loader-python --features extension-module --manifest-path rust/Cargo.toml
-    cargo build --profile editable -p jaxtrain-loader-python --features extension-module --manifest-path rust/Cargo.toml
+    cargo build --release -p jaxtrain-loader-python --features extension-module --manifest-path
+    rust/Cargo.toml cargo build --profile editable -p jaxtrain-loader-python --features
+    extension-module --manifest-path rust/Cargo.toml
     python -m tools.bench_builds target/release/lib_rust.so target/editable/lib_rust.so
 
-Every codec of `tools.bench_loader`, most of which are resampled, and both forms of a row. A process of one
-build makes a pass over the corpora in turn with the others, on one thread. The table has the median of the ratios
-to the first build.
+Every codec of `tools.bench_loader`, most of which are resampled, and both forms of a row. A process
+of one build makes a pass over the corpora in turn with the others, on one thread. The table has the
+median of the ratios to the first build.
 """
 
 import argparse

@@ -1,28 +1,35 @@
 """The spectrogram loader compared with other ways to the same numbers, on this machine: a markdown table of samples/s.
 
-    python -m tools.bench_loader                                       ours and every peer that is installed, about 10 minutes
+    python -m tools.bench_loader  ours and every peer that is installed, about 10 minutes
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
-A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi log-mel, normalised. All
+A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi
+log-mel, normalised. All
 make the same crops of the same recordings in the same order, drawn by our loader. The peers are given each crop's
 start, which ours has to find.
 
-    whole         soundfile reads all of the recording, soxr resamples all, then the crop, then kaldi-native-fbank
-    datasets      a Hugging Face datasets Audio column, which decodes and resamples all, and torchaudio's Kaldi fbank
-    librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not Kaldi's
+    whole         soundfile reads all of the recording, soxr resamples all, then the crop, then
+                  kaldi-native-fbank
+    datasets      a Hugging Face datasets Audio column, which decodes and resamples all, and
+                  torchaudio's Kaldi fbank
+    librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not
+                  Kaldi's
     torch         a torch DataLoader: soundfile seeks, torchaudio resamples and makes the fbank
     spdl          SPDL's FFmpeg: packets by time, mono and 32 kHz by its filters; then as seek
     grain         Grain's MapDataset and its reading threads around seek
-    seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy could be made
+    seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy
+                  could be made
     seek-malloc   the same, with glibc set to keep freed memory, which saves its page faults
 
-How it is measured. One process for each peer, pinned to one core, its libraries held to one thread. For two threads two such
-processes, whose rates are added (ours and the DataLoader are one process on two cores). They take turns, one pass over the
-recordings each, for some rounds, so that a drift of the machine's speed meets all. Each rate is the median of its
-rounds, each ratio the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with empty
-queues. Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
+How it is measured. One process for each peer, pinned to one core, its libraries held to one thread.
+For two threads two such processes, whose rates are added (ours and the DataLoader are one process
+on two cores). They take turns, one pass over the recordings each, for some rounds, so that a drift
+of the machine's speed meets all. Each rate is the median of its rounds, each ratio the median of
+the ratios within a round. Shards are in the page cache. A pass of ours begins with empty queues.
+Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
 
-The corpus is loaders.audio.demo's birds in longer recordings, one shard for each codec, made once and kept next to the demo's.
+The corpus is loaders.audio.demo's birds in longer recordings, one shard for each codec, made once
+and kept next to the demo's.
 """
 
 import argparse
@@ -99,7 +106,8 @@ class Sample(NamedTuple):
     rate: int  # [Hz] of the recording
 
 
-# ---------------------------------------------------------------------------------------------------------------- corpus
+# -------------------------------------------------------------------------------
+# corpus
 
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
@@ -156,11 +164,15 @@ def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
     return drawn
 
 
-# ----------------------------------------------------------------------------------------------------------------- peers
+# -------------------------------------------------------------------------------
+# peers
 
 
 def mono(x_n: np.ndarray) -> np.ndarray:
-    """float32 [n] or [n, channels] -> float32 [n]. Of two channels, faster than a mean over so short an axis."""
+    """float32 [n] or [n, channels] -> float32 [n].
+
+    Of two channels, faster than a mean over so short an axis.
+    """
     if x_n.ndim == 1:
         return x_n
     return x_n[:, 0] if x_n.shape[1] == 1 else (x_n[:, 0] + x_n[:, 1]) * np.float32(1 / 2)
@@ -186,7 +198,8 @@ def read_crop(s: Sample, resample: Callable[[np.ndarray, int], np.ndarray]) -> n
         if s.rate == RATE:
             file.seek(s.start)
             return clip(mono(file.read(CLIP, dtype="float32")))
-        # The crop begins at a whole sample after resampling if what comes before it is a multiple of this.
+        # The crop begins at a whole sample after resampling if what comes before it is a multiple
+        # of this.
         grid = s.rate // math.gcd(s.rate, RATE)
         margin = round(MARGIN * s.rate)
         lead = min(margin, s.start) // grid * grid
@@ -300,7 +313,10 @@ class TorchCrops:
 
 
 class Torch:
-    """With one thread the DataLoader works in its own process. With more it has as many workers, which stay."""
+    """With one thread the DataLoader works in its own process.
+
+    With more it has as many workers, which stay.
+    """
 
     def __init__(self, shard: pathlib.Path, threads: int):
         import torch
@@ -353,7 +369,8 @@ class Spdl(Seek):
     def __call__(self, s: Sample) -> np.ndarray:
         spdl_io: Any = importlib.import_module("spdl.io")
 
-        # The demuxer finds the packets of the crop, and the filter trims it to the sample, as SPDL's documentation has it.
+        # The demuxer finds the packets of the crop, and the filter trims it to the sample, as
+        # SPDL's documentation has it.
         span = s.start / s.rate, s.start / s.rate + CLIP / RATE
         trim = spdl_io.get_audio_filter_desc(sample_rate=RATE, num_channels=1, timestamp=span, num_frames=CLIP)
         return self.spectrogram(clip(spdl_io.to_numpy(spdl_io.load_audio(bytes(s.data), span, filter_desc=trim))[0]))
@@ -399,7 +416,10 @@ class Ours:
         self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
 
     def run(self, epoch: int, n: int) -> tuple[list[np.ndarray], float]:
-        """Return the first ``n`` samples of an epoch. Seeking throws away batches made ahead: the clock sees all work."""
+        """Return the first ``n`` samples of an epoch.
+
+        Seeking throws away batches made ahead: the clock sees all work.
+        """
         begin = time.perf_counter()
         self.loader.seek(epoch * self.n_batches)
         out = [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]
@@ -426,13 +446,17 @@ def missing(name: str) -> list[str]:
     return [module for module in PEERS[name].needs if importlib.util.find_spec(module.partition(".")[0]) is None]
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------
+# processes
 
 
 def child(name: str, shard: str, pinned: str) -> None:
-    """Be one peer, in a process of its own. Reads requests from stdin, one in each line, and answers on stdout.
+    """Be one peer, in a process of its own.
 
-    {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every second crop, from 0 on
+    Reads requests from stdin, one in each line, and answers on stdout.
+
+    {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every
+                                                    second crop, from 0 on
     {"epoch": 0, "part": [0, 1], "n": 8, "to": F}   -> the same; F holds the first 8 samples
     """
     answers = os.fdopen(os.dup(1), "w")
@@ -495,13 +519,15 @@ class Running:
                 process.communicate()
 
 
-# ----------------------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------
+# measurement
 
 
 def difference(name: str, shard: pathlib.Path, n: int) -> float:
     """Mean |peer - ours| of the first ``n`` samples, in units of the normalised spectrogram.
 
-    Bands from 120 on are left out: there lies the edge of every resampler's filter, and no two have the same.
+    Bands from 120 on are left out: there lies the edge of every resampler's filter, and no two have
+    the same.
     """
     out = []
     for each in ("ours", name):

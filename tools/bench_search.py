@@ -1,8 +1,9 @@
 """The cost of a search: python -m tools.bench_search [--rows=1000000]
 
-Writes embeddings of windows around as many calls as a hundredth of the rows. Then it asks `jaxtrain search` for the 20
-nearest of some rows: by comparing every row, and, if usearch is installed, by its index, which is made first. Prints wall
-and CPU time, and the share of the exact answers that the index finds.
+Writes embeddings of windows around as many calls as a hundredth of the rows. Then it asks `jaxtrain
+search` for the 20 nearest of some rows: by comparing every row, and, if usearch is installed, by
+its index, which is made first. Prints wall and CPU time, and the share of the exact answers that
+the index finds.
 """
 
 import argparse

@@ -1,19 +1,25 @@
 """Training steps compared with the same formulas in PyTorch, eager and by torch.compile, on the same cores.
 
-    python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4] [--context=64] [--batch=12] [--rounds=50]
-    python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32] [--batch=32] [--rounds=20]
+    python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4]
+        [--context=64] [--batch=12] [--rounds=50]
+    python -m tools.bench_train --model=bird [--embed=128] [--depth=3] [--heads=4] [--patch=32]
+        [--batch=32] [--rounds=20]
     python -m tools.bench_train --model=giblet [--batch=32] [--rounds=10]
-    python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--cells=81] [--low=6]
-    python -m tools.bench_train --table [language-128 bird-demo …]      # of docs/results/cpu-steps.md, by row
-    python -m tools.bench_train --model=bird --kernels                  # the time of a step by part, on both sides
+    python -m tools.bench_train --model=trm [--embed=128] [--batch=32] [--rounds=10] [--cells=81]
+        [--low=6]
+    python -m tools.bench_train --table [language-128 bird-demo …]
+        # of docs/results/cpu-steps.md, by row
+    python -m tools.bench_train --model=bird --kernels  # the time of a step by part, on both sides
 
-A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the autoencoder of the
-film demo, or the recursive model. A step is forward, backward, gradient clipping and the update. Weights and rows are the
-same on both sides, and the losses of 20 steps are compared first. If they differ, the command exits with 1.
+A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the
+autoencoder of the film demo, or the recursive model. A step is forward, backward, gradient clipping
+and the update. Weights and rows are the same on both sides, and the losses of 20 steps are compared
+first. If they differ, the command exits with 1.
 
-Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are compared. `torch.compile` takes
-the forward pass with the loss (of TRM the net), and so its gradients. If it cannot (it needs a C++ compiler), a line says
-so. PyTorch comes with the extra `bench`.
+Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are
+compared. `torch.compile` takes the forward pass with the loss (of TRM the net), and so its
+gradients. If it cannot (it needs a C++ compiler), a line says so. PyTorch comes with the extra
+`bench`.
 """
 
 import argparse
@@ -119,7 +125,10 @@ def product_rate() -> float:
 
 
 def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float, steps: int) -> bool:
-    """Whether the losses of the first ``steps`` of both are the same. Print their distance, also after 20 steps."""
+    """Whether the losses of the first ``steps`` of both are the same.
+
+    Print their distance, also after 20 steps.
+    """
     both = [(ours(), theirs()) for _ in range(SAME)]
     each = [abs(a / b - 1) for a, b in both]
     first = max(each[:steps])
@@ -199,7 +208,10 @@ def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int
 
 
 def table(names: Sequence[str], *options: str) -> int:
-    """Measure each row in a process of its own, and print it as it comes. Other output of a row goes to stderr."""
+    """Measure each row in a process of its own, and print it as it comes.
+
+    Other output of a row goes to stderr.
+    """
     print(HEAD, flush=True)
     failed = 0
     for name in names or ROWS:

@@ -1,9 +1,10 @@
 """The cost of a window out of a long file, by codec: python -m tools.bench_windows [--hours=2] [--windows=20] [--out=FOLDER]
 
-Writes a recording of each kind, then reads windows of 5 s at random places of it, three ways in turn: with the loader's
-decoders, as a slice of a whole decode, and with soundfile's seek. Prints the CPU time of a window (user and system, which other
-processes on the machine hardly change), that of the same window at the start, and the largest difference from the whole
-decode. A first window may read an index for later ones (MP3 of a variable bit rate): it is listed apart.
+Writes a recording of each kind, then reads windows of 5 s at random places of it, three ways in
+turn: with the loader's decoders, as a slice of a whole decode, and with soundfile's seek. Prints
+the CPU time of a window (user and system, which other processes on the machine hardly change), that
+of the same window at the start, and the largest difference from the whole decode. A first window
+may read an index for later ones (MP3 of a variable bit rate): it is listed apart.
 """
 
 import argparse

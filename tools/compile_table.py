@@ -1,13 +1,15 @@
 """The five workloads, compiled for chips that are not here, as tables: python -m tools.compile_table [--targets …]
 
     jaxtrain plan --setup gpu                                            # once
-    python -m tools.compile_table                                      # the tables of docs/results/compiled-steps.md
+    python -m tools.compile_table  # the tables of docs/results/compiled-steps.md
     python -m tools.compile_table --targets tpu:v5e:4x4 --workloads bird language --meshes fsdp
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
-"published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth. The
+"published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth.
+The
 whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
-There is a row for each step and a column for each mesh: bytes, and overlapped exchanges. `jaxtrain plan` says more of one step.
+There is a row for each step and a column for each mesh: bytes, and overlapped exchanges. `jaxtrain
+plan` says more of one step.
 """
 
 import argparse
@@ -43,7 +45,8 @@ class Workload(NamedTuple):
         """Raise ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run")}
-        # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of devices.
+        # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of
+        # devices.
         texts = {
             name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count)) for name, text in settings.items()
         }

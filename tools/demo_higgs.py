@@ -1,18 +1,20 @@
 """A small audio language model from nothing: it learns to play and to name classes of sound, then others with adapters.
 
-    python -m tools.demo_higgs [--data PATH] [--out runs/higgs-demo] [--config.section.field=value …]        (make higgs-demo)
+    python -m tools.demo_higgs [--data PATH] [--out runs/higgs-demo] [--config.section.field=value …]
+        (make higgs-demo)
 
-PATH is a folder of sounds with classes as configs/esc10.py takes it (default: JAXTRAIN_ESC10, else the built-in birds). Each
-step is a command, which is printed first:
+PATH is a folder of sounds with classes as configs/esc10.py takes it (default: JAXTRAIN_ESC10, else
+the built-in birds). Each step is a command, which is printed first:
 
 1. A codec is learned from the training recordings, which prints its error after each codebook.
-2. The base is trained, all of it, on the first six tenths of the classes: "dog" → sound, and sound → "dog".
+2. The base is trained, all of it, on the first six tenths of the classes: "dog" → sound, and sound
+   → "dog".
 3. Adapters are trained on the other classes, on the frozen base in bfloat16.
 4. Adapters are exported for peft, and merged as safetensors.
 5. The merged model plays each new class: WAV files and spectrograms, in OUT/played.
 
-It ends with the loss on held-out recordings of the new classes, before and after. It exits with 1 when a step failed, or when
-the loss did not fall, of sound alone and by a tenth with text.
+It ends with the loss on held-out recordings of the new classes, before and after. It exits with 1
+when a step failed, or when the loss did not fall, of sound alone and by a tenth with text.
 """
 
 import argparse

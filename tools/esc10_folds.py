@@ -2,18 +2,21 @@
 
     python -m tools.esc10_folds /path/to/esc10 [--together] [--config.section.field=value …]
 
-For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other four folds (without their
-labels, except "supervised"). All 400 recordings are embedded, each as the mean over three views. Classifiers are fitted to the
-frozen features of the four folds, and tested on the one that neither has seen. "random" is the same encoder as it is
-initialised, with another seed in each fold. Finished parts are not done again.
+For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other
+four folds (without their labels, except "supervised"). All 400 recordings are embedded, each as the
+mean over three views. Classifiers are fitted to the frozen features of the four folds, and tested
+on the one that neither has seen. "random" is the same encoder as it is initialised, with another
+seed in each fold. Finished parts are not done again.
 
---objectives=supervised_long, by itself, is the result of labels alone with a wider encoder that hears each recording whole.
+--objectives=supervised_long, by itself, is the result of labels alone with a wider encoder that
+hears each recording whole.
 
-With --together, which takes a fifth of the time, objectives without labels are trained once, on all recordings: the
-classifiers still never see the fold that they are tested on, but the encoder has.
+With --together, which takes a fifth of the time, objectives without labels are trained once, on all
+recordings: the classifiers still never see the fold that they are tested on, but the encoder has.
 
-DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures, with the margins over
-"random": the differences of the same recordings, with paired bootstrap intervals.
+DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures,
+with the margins over "random": the differences of the same recordings, with paired bootstrap
+intervals.
 """
 
 import argparse
@@ -67,7 +70,10 @@ def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, r
 
 
 def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
-    """Accuracy of each beyond that of "random", of the same bootstrap draws. ``found``: whether each recording was right."""
+    """Accuracy of each beyond that of "random", of the same bootstrap draws.
+
+    ``found``: whether each recording was right.
+    """
     weight = measures.bootstrap(len(y), draws)
     rate = {name: weight @ right / weight.sum(1) for name, right in found.items()}
     return {name: measures.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}

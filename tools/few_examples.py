@@ -1,8 +1,9 @@
 """Heads of `jaxtrain fit` from 1, 5 and 20 examples a class: python -m tools.few_examples TRAIN_EMB TEST_EMB [--draws 10]
 
-Draws that many rows of each class out of TRAIN_EMB, a folder of `jaxtrain embed`, fits a head by each method, and scores every
-row of TEST_EMB. Prints accuracy and the mean over classes of average precision: the mean over draws, and the interval that
-holds 95 % of all draws × bootstrap samples of the test rows. One class has the label of each row.
+Draws that many rows of each class out of TRAIN_EMB, a folder of `jaxtrain embed`, fits a head by
+each method, and scores every row of TEST_EMB. Prints accuracy and the mean over classes of average
+precision: the mean over draws, and the interval that holds 95 % of all draws × bootstrap samples of
+the test rows. One class has the label of each row.
 """
 
 import argparse

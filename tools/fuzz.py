@@ -2,13 +2,15 @@
 
     python -m tools.fuzz                            every target for 5 minutes of CPU time
     python -m tools.fuzz flac wav --minutes 30      these
-    python -m tools.fuzz --keep                     and keep their corpora, minimised, in rust/fuzz/corpus
+    python -m tools.fuzz --keep  and keep their corpora, minimised, in rust/fuzz/corpus
 
-It builds rust/fuzz on the stable toolchain, with the coverage that libFuzzer reads (RUSTC_BOOTSTRAP=1), and gives each target a
-corpus of small real files, made here by the encoders of the extra `dev`, besides those of rust/fuzz/corpus. The assertions for
-every input (rust/fuzz/fuzz_targets) are: no panic (symphonia's, which the loader turns into errors, are listed), no abort,
-finite samples, and memory and CPU time within bounds that grow with its size. Prints a row for each target, and
-exits with 1 if one has found something. The input is in the folder that it names, and belongs into a test.
+It builds rust/fuzz on the stable toolchain, with the coverage that libFuzzer reads
+(RUSTC_BOOTSTRAP=1), and gives each target a corpus of small real files, made here by the encoders
+of the extra `dev`, besides those of rust/fuzz/corpus. The assertions for every input
+(rust/fuzz/fuzz_targets) are: no panic (symphonia's, which the loader turns into errors, are
+listed), no abort, finite samples, and memory and CPU time within bounds that grow with its size.
+Prints a row for each target, and exits with 1 if one has found something. The input is in the
+folder that it names, and belongs into a test.
 
 It needs cargo, a C++ compiler (libFuzzer is C++) and libfuzzer-sys, which cargo fetches.
 """
@@ -83,7 +85,10 @@ AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac",
 
 
 def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str, **options: str) -> bytes:
-    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``. ``options`` are the container's."""
+    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``.
+
+    ``options`` are the container's.
+    """
     import av
 
     file = io.BytesIO()
@@ -146,7 +151,8 @@ class Result(NamedTuple):
 def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.Path, *, seconds: float) -> Result:
     """Run a target for ``seconds`` of CPU time, or until it finds something.
 
-    libFuzzer counts by the clock, which is faster on a busy machine. So it is started again for the remaining seconds.
+    libFuzzer counts by the clock, which is faster on a busy machine. So it is started again for the
+    remaining seconds.
 
     Args:
       corpus: the folder of inputs, which it extends.
@@ -192,7 +198,10 @@ def _children() -> float:
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
-    """Put the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus. Return how many."""
+    """Put the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus.
+
+    Return how many.
+    """
     place = FUZZ / "corpus" / f"{name}.zip"
     place.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:

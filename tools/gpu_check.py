@@ -1,25 +1,29 @@
 """One command for a machine with an accelerator: is what it computes right, and how near to its limits does each workload run?
 
-    python tools/gpu_check.py                                        # or python -m tools.gpu_check; within 8 minutes
-    python tools/gpu_check.py --quick                                # within 2: the essence; "state" where --only names it
+    python tools/gpu_check.py  # or python -m tools.gpu_check; within 8 minutes
+    python tools/gpu_check.py --quick  # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
     python tools/gpu_check.py --readme gpu_check.json                # docs/accelerator.md's table from a run's numbers
 
     ceilings      products of matrices, copies in memory and from the host: the chip's own limits
-    correctness   the five workloads against the CPU of the same machine, kernels against formulas, and more (tools/chip)
+    correctness   the five workloads against the CPU of the same machine, kernels against formulas,
+                  and more (tools/chip)
     speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
     feeding       from Arrow shards through the loader to the step: does the device wait for data?
     state         the cost of a save, of a restore, the time from the command to the first step
     profile       which operations a step spends its time in, and the next thing to look at
 
-"feeding" and "state" are of the bird model. It needs no network. Every part, and every model of "speed" and "profile", runs in
-a process of its own within a bounded time, so that one that fails ends no other and keeps no memory of the device. It prints a
-table and writes all numbers to --out. It exits with 1 if a check failed or a part could not run, and with 3 if the time
-was over before all parts ran. On a CPU it runs its small form, which shows that it all works and says nothing of speed.
+"feeding" and "state" are of the bird model. It needs no network. Every part, and every model of
+"speed" and "profile", runs in a process of its own within a bounded time, so that one that fails
+ends no other and keeps no memory of the device. It prints a table and writes all numbers to --out.
+It exits with 1 if a check failed or a part could not run, and with 3 if the time was over before
+all parts ran. On a CPU it runs its small form, which shows that it all works and says nothing of
+speed.
 
-Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is recomputed, and no gather of
-embeddings; "full" counts the places that a causal mask leaves out, "causal" does not. MFU is of the chip's datasheet (dense
-bfloat16, jaxtrain/parallel/chips.py), and of the best product that "ceilings" measured.
+Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
+recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
+"causal" does not. MFU is of the chip's datasheet (dense bfloat16, jaxtrain/parallel/chips.py), and
+of the best product that "ceilings" measured.
 """
 
 import argparse
@@ -41,7 +45,8 @@ if __name__ == "__main__":  # run as a file: its folder is on the path, and the 
     sys.path[0] = str(ROOT)
 
 PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
-# [s] of a whole run, and of a part's process or a model's, at most; twice that on a CPU, which may have few cores.
+# [s] of a whole run, and of a part's process or a model's, at most; twice that on a CPU, which may
+# have few cores.
 LIMIT, QUICK_LIMIT = 460, 115
 BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 180, "model": 100, "feeding": 120, "state": 120}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
@@ -208,7 +213,8 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     if wanted := platforms():
         env["JAX_PLATFORMS"] = wanted
     env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # Of a model's own, and empty whatever ran on this machine before: cold is cold. What is fed is a model that was measured.
+    # Of a model's own, and empty whatever ran on this machine before: cold is cold. What is fed is
+    # a model that was measured.
     env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case or 'vit-s' * (unit.kind == 'feeding')}".strip())
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     flags = [os.environ.get("XLA_FLAGS", "")]
@@ -223,8 +229,8 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
 def platforms() -> str:
     """Return the value for JAX_PLATFORMS, or "" to leave the choice to JAX.
 
-    The CPU is always needed. And libtpu must not be loaded without a TPU: its profiler can bring down the process
-    that takes a trace (libtpu 0.0.51 with jaxlib 0.10.2).
+    The CPU is always needed. And libtpu must not be loaded without a TPU: its profiler can bring
+    down the process that takes a trace (libtpu 0.0.51 with jaxlib 0.10.2).
     """
     if asked := os.environ.get("JAX_PLATFORMS", ""):
         return asked if "cpu" in asked.split(",") else f"{asked},cpu"

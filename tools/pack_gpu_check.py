@@ -3,12 +3,14 @@
     FOLDER/
       run.sh              installs wheels/ once, and runs the check: run.sh --quick
       requirements.txt    the wheels, by name and version
-      wheels/             this project's, for any Python from 3.11 on, and every package that the machine lacks
+      wheels/             this project's, for any Python from 3.11 on, and every package that the
+                          machine lacks
       configs/ tools/     from this checkout
 
-The machine has Python and the packages of --has, with a jaxlib for its accelerator; and all of their requirements.
-pip's own resolver finds the other requirements of this project, for the machine's Python and platform, not for this one's.
-No package of the machine is replaced. The folder has --limit MiB at most; one that would be larger is an error.
+The machine has Python and the packages of --has, with a jaxlib for its accelerator; and all of
+their requirements. pip's own resolver finds the other requirements of this project, for the
+machine's Python and platform, not for this one's. No package of the machine is replaced. The folder
+has --limit MiB at most; one that would be larger is an error.
 """
 
 import argparse
@@ -23,9 +25,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HAS = ("jax==0.11.*", "flax", "optax", "orbax-checkpoint", "numpy")
-# Besides the project's own needs: Higgs's tokenizer. It needs none of its dependencies to be read from a file.
+# Besides the project's own needs: Higgs's tokenizer. It needs none of its dependencies to be read
+# from a file.
 ALONE = ("tokenizers",)
-# Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and what it writes here is the same.
+# Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and what it writes here is the
+# same.
 SMALLER = ("pyarrow<22",)
 # Of Linux distributions since 2022: glibc 2.35 (Ubuntu 22.04) and before.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
@@ -80,7 +84,10 @@ def build(wheels: pathlib.Path) -> str:
 
 
 def missing(own: pathlib.Path, has: Sequence[str], python: str) -> list[str]:
-    """name==version of ``own``'s requirements beyond ``has``. Raises PackError if no versions go together."""
+    """name==version of ``own``'s requirements beyond ``has``.
+
+    Raises PackError if no versions go together.
+    """
     there = {name.lower() for name, _ in resolve(has, python)}
     needed = [*resolve([*has, str(own), *SMALLER], python), *resolve(ALONE, python, deps=False)]
     left_out = there | {own.name.partition("-")[0].lower()}
@@ -107,7 +114,10 @@ def target(python: str) -> list[str]:
 
 
 def assemble(folder: pathlib.Path, limit: float) -> int:
-    """Put the rest next to the wheels; returns the bytes of it all. Raises PackError when they are more than ``limit`` MiB."""
+    """Put the rest next to the wheels; returns the bytes of it all.
+
+    Raises PackError when they are more than ``limit`` MiB.
+    """
     for pattern in TAKEN:
         for file in ROOT.glob(pattern):
             copy = folder / file.relative_to(ROOT)

@@ -2,12 +2,13 @@
 
     python -m tools.packing_report FOLDER [--context 1024 2048 …]
 
-FOLDER holds token files (`jaxtrain tokens`), or is one text, whose paragraphs (between blank lines) are then its documents.
-For each length of context, over one epoch:
+FOLDER holds token files (`jaxtrain tokens`), or is one text, whose paragraphs (between blank lines)
+are then its documents. For each length of context, over one epoch:
 
     padding    share of positions that hold no token
     cut        share of the documents that are cut although they are no longer than the context
-    context    mean number of tokens that a predicted one may attend to, where attention stays within documents
+    context    mean number of tokens that a predicted one may attend to, where attention stays
+               within documents
     us/doc     microseconds to pack a document
 
 for best fit and for plain concatenation, which pads nothing and cuts wherever a row ends.

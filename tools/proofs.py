@@ -4,10 +4,10 @@
     python -m tools.proofs                  all of them
     python -m tools.proofs --list           the parts, and their claims
 
-A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in exactly one of them. It
-prints the output of its tests and their tables, then a row: passed, failed, skipped, minutes. The row is kept in
-docs/results/proofs.md, with the commit and the day, until the part is run again. It exits with 1 if a test failed, or a part
-took longer.
+A part is the slow tests of some files; tests/tools/test_proofs.py holds that each slow test is in
+exactly one of them. It prints the output of its tests and their tables, then a row: passed, failed,
+skipped, minutes. The row is kept in docs/results/proofs.md, with the commit and the day, until the
+part is run again. It exits with 1 if a test failed, or a part took longer.
 """
 
 import argparse

@@ -1,15 +1,20 @@
 """Prove that steps can be made again and that flipped bits are found: the table of docs/results/proofs.md.
 
-    python -m tools.replay_proof --out DIR [--part replay|flips|verify|alarms …] [--workload NAME …] [--steps N]
+    python -m tools.replay_proof --out DIR [--part replay|flips|verify|alarms …] [--workload NAME …]
+        [--steps N]
 
-    python -m tools.replay_proof --out proof --steps 200                # 1,000 steps of the five workloads
+    python -m tools.replay_proof --out proof --steps 200  # 1,000 steps of the five workloads
     python -m tools.replay_proof --out proof --part alarms --workload language --steps 20000
 
-The shipped configs are trained at a small size. Each part prints a row, and appends it to DIR/rows.txt:
+The shipped configs are trained at a small size. Each part prints a row, and appends it to
+DIR/rows.txt:
 
-    replay  N steps of a run are made again by `jaxtrain replay`, in random windows, and their digests compared
-    flips   N flips of a bit in the parameters, moments or average after a step: the replay names step and array
-    verify  N flips in what a device computes, found by guard.verify_every=1, which names the array and takes the right state
+    replay  N steps of a run are made again by `jaxtrain replay`, in random windows, and their
+            digests compared
+    flips   N flips of a bit in the parameters, moments or average after a step: the replay names
+            step and array
+    verify  N flips in what a device computes, found by guard.verify_every=1, which names the array
+            and takes the right state
     alarms  N steps verified without a flip
 
 A flip is of a random bit of a random number of a random array.
@@ -77,7 +82,10 @@ def train(name: str, workdir: pathlib.Path, steps: int, **more: str) -> None:
 
 
 def replay(run: pathlib.Path, first: int, last: int) -> tuple[int, str]:
-    """Make steps again. Return the number that was compared, if all are the same, and the output."""
+    """Make steps again.
+
+    Return the number that was compared, if all are the same, and the output.
+    """
     out, text = run.with_name(f"{run.name}-replay-{first}-{last}"), io.StringIO()
     with contextlib.redirect_stdout(text):
         cli.main(["replay", str(run), "--step", str(first), "--until", str(last), "--no-page", "--out", str(out)])
@@ -87,7 +95,10 @@ def replay(run: pathlib.Path, first: int, last: int) -> tuple[int, str]:
 
 
 def windows(run: pathlib.Path, total: int, wanted: int, rng: random.Random) -> tuple[int, int]:
-    """Replay random windows until ``wanted`` steps were compared. Return the steps compared and the windows that differed."""
+    """Replay random windows until ``wanted`` steps were compared.
+
+    Return the steps compared and the windows that differed.
+    """
     compared = wrong = 0
     while compared < wanted and wrong < 3:
         first = rng.randint(1, max(total - 3 * EVERY, 1))
@@ -115,7 +126,10 @@ def flipped(x: Any, rng: random.Random) -> Any:
 
 
 def flip_state(state: Any, part: str, rng: random.Random) -> tuple[Any, str]:
-    """Flip a bit of the parameters, of the moments or of the average. Return the state and the path of the array."""
+    """Flip a bit of the parameters, of the moments or of the average.
+
+    Return the state and the path of the array.
+    """
     values = {"params": state.variables.params, "opt_state": state.opt_state, "ema": state.ema}
     leaves, tree = jax.tree.flatten(values[part])
     at = rng.choice([i for i, x in enumerate(leaves) if x.size])
@@ -129,7 +143,10 @@ def flip_state(state: Any, part: str, rng: random.Random) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def with_flips(at: Callable[[int], str], rng: random.Random, found: dict[int, str]) -> Iterator[None]:
-    """Let the program of each step i flip a bit in the part ``at(i)`` ("" = none). ``found``: step -> path of the array."""
+    """Let the program of each step i flip a bit in the part ``at(i)`` ("" = none).
+
+    ``found``: step -> path of the array.
+    """
     real = step_compiler.StepCompiler.at
 
     def program(self: Any, item: Any) -> Any:
@@ -154,7 +171,10 @@ def with_flips(at: Callable[[int], str], rng: random.Random, found: dict[int, st
 
 
 def flips_part(name: str, out: pathlib.Path, steps: int) -> str:
-    """One run has a flip between each two checkpoints. Each is looked for from the checkpoint before it."""
+    """One run has a flip between each two checkpoints.
+
+    Each is looked for from the checkpoint before it.
+    """
     rng, found = random.Random(2), dict[int, str]()
     parts = ["params", "opt_state", "ema"][: 3 if float(dict(overrides(name, out, 1, {})).get("train.ema", "0")) else 2]
 

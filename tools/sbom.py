@@ -1,8 +1,8 @@
 """List the contents of a wheel: python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
 
-It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package that pip installs with it, in
-the version of the tests (requirements.lock), each with name, version, checksum and licence. It asks pip, which installs
-nothing. Extras are not in it.
+It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package
+that pip installs with it, in the version of the tests (requirements.lock), each with name, version,
+checksum and licence. It asks pip, which installs nothing. Extras are not in it.
 """
 
 import argparse
@@ -32,7 +32,10 @@ def crates(wheel: pathlib.Path) -> dict[str, Any]:
 
 
 def packages(processor: str) -> list[dict[str, Any]]:
-    """pip's report of each package that it would install with jaxtrain on Linux on a processor. Raises CalledProcessError."""
+    """pip's report of each package that it would install with jaxtrain on Linux on a processor.
+
+    Raises CalledProcessError.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")

@@ -5,23 +5,32 @@
     python -m tools.soak --hours 3 --seed 1 --model language --config.train.steps=400
     python -m tools.soak --hours 3 --config=my_config.py --config.train.steps=60 …
 
-Four processes on two hosts (network namespaces, if this user may make them, else on this one) train, lap by lap, a run of
-the model's config to its end. A supervisor acts as a scheduler: after the end of a process it waits for the others, and
-starts the same command again. Faults are drawn from the seed, one after the other, each some steps after the run went on:
+Four processes on two hosts (network namespaces, if this user may make them, else on this one)
+train, lap by lap, a run of the model's config to its end. A supervisor acts as a scheduler: after
+the end of a process it waits for the others, and starts the same command again. Faults are drawn
+from the seed, one after the other, each some steps after the run went on:
 
-    kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save and end
-    coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the watchdog ends the rest
-    cut          the link between the hosts is down              slow    it is slow for 10 s, and the run continues
-    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill if it is the only one)
+    kill         SIGKILL of one of the processes                 term    SIGTERM to one: all save
+                 and end
+    coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the
+                 watchdog ends the rest
+    cut          the link between the hosts is down              slow    it is slow for 10 s, and
+                 the run continues
+    damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill if it
+                 is the only one)
     full         the workdir's file system is full until the run has ended
-    host         a host is gone: the run resumes on the other alone, and after the next fault on both
-    load         none of these: a process of a busy machine did not say for 10 s that it lives, and JAX's service ended the rest
+    host         a host is gone: the run resumes on the other alone, and after the next fault on
+                 both
+    load         none of these: a process of a busy machine did not say for 10 s that it lives, and
+                 JAX's service ended the rest
 
-The first lap has no fault. Each later one must end like it: with the same rows in each batch, a record of every step and,
-unless a host was gone meanwhile, the same loss in each record and the same bytes in every array. Prints a row for each kind of
-fault: its number, seconds until the end of the job (noticed) and from its restart to its next new step (going on), median and
-most, and steps computed again. Then come all laps' times by phase. It exits with 1 if something was lost or wrong, or if the
-supervisor ended a job that stood still (by hand). Ctrl-C and SIGTERM end it with the results so far.
+The first lap has no fault. Each later one must end like it: with the same rows in each batch, a
+record of every step and, unless a host was gone meanwhile, the same loss in each record and the
+same bytes in every array. Prints a row for each kind of
+fault: its number, seconds until the end of the job (noticed) and from its restart to its next new
+step (going on), median and most, and steps computed again. Then come all laps' times by phase. It
+exits with 1 if something was lost or wrong, or if the supervisor ended a job that stood still (by
+hand). Ctrl-C and SIGTERM end it with the results so far.
 """
 
 import argparse
@@ -60,7 +69,8 @@ KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
 WITH_NETWORK = ("cut", "slow")
 WITH_DISK = ("full",)
 ADDRESS = "10.78.0.{}"
-# What makes the cable slow, by what a kernel can do: later packets, or few bytes (a step of either model sends 4 MB over it).
+# What makes the cable slow, by what a kernel can do: later packets, or few bytes (a step of either
+# model sends 4 MB over it).
 SLOW = {
     "200 ms": ("netem", "delay", "200ms"),
     "20 Mbit/s": ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms"),
@@ -76,7 +86,8 @@ MODELS = {
 }  # fmt: skip
 BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")
 
-# Wraps the loader of the config: each process notes a digest of every row that it gives to training.
+# Wraps the loader of the config: each process notes a digest of every row that it gives to
+# training.
 LOADER = """
 import hashlib, importlib, json, os
 inner = importlib.import_module(os.environ["SOAK_LOADER"])
@@ -156,7 +167,10 @@ class Hosts:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
     def slow(self) -> str:
-        """Make the cable slow. Return a name of `SLOW`, or "" if this kernel can do none of them."""
+        """Make the cable slow.
+
+        Return a name of `SLOW`, or "" if this kernel can do none of them.
+        """
         return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
 
     def fast(self) -> None:
@@ -233,7 +247,10 @@ class Soak:
         self.seconds: collections.Counter[str] = collections.Counter()  # of all laps, by what they went into
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
-        """Return a run to its end, with faults while it is before ``until``. Returns whether a host was gone meanwhile."""
+        """Return a run to its end, with faults while it is before ``until``.
+
+        Returns whether a host was gone meanwhile.
+        """
         alone, was_alone, pending, late = False, False, None, 0
         while True:
             job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
@@ -263,7 +280,10 @@ class Soak:
             was_alone |= alone
 
     def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
-        """Wait for a step beyond ``before``, or for the end. Return whether it did not stand still."""
+        """Wait for a step beyond ``before``, or for the end.
+
+        Return whether it did not stand still.
+        """
         if self._reaches(job, before + 1) or self._ends(job):  # the fault may have come behind the last step
             fault.resumed = time.monotonic() - job.began
         elif any(code is None for code in job.codes()):
@@ -275,7 +295,10 @@ class Soak:
         return True
 
     def _reaches(self, job: Job, step: int) -> bool:
-        """Wait for a step. Return whether it came before a process ended, or `STUCK` seconds passed."""
+        """Wait for a step.
+
+        Return whether it came before a process ended, or `STUCK` seconds passed.
+        """
         deadline = time.monotonic() + STUCK
         while job.steps() < step:
             if any(code is not None for code in job.codes()) or time.monotonic() > deadline:
@@ -284,7 +307,10 @@ class Soak:
         return True
 
     def _fault(self, job: Job, until: float) -> Fault | None:
-        """Do one, some steps from now, and wait until the job has ended. None: the job ended by itself, or time is up."""
+        """Do one, some steps from now, and wait until the job has ended.
+
+        None: the job ended by itself, or time is up.
+        """
         if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
             return None
         time.sleep(self.draw.random())
@@ -509,7 +535,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(soak: Soak, hours: float, most: int) -> int:
-    """Run laps for so many hours, or until there were ``most`` faults (0: any number). Prints their outcomes."""
+    """Run laps for so many hours, or until there were ``most`` faults (0: any number).
+
+    Prints their outcomes.
+    """
     began, number, ended = time.monotonic(), 0, ""
     try:
         soak.lap(0, until=0)

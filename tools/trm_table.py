@@ -1,13 +1,15 @@
 """Compares contracts of training of the recursive model, rollouts and grades of boards, at equal CPU time.
 
-    python -m tools.trm_table [--minutes 4] [--seeds 0 1 2] [--contracts deep last] [--grades easy medium] [--blanks 16 24]
-                              [--boards 256] [--rollouts 16] [--noise 0.1 0.3] [--out runs/trm-table]
-                              [--config.section.field=value …]
+    python -m tools.trm_table [--minutes 4] [--seeds 0 1 2] [--contracts deep last]
+        [--grades easy medium] [--blanks 16 24]
+                              [--boards 256] [--rollouts 16] [--noise 0.1 0.3] [--out
+                              runs/trm-table] [--config.section.field=value …]
 
-Each contract is a config of configs/trm_sudoku.py. Two short runs say what its start and a step cost in CPU seconds. The steps
-of its runs follow, so that each takes that many minutes of one core. Then `jaxtrain solve --curve` solves new boards of each
-grade. OUT gets the runs, the boards, the curves, and table.md: the mean over the seeds, the 95 % interval of all their boards
-together, and the CPU seconds of training. Finished runs are not trained again.
+Each contract is a config of configs/trm_sudoku.py. Two short runs say what its start and a step
+cost in CPU seconds. The steps of its runs follow, so that each takes that many minutes of one core.
+Then `jaxtrain solve --curve` solves new boards of each grade. OUT gets the runs, the boards, the
+curves, and table.md: the mean over the seeds, the 95 % interval of all their boards together, and
+the CPU seconds of training. Finished runs are not trained again.
 """
 
 import argparse

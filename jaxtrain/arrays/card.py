@@ -63,12 +63,17 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the card. ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no section."""
+    """Return the card.
+
+    ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no
+    section.
+    """
     step, config = model.step, model.config
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)
     what = "the average of the parameters" if model.group == "ema" else "the parameters"
-    # An evaluation is of the average, if the run keeps one, and the numbers of the card are those of these weights.
+    # An evaluation is of the average, if the run keeps one, and the numbers of the card are those
+    # of these weights.
     averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
     others = [split for split in SPLITS if split in metrics and (model.group == "ema") != (averaged and split == "test")]
     whole = () if model.left_out.is_part else SPLITS

@@ -1,6 +1,7 @@
 """The adapters of a run with config.lora, and what it trained besides, in peft's format.
 
-Of workloads whose matrices are exported as (out, in) under names that end in ".weight" (jaxtrain.workloads.language).
+Of workloads whose matrices are exported as (out, in) under names that end in ".weight"
+(jaxtrain.workloads.language).
 """
 
 import json
@@ -30,8 +31,8 @@ def export(run: str, out: str, *, step: int | None = None, ema: bool = False, na
       named: --workload (`jaxtrain.arrays.run_workload`).
       base: the place of the weights that the adapters change; "" = where the run has them from.
 
-    Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft has no place for, or
-    frozen weights that are gone or differ.
+    Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft
+    has no place for, or frozen weights that are gone or differ.
     """
     source = source_lib.find(run, step, export="its adapters, if it had any, are merged into its weights")
     config, trained = source.config(), source.parameters(ema=ema)
@@ -101,7 +102,10 @@ def _names(workload: Workload, config: Mapping[str, Any], names: Any) -> set[str
 
 
 def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Collection[str]) -> dict[str, Any]:
-    """adapter_config.json. Raises StoredError for a module that is saved in part, which peft does not do."""
+    """adapter_config.json.
+
+    Raises StoredError for a module that is saved in part, which peft does not do.
+    """
     adapters = run_workload.section_of(config, "lora", config_lib.Lora)
     adapted = {_module(_module(name)) for name in tensors if _module(name).endswith(tuple(SIDES.values()))}
     whole = {name for name in tensors if _module(_module(name)) not in adapted}

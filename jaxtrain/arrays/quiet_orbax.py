@@ -1,11 +1,13 @@
 """Two defects of Orbax and etils, repaired in place: late errors of a save, and folders with brackets.
 
-`etils.epath`, by which Orbax lists its own files, takes the whole path of a folder as a pattern, so that it finds nothing in
-``runs/betas=[0.9, 0.95]``. Importing this module makes it take the folder's name as it is.
+`etils.epath`, by which Orbax lists its own files, takes the whole path of a folder as a pattern, so
+that it finds nothing in ``runs/betas=[0.9, 0.95]``. Importing this module makes it take the
+folder's name as it is.
 
-Late errors are the disk's answers to threads that nobody waits for. Orbax closes its event loop at the first write that fails.
-TensorStore's threads report the others to that loop, and Python prints a traceback of each ("Event loop is closed"), past all
-logging. The failure itself is raised and reported when the run waits for the save.
+Late errors are the disk's answers to threads that nobody waits for. Orbax closes its event loop at
+the first write that fails. TensorStore's threads report the others to that loop, and Python prints
+a traceback of each ("Event loop is closed"), past all logging. The failure itself is raised and
+reported when the run waits for the save.
 """
 
 import asyncio.base_events
@@ -24,7 +26,10 @@ log = logging.getLogger("jaxtrain")
 
 
 def keep_quiet() -> None:
-    """Log such reports as details, from here on, instead of printing them. All else that is unraisable is shown as before."""
+    """Log such reports as details, from here on, instead of printing them.
+
+    All else that is unraisable is shown as before.
+    """
     if not isinstance(sys.unraisablehook, functools.partial) or sys.unraisablehook.func is not _show:
         sys.unraisablehook = functools.partial(_show, sys.unraisablehook)
 

@@ -1,10 +1,11 @@
 """A checkpoint as safetensors for Hugging Face, and back.
 
-Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is written first. Host memory
-is that of one chunk of one array: its stored bytes, decoded and copied.
+Arrays are streamed, which is possible because safetensors' header follows from shapes alone and is
+written first. Host memory is that of one chunk of one array: its stored bytes, decoded and copied.
 
-Names, shapes and further files are those of the workload module's ``EXPORT`` (`jaxtrain.types.Export`). A carry that belongs to
-the model is exported in its own dtypes. A warm start takes parameters alone.
+Names, shapes and further files are those of the workload module's ``EXPORT``
+(`jaxtrain.types.Export`). A carry that belongs to the model is exported in its own dtypes. A warm
+start takes parameters alone.
 """
 
 import collections
@@ -72,13 +73,15 @@ def export(
     """Write the folder ``out``, whole or not at all. Return a line about it.
 
     Args:
-      formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it is written.
+      formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it
+      is written.
       license: of the weights, for the card, in place of the run's config.card.license.
-      named: the module of the run's workload, if it is none of this package (`jaxtrain.arrays.run_workload`).
+      named: the module of the run's workload, if it is none of this package
+      (`jaxtrain.arrays.run_workload`).
       base: the source of the run's first weights, in place of its config.warm_start.source.
 
-    Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path, names that are given twice,
-    an ``out`` that exists.
+    Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path,
+    names that are given twice, an ``out`` that exists.
     """
     source = source_lib.find(run, step, export="it is in safetensors already")
     _refuse_damage(source)
@@ -120,7 +123,8 @@ def export(
     for path, one in arrays.items():
         floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
         entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
-    # Wide types first: then every array begins at a multiple of its width, for readers that map the file.
+    # Wide types first: then every array begins at a multiple of its width, for readers that map the
+    # file.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
     flat = [entry for path in order for entry in entries[path]]
     if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
@@ -143,14 +147,16 @@ def export(
         for entry in flat:
             kinds[entry.dtype.name] += entry.n_bytes
         with _describing(source):
-            # The files and the example are of a model that a library loads, and it would fill the rest with random numbers.
+            # The files and the example are of a model that a library loads, and it would fill the
+            # rest with random numbers.
             further = {} if is_part else contract.files(based, kinds.most_common(1)[0][0])
             hub = Hub() if is_part else contract.hub(config, {*further, *arrays})
             for other in others:
                 if other.files:
                     further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
                     hub = hub._replace(example=f"{hub.example}\n{other.example}")
-        # transformers reads a folder with a config.json of its own, and only arrays that are marked as PyTorch's.
+        # transformers reads a folder with a config.json of its own, and only arrays that are marked
+        # as PyTorch's.
         sums = _write_shards(
             partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
         )
@@ -265,9 +271,12 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
 
 
 def reverse(folder: str, out: str) -> str:
-    """Make ``out`` a workdir with one step: the weights of a folder of safetensors. Return a line about it.
+    """Make ``out`` a workdir with one step: the weights of a folder of safetensors.
 
-    With jaxtrain.json in the folder the step equals the exported one bit for bit. Without it, names become paths by their dots.
+    Return a line about it.
+
+    With jaxtrain.json in the folder the step equals the exported one bit for bit. Without it, names
+    become paths by their dots.
 
     Raises StoredError: a damaged folder, or a step that is there already.
     """
@@ -296,7 +305,8 @@ def _refuse_damage(source: Source) -> None:
 def _within(seconds: float, what: str) -> Iterator[None]:
     """End the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
 
-    Python's looks for signals as it goes. In another thread than the main one, which alone may have them, nothing is ended.
+    Python's looks for signals as it goes. In another thread than the main one, which alone may have
+    them, nothing is ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -374,7 +384,10 @@ def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 def _content(
     order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of all arrays, in order. The layers of a stack follow each other in it already."""
+    """Yield the bytes of all arrays, in order.
+
+    The layers of a stack follow each other in it already.
+    """
     for path in order:
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():

@@ -1,7 +1,7 @@
 """Inspect a step or an export, compare two, and copy the weights of one, on any CPU and without the model's code.
 
-A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only": true``. A run can be
-warm-started from it, not resumed.
+A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only":
+true``. A run can be warm-started from it, not resumed.
 """
 
 import contextlib
@@ -67,7 +67,10 @@ def _in_a_line(text: Any) -> str:
 
 
 def verify(source: Source) -> int:
-    """Print every problem of a step or an export, the files first, then the arrays. Return the exit code."""
+    """Print every problem of a step or an export, the files first, then the arrays.
+
+    Return the exit code.
+    """
     problems = []
     try:
         problems += source.damage()
@@ -115,7 +118,10 @@ def digest_of(arrays: Mapping[str, Stored]) -> str:
 
 
 def diff(a: Source, b: Source) -> int:
-    """Print, array by array, the changes from ``a`` to ``b``. Returns the exit code. Raises StoredError."""
+    """Print, array by array, the changes from ``a`` to ``b``.
+
+    Returns the exit code. Raises StoredError.
+    """
     before, after = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
     rows: list[tuple[str, ...]] = []
@@ -149,7 +155,10 @@ def diff(a: Source, b: Source) -> int:
 
 
 class Difference:
-    """Sums over two arrays of one shape, in float64, a piece at a time. A NaN equals nothing and is not part of the sums."""
+    """Sums over two arrays of one shape, in float64, a piece at a time.
+
+    A NaN equals nothing and is not part of the sums.
+    """
 
     def __init__(self, a: Stored, b: Stored):
         self.nans_a = self.nans_b = self.unequal = 0
@@ -172,9 +181,12 @@ class Difference:
 
 
 def export(source: Source, out: str, *, base: str = "") -> int:
-    """Copy the weights of a step into a workdir of their own. Return the exit code. Raises StoredError.
+    """Copy the weights of a step into a workdir of their own.
 
-    ``base``: the place of the weights that adapters change; "" = where the run has them from. They must be there.
+    Return the exit code. Raises StoredError.
+
+    ``base``: the place of the weights that adapters change; "" = where the run has them from. They
+    must be there.
     """
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
@@ -193,10 +205,12 @@ def export(source: Source, out: str, *, base: str = "") -> int:
 def save_weights(
     out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Write ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest. Return that folder.
+    """Write ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest.
 
-    The arrays wait in mapped files next to the result: this takes twice the disk space for a while, and host memory that the
-    kernel may reclaim, except the arrays that Orbax encodes at once.
+    Return that folder.
+
+    The arrays wait in mapped files next to the result: this takes twice the disk space for a while,
+    and host memory that the kernel may reclaim, except the arrays that Orbax encodes at once.
 
     Raises StoredError when that step is there already.
     """

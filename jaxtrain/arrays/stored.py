@@ -2,13 +2,16 @@
 
 Both formats are read as path -> `Stored`:
 
-- a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays): ``params/encoder/w_patch``, ``opt_state/0/count``;
-- a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON, name -> dtype, shape,
-  data_offsets; then the arrays, row-major, little-endian. ``model.safetensors.index.json`` says which file holds which name.
-  Dots in names become slashes of paths. The file `EXPORT` next to them, which tools/orbax_to_safetensors.py writes, gives
-  the paths themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
+- a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays):
+  ``params/encoder/w_patch``, ``opt_state/0/count``;
+- a folder of safetensors: eight bytes, the length n of the header, little-endian; n bytes of JSON,
+  name -> dtype, shape, data_offsets; then the arrays, row-major, little-endian.
+  ``model.safetensors.index.json`` says which file holds which name. Dots in names become slashes of
+  paths. The file `EXPORT` next to them, which tools/orbax_to_safetensors.py writes, gives the paths
+  themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
 
-A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts such entries together.
+A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts
+such entries together.
 """
 
 import functools
@@ -120,14 +123,18 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
-    """Open every array of a step directory, in tree order. Only the tree is read now. Raises StoredError."""
+    """Open every array of a step directory, in tree order.
+
+    Only the tree is read now. Raises StoredError.
+    """
     folder = _item(_absolute(step_dir))
     if folder is None:
         raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
     check_files(folder)
     quiet_orbax.keep_quiet()  # of the arrays that a damaged tree names, all but the first error come after that one is raised
     try:
-        # The handler, not an Orbax Checkpointer, which requires files that only a complete step directory has.
+        # The handler, not an Orbax Checkpointer, which requires files that only a complete step
+        # directory has.
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
     except Exception as error:
         raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error
@@ -151,7 +158,10 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
-    """Read ``data`` or ``meta`` of a step directory, or return None without it. Raises StoredError if it is damaged."""
+    """Read ``data`` or ``meta`` of a step directory, or return None without it.
+
+    Raises StoredError if it is damaged.
+    """
     folder = epath.Path(step_dir)
     return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
 
@@ -164,7 +174,10 @@ def check_format(meta: Mapping[str, Any], place: Any) -> None:
 
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
-    """Return the object that a JSON file of ``folder`` holds. Raises StoredError: damage, no regular file in that folder."""
+    """Return the object that a JSON file of ``folder`` holds.
+
+    Raises StoredError: damage, no regular file in that folder.
+    """
     try:
         return files.read_json(inside(folder, name))
     except files.FileError as error:
@@ -172,7 +185,10 @@ def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
 
 
 def inside(folder: epath.Path, name: Any) -> epath.Path:
-    """Return the path of the file ``name`` in a folder, as another file names it. Raises StoredError if it leads out."""
+    """Return the path of the file ``name`` in a folder, as another file names it.
+
+    Raises StoredError if it leads out.
+    """
     if "://" in os.fspath(folder):  # an object store has no links
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
@@ -186,8 +202,9 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
 def check_files(folder: epath.Path) -> None:
     """Raise StoredError unless everything below a folder is a regular file or a folder, inside of it.
 
-    Orbax and tensorstore open any file there, and would wait for a pipe. They read most files whole, and end the process
-    if one does not fit in memory. A sparse file may have any size, and takes no space on the disk.
+    Orbax and tensorstore open any file there, and would wait for a pipe. They read most files
+    whole, and end the process if one does not fit in memory. A sparse file may have any size, and
+    takes no space on the disk.
     """
     if "://" in os.fspath(folder):
         return
@@ -234,10 +251,13 @@ def _elements(shape: Any) -> int:
 
 
 def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Open every array of a folder of safetensors (or of one such file). Only the headers are read now.
+    """Open every array of a folder of safetensors (or of one such file).
+
+    Only the headers are read now.
 
     Raises:
-      StoredError: no such file; a header that contradicts itself or the index; a type that numpy does not have.
+      StoredError: no such file; a header that contradicts itself or the index; a type that numpy
+      does not have.
     """
     return _open_folder(place_of(folder))
 
@@ -318,13 +338,19 @@ def _refuse_codes(folder: epath.Path) -> None:
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a safetensors file or a folder that holds one. Raises StoredError for a store that cannot be read."""
+    """Whether ``path`` is a safetensors file or a folder that holds one.
+
+    Raises StoredError for a store that cannot be read.
+    """
     place = place_of(path)
     return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …]. Raises StoredError for a gap, or entries that differ."""
+    """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …].
+
+    Raises StoredError for a gap, or entries that differ.
+    """
     whole: dict[str, Stored] = {}
     parts: dict[str, dict[int, Stored]] = {}
     for path, array in stored.items():
@@ -349,7 +375,8 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
     """Reshapes an array without reading it. Raises StoredError if the sizes differ.
 
-    If a dimension is split, only the needed rows are read. If several are joined, the whole array is read and cut in memory.
+    If a dimension is split, only the needed rows are read. If several are joined, the whole array
+    is read and cut in memory.
     """
     if math.prod(array.shape) != math.prod(shape):
         raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
@@ -398,7 +425,10 @@ def in_chunks(tree: Any) -> Any:
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Build a tree of dictionaries and lists from (keys, leaf). Raises StoredError for a path that lies within another."""
+    """Build a tree of dictionaries and lists from (keys, leaf).
+
+    Raises StoredError for a path that lies within another.
+    """
     leaves = list(leaves)
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
@@ -426,7 +456,10 @@ def place_of(path: epath.PathLike) -> epath.Path:
 
 @functools.cache
 def _ask(url: str) -> None:
-    """Raise StoredError unless a store answers. `epath` would try for longer, and print a traceback at each attempt."""
+    """Raise StoredError unless a store answers.
+
+    `epath` would try for longer, and print a traceback at each attempt.
+    """
     try:
         ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
     except (OSError, ValueError, TimeoutError) as error:
@@ -462,7 +495,10 @@ def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str |
 
 
 def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
-    """Open one array of an Orbax item, once. ``indexed``: all arrays are in one OCDBT store, else each in a folder."""
+    """Open one array of an Orbax item, once.
+
+    ``indexed``: all arrays are in one OCDBT store, else each in a folder.
+    """
     text = os.fspath(folder)
 
     # The folder alone decides: an array's name is its maker's.
@@ -487,8 +523,9 @@ def _read_array(
 ) -> np.ndarray:
     """Read slices of an array.
 
-    Raises StoredError for an array that differs from its tree's entry, and for a read that does not fit in memory.
-    Tensorstore would end the process, and an array of zeros of any size takes no space in a file.
+    Raises StoredError for an array that differs from its tree's entry, and for a read that does not
+    fit in memory. Tensorstore would end the process, and an array of zeros of any size takes no
+    space in a file.
     """
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:

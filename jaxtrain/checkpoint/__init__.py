@@ -1,7 +1,8 @@
 """Checkpoints of a run.
 
 manager          the checkpoints as the loop sees them
-checkpointer     saves and restores the steps of one workdir. Its docstring specifies the files of a step
+checkpointer     saves and restores the steps of one workdir. Its docstring specifies the files of a
+                 step
 init_or_restore  the list of all sources of a run's state
 history          facts about a run that are saved with its state: its data, rewinds, the best step
 checksums        the manifest of a step, by which a reader recognises damage

@@ -1,8 +1,9 @@
 """The weights that a run freezes, which its checkpoints do not hold: where they came from, and that they are the same.
 
-A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest step", and a digest of its
-parameters, which is the same for a step and for an export of it. Everything that needs the weights again calls `find`. With
-config.warm_start.keep, ``workdir/base/<digest>-<name>`` is a copy of the source, which comes first.
+A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest
+step", and a digest of its parameters, which is the same for a step and for an export of it.
+Everything that needs the weights again calls `find`. With config.warm_start.keep,
+``workdir/base/<digest>-<name>`` is a copy of the source, which comes first.
 """
 
 import contextlib
@@ -44,7 +45,10 @@ class Base(NamedTuple):
 
 
 def recorded(data: Mapping[str, Any]) -> Base | None:
-    """Return the record in the item ``data`` of a step, None if it has none. Raises StoredError if it is damaged."""
+    """Return the record in the item ``data`` of a step, None if it has none.
+
+    Raises StoredError if it is damaged.
+    """
     found = data.get("base")
     if found is None:
         return None
@@ -66,7 +70,10 @@ def at(rules: WarmStart, place: str) -> WarmStart:
 
 
 def digest(rules: WarmStart) -> str:
-    """Return a digest of all parameters of a source, by their paths there. Reads it once. Raises WarmStartError."""
+    """Return a digest of all parameters of a source, by their paths there.
+
+    Reads it once. Raises WarmStartError.
+    """
     total = hashlib.sha256()
     for path, one in sorted(warm_start.open_source(rules).items()):
         total.update(f"{path} {list(one.shape)} {one.dtype.name}\n".encode())
@@ -88,7 +95,10 @@ def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
 
 
 def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
-    """Return the first of ``places`` that holds the base. Raises StoredError if it is gone, or differs."""
+    """Return the first of ``places`` that holds the base.
+
+    Raises StoredError if it is gone, or differs.
+    """
     tried = []
     for place in places:
         try:
@@ -108,7 +118,8 @@ def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
 def keep(rules: WarmStart, workdir: str, short: str) -> str:
     """Copy a source into ``workdir/base``, unless it is there. Return its place there.
 
-    ``short``: the first characters of its digest, by which another source of the same name is another copy.
+    ``short``: the first characters of its digest, by which another source of the same name is
+    another copy.
     """
     source = stored.place_of(rules.source)
     folder = pathlib.Path(workdir).absolute() / FOLDER

@@ -1,20 +1,23 @@
 """Checkpoints: one Orbax step directory holds the whole run at that step.
 
-    workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an object store
+    workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an
+                                       object store
       state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
-      data/    JSON: the state of the loader (position, seed, fingerprints of the data and its order), the offset
-               between step and position if the data were changed during the run, how often the run was rewound, and
-               the source of its frozen weights (`base_weights`)
-      meta/    JSON: the number of this format, the resolved config, digests of the files that it names and of the parameter
-               table, package versions
+      data/    JSON: the state of the loader (position, seed, fingerprints of the data and its
+               order), the offset between step and position if the data were changed during the run,
+               how often the run was rewound, and the source of its frozen weights (`base_weights`)
+      meta/    JSON: the number of this format, the resolved config, digests of the files that it
+               names and of the parameter table, package versions
       manifest.json   size and hash of every file (`checksums`), checked before anything is read
 
-Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one at a time; Orbax writes
-into a temporary directory and renames it, so that a step directory is complete, with its checksums, or does not exist. An
-object store has no renames: there, Orbax writes a file commit_success.txt last, and a step without one does not count.
+Frozen base weights are not here: they are reloaded from their source. A save is asynchronous, one
+at a time; Orbax writes into a temporary directory and renames it, so that a step directory is
+complete, with its checksums, or does not exist. An object store has no renames: there, Orbax writes
+a file commit_success.txt last, and a step without one does not count.
 
-With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params, carry and the average, and
-its meta says ``"weights_only": true``: enough to evaluate, export and warm-start from, and not to resume.
+With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params,
+carry and the average, and its meta says ``"weights_only": true``: enough to evaluate, export and
+warm-start from, and not to resume.
 """
 
 import contextlib
@@ -68,7 +71,10 @@ class Saved(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the runs of one workdir. Every method is called by all processes, in the same order."""
+    """Saves and restores the runs of one workdir.
+
+    Every method is called by all processes, in the same order.
+    """
 
     def __init__(self, config: config_lib.Config, task: Task):
         quiet_orbax.keep_quiet()
@@ -100,9 +106,12 @@ class Checkpointer:
         self._manager = _manager(self._path, options)
 
     def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
-        """Start to save ``state``, unless ``step`` is saved already. First wait for the previous save to end.
+        """Start to save ``state``, unless ``step`` is saved already.
 
-        Raises CheckpointError when that one failed, or this one fails at once, unless config.checkpoint.on_error is "continue".
+        First wait for the previous save to end.
+
+        Raises CheckpointError when that one failed, or this one fails at once, unless
+        config.checkpoint.on_error is "continue".
         """
         began = time.perf_counter()
         self._settle()
@@ -148,11 +157,12 @@ class Checkpointer:
 
         Args:
           abstract: the target of every array. The mesh that saved it need not exist any more.
-          data: the loader's state now, whose fingerprints must equal the saved ones, unless config.resume.data is "restart".
+          data: the loader's state now, whose fingerprints must equal the saved ones, unless
+          config.resume.data is "restart".
 
         Raises:
-          CheckpointError: the model or the data differ from the saved ones, no checkpoint of several can be read, or
-            ``workdir`` has none.
+          CheckpointError: the model or the data differ from the saved ones, no checkpoint of
+            several can be read, or ``workdir`` has none.
         """
         if not workdir:
             if not (restored := self._newest(self._manager, self._path, abstract, data)):
@@ -168,7 +178,8 @@ class Checkpointer:
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
         """Read the newest state of at most ``before`` batches, with its step, or None if none can be read.
 
-        Only regular saves are considered, so that it is the same one however often the run was interrupted.
+        Only regular saves are considered, so that it is the same one however often the run was
+        interrupted.
         """
         self._settle()
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
@@ -186,7 +197,10 @@ class Checkpointer:
         return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does. It costs nothing. Call it at every step."""
+        """Notices a save that failed meanwhile, as `save` does.
+
+        It costs nothing. Call it at every step.
+        """
         if self._saving and not self._manager.is_saving_in_progress():
             self._settle()
 
@@ -199,7 +213,10 @@ class Checkpointer:
             self._remove_parts()
 
     def _seal(self) -> None:
-        """Write the checksums of the save in flight. Orbax calls it in process 0, once all have written, before the commit."""
+        """Write the checksums of the save in flight.
+
+        Orbax calls it in process 0, once all have written, before the commit.
+        """
         step = self._saving
         assert step
         parts = sorted(self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"), key=lambda part: part.stat().mtime)
@@ -215,7 +232,10 @@ class Checkpointer:
                 self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
-        """Handle a save that failed, as config.checkpoint.on_error says. The steps before it are untouched."""
+        """Handle a save that failed, as config.checkpoint.on_error says.
+
+        The steps before it are untouched.
+        """
         self._drain()
         self._saving = None
         self._given_up.append(step.name)
@@ -235,8 +255,8 @@ class Checkpointer:
     def _drain(self) -> None:
         """Collect the other errors that Orbax holds for a save that failed.
 
-        Its threads fail one by one, and each error is raised once, in the next call: in the next save, which would count as
-        failed without having begun, or in the close.
+        Its threads fail one by one, and each error is raised once, in the next call: in the next
+        save, which would count as failed without having begun, or in the close.
         """
         while True:
             try:
@@ -247,7 +267,10 @@ class Checkpointer:
                 log.debug("another error of the same save: %s", error)
 
     def _remove_parts(self) -> None:
-        """Frees the space of saves that failed. Not with several processes: the others may still write."""
+        """Frees the space of saves that failed.
+
+        Not with several processes: the others may still write.
+        """
         if jax.process_count() > 1:
             return
         with contextlib.suppress(OSError):  # threads that nobody waits for may still write there: the next call tries again
@@ -256,7 +279,10 @@ class Checkpointer:
                     part.rmtree()
 
     def _damage(self, path: epath.Path) -> str:
-        """Describe the damage that a step's checksums show, or return "". Process 0 reads them for all."""
+        """Describe the damage that a step's checksums show, or return "".
+
+        Process 0 reads them for all.
+        """
         if jax.process_index() != 0:
             return ""
         try:
@@ -309,7 +335,10 @@ class Checkpointer:
     def _check_config(
         self, manager: ocp.CheckpointManager, path: epath.Path, step: int, abstract: "Abstract"
     ) -> list[config_lib.Change]:
-        """Compare the config and the arrays of a step with those of this run. Return all fields that differ."""
+        """Compare the config and the arrays of a step with those of this run.
+
+        Return all fields that differ.
+        """
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         try:
             stored.check_format(meta, f"checkpoint {path}")
@@ -368,7 +397,10 @@ def _folder(path: str) -> epath.Path:
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    """Open a folder of steps. Raises CheckpointError if Orbax cannot read its own notes of a step."""
+    """Open a folder of steps.
+
+    Raises CheckpointError if Orbax cannot read its own notes of a step.
+    """
     try:
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:
@@ -381,7 +413,8 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     """Raise CheckpointError, naming the processes, unless all see the same folder: every process writes its part there.
 
-    Process 0 leaves a file there, which the others look for during ``seconds``: a network file system may show it late.
+    Process 0 leaves a file there, which the others look for during ``seconds``: a network file
+    system may show it late.
     """
     if jax.process_count() == 1:
         return

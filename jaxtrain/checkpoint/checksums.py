@@ -5,14 +5,16 @@
        "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},      every file below <step>, sorted, but `APART`
        "hash": "<hex>"}                                                      of the canonical JSON of the rest
 
-Orbax completes a step directory by renaming it. The manifest is computed from the files on disk right before, so that a step is
-never complete without one, however the run is killed. Steps of other programs have none: `verify` raises `NoManifest`, and its
-caller decides to read the step unverified, and says so. So a missing manifest is never a reason to reject a step, and one that
+Orbax completes a step directory by renaming it. The manifest is computed from the files on disk
+right before, so that a step is never complete without one, however the run is killed. Steps of
+other programs have none: `verify` raises `NoManifest`, and its caller decides to read the step
+unverified, and says so. So a missing manifest is never a reason to reject a step, and one that
 disagrees with a byte always is. Damage before the first read of the disk cannot be seen.
 
-SHA-256, because processors have instructions for it (2.7 times as fast as BLAKE2b on one with them), and because `sha256sum`
-checks it without this program. Files that the manifest does not list are ignored: network file systems leave some, and of the
-two that Orbax writes at the commit itself, with the time, no value that is restored depends.
+SHA-256, because processors have instructions for it (2.7 times as fast as BLAKE2b on one with
+them), and because `sha256sum` checks it without this program. Files that the manifest does not list
+are ignored: network file systems leave some, and of the two that Orbax writes at the commit itself,
+with the time, no value that is restored depends.
 """
 
 import concurrent.futures
@@ -40,7 +42,9 @@ class NoManifest(FileNotFoundError):
 
 
 def write(step_dir: epath.PathLike) -> None:
-    """Write the manifest of a step directory. Call it in one process, once every other file but `APART` is written.
+    """Write the manifest of a step directory.
+
+    Call it in one process, once every other file but `APART` is written.
 
     Reads every file once. Memory: `THREADS` × `PIECE`.
     """
@@ -59,7 +63,9 @@ def write(step_dir: epath.PathLike) -> None:
 
 
 def verify(step_dir: epath.PathLike) -> list[str]:
-    """List the damage of a step directory, a line per file, its name first. The list is empty if every byte is as written.
+    """List the damage of a step directory, a line per file, its name first.
+
+    The list is empty if every byte is as written.
 
     Raises:
       NoManifest: there is no manifest to compare with.

@@ -1,9 +1,11 @@
 """The history of a run, saved with its state: changes of its data, rewinds, and the best step so far.
 
-workdir/best.json    {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30, "value": 1.3}}
+workdir/best.json    {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30,
+                     "value": 1.3}}
 
-A value that is not finite is never the best one, and no progress. While there is no other, step and values are null, and
-"progress" has the first evaluation's step, from which config.train.patience counts.
+A value that is not finite is never the best one, and no progress. While there is no other, step and
+values are null, and "progress" has the first evaluation's step, from which config.train.patience
+counts.
 """
 
 import json
@@ -34,9 +36,12 @@ class History(NamedTuple):
 
 
 class Scores:
-    """The best step so far, kept in workdir/best.json. As an Orbax preservation policy, it keeps that step.
+    """The best step so far, kept in workdir/best.json.
 
-    best.json also has the step and value of the last progress: an improvement on the previous one by more than min_delta.
+    As an Orbax preservation policy, it keeps that step.
+
+    best.json also has the step and value of the last progress: an improvement on the previous one
+    by more than min_delta.
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
@@ -57,7 +62,8 @@ class Scores:
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Compare the evaluation of ``step`` with the best one so far. Process 0 writes best.json.
 
-        Raises CheckpointError when the evaluation has no metric of the name that config.checkpoint.best gives.
+        Raises CheckpointError when the evaluation has no metric of the name that
+        config.checkpoint.best gives.
         """
         if not self._name:
             return

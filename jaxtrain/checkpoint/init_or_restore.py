@@ -36,11 +36,13 @@ class Start(NamedTuple):
 
 
 def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start:
-    """Return the state, step and history that the run trains from. Every process calls it. Nothing else is changed.
+    """Return the state, step and history that the run trains from.
+
+    Every process calls it. Nothing else is changed.
 
     Raises:
-      CheckpointError: there are checkpoints, and none can be read, or they are of another model or other data. Never
-        followed by a silent start at step 0.
+      CheckpointError: there are checkpoints, and none can be read, or they are of another model or
+        other data. Never followed by a silent start at step 0.
       WarmStartError: the source of config.warm_start does not fit the parameters.
     """
     config, abstract = assembly.config, assembly.abstract
@@ -97,7 +99,8 @@ def _saved_config(restored: Restored) -> Any:
 def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
     """Return a restored state with its frozen parameters, which no checkpoint holds, as they were at step 0.
 
-    Raises CheckpointError: the weights that were frozen are gone, or they and config.warm_start.source differ.
+    Raises CheckpointError: the weights that were frozen are gone, or they and
+    config.warm_start.source differ.
     """
     state, history = restored.state, restored.history
     frozen = _by_path(assembly.abstract.state.variables.frozen)
@@ -186,7 +189,10 @@ def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> Warm
 def _warm_start(
     assembly: Assembly, config: WarmStart, *, verified: bool = False
 ) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
-    """Both arguments of `state.init_state` that lay the source's arrays over initial parameters. No source has adapters."""
+    """Both arguments of `state.init_state` that lay the source's arrays over initial parameters.
+
+    No source has adapters.
+    """
     if not config.source:
         return (lambda params, given: params), {}
     problems = warm_start.damage(config) if cluster.is_main() and not verified else []

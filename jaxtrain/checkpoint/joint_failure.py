@@ -1,9 +1,10 @@
 """A save that fails in one process fails in all of them, and no process waits for it.
 
-Orbax has two barriers in a save: all have written, and process 0 has committed. A thread that failed comes to neither, so the
-other processes would wait there until a watchdog ends the job, regardless of config.checkpoint.on_error. Orbax makes the last
-calls of a save, which mark its end, in any case. There the failed process says why, and comes to the barriers that it
-has left out. Every process comes to each barrier once, and looks after each whether another process has failed.
+Orbax has two barriers in a save: all have written, and process 0 has committed. A thread that
+failed comes to neither, so the other processes would wait there until a watchdog ends the job,
+regardless of config.checkpoint.on_error. Orbax makes the last calls of a save, which mark its end,
+in any case. There the failed process says why, and comes to the barriers that it has left out.
+Every process comes to each barrier once, and looks after each whether another process has failed.
 """
 
 import sys
@@ -22,7 +23,10 @@ class OtherFailedError(RuntimeError):
 
 
 class Meeting:
-    """Waits at Orbax's barriers, as `orbax.checkpoint.multihost.BarrierSyncFn`. For several processes."""
+    """Waits at Orbax's barriers, as `orbax.checkpoint.multihost.BarrierSyncFn`.
+
+    For several processes.
+    """
 
     def __init__(self) -> None:
         self._wait = ocp.multihost.get_barrier_sync_fn()
@@ -39,14 +43,18 @@ class Meeting:
             self._left = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait for all processes. Raises OtherFailedError at the end of a phase in which one failed."""
+        """Wait for all processes.
+
+        Raises OtherFailedError at the end of a phase in which one failed.
+        """
         phase = next((phase for name, phase in PHASES.items() if name in key), None)
         if phase:
             self._come(phase, timeout_ms)
             if reasons := [reason for _, reason in self._told.key_value_dir_get(self._folder())]:
                 raise OtherFailedError("; ".join(reasons))
             return
-        # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be handling an error, too.
+        # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be
+        # handling an error, too.
         error = sys.exc_info()[1] if threading.get_ident() != self._saver else None
         if error and self._left:
             if not isinstance(error, OtherFailedError):

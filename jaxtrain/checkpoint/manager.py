@@ -20,7 +20,9 @@ log = logging.getLogger("jaxtrain")
 
 
 class CheckpointManager:
-    """A context: saves are asynchronous, and leaving it waits for the last one. Every process calls the same methods.
+    """A context: saves are asynchronous, and leaving it waits for the last one.
+
+    Every process calls the same methods.
 
     Attributes:
       history: facts about the run that are saved with its state. The run sets it after it began.
@@ -56,7 +58,8 @@ class CheckpointManager:
     def likely(self) -> int:
         """Return the step that the run will probably resume from, 0 without any.
 
-        It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it is read.
+        It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it
+        is read.
         """
         found = 0
         if cluster.is_main():
@@ -67,12 +70,15 @@ class CheckpointManager:
     def newest(self, path: str = "") -> Restored | None:
         """Return the newest readable checkpoint of this workdir, or of the workdir ``path``, or None.
 
-        Raises CheckpointError: there are some, and none can be read, or they are of another model or other data.
+        Raises CheckpointError: there are some, and none can be read, or they are of another model
+        or other data.
         """
         return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
     def save(self, step: int, state: TrainState) -> Saved:
-        """Start to save a state, unless its step is saved already. First wait for the previous save.
+        """Start to save a state, unless its step is saved already.
+
+        First wait for the previous save.
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
@@ -81,7 +87,10 @@ class CheckpointManager:
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does. It costs nothing. Call it at every step."""
+        """Notices a save that failed meanwhile, as `save` does.
+
+        It costs nothing. Call it at every step.
+        """
         try:
             with self._in_own_workdir():
                 self._checkpointer.poll()
@@ -113,7 +122,8 @@ class CheckpointManager:
     def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
         """Return the state of the last regular save before the streak, at the position of ``state``. Later batches are skipped.
 
-        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such save.
+        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such
+        save.
         """
         guard = self._config.guard
         older = None

@@ -1,19 +1,26 @@
-"""Parameters of another run as the start of this one, by declared rules. Nothing is left out silently.
+"""Parameters of another run as the start of this one, by declared rules.
 
-The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors. Only parameters are taken from it. The
-optimizer starts from its initial state, the average of the parameters as a copy of them, the carry as it is initialised. In
-this order:
+Nothing is left out silently.
 
-1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is layer i of a stack, so that
-   ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks arrays that other programs keep separately.
-2. Parameters that ``skip`` matches stay as they are initialised. Every other one must be in the source.
+The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors. Only parameters
+are taken from it. The optimizer starts from its initial state, the average of the parameters as a
+copy of them, the carry as it is initialised. In this order:
+
+1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is
+   layer i of a stack, so that ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks arrays that other
+   programs keep separately.
+2. Parameters that ``skip`` matches stay as they are initialised. Every other one must be in the
+   source.
 3. ``unused`` must match every array of the source that this model has no use for.
 4. Shapes must be equal, unless a rule of ``reshape`` says how they are made so:
    ``crop``                  the first entries along each axis that is longer in the source
    ``pad``                   the source's entries first, and the rest as it is initialised
-   ``fold``                  the same numbers in the same order: [heads × head dimension, D] as [heads, head dimension, D]
-   ``grid 32x8 to 16x8``     the first axis is a grid, row by row, resampled linearly with antialiasing (`jax.image.resize`)
-5. Floating-point numbers are rounded to the table's dtype, and the report lists them. Other changes of dtype are errors.
+   ``fold``                  the same numbers in the same order: [heads × head dimension, D] as
+                             [heads, head dimension, D]
+   ``grid 32x8 to 16x8``     the first axis is a grid, row by row, resampled linearly with
+                             antialiasing (`jax.image.resize`)
+5. Floating-point numbers are rounded to the table's dtype, and the report lists them. Other changes
+   of dtype are errors.
 """
 
 import difflib
@@ -86,7 +93,10 @@ class Matches(NamedTuple):
 
 
 def open_source(config: WarmStart) -> dict[str, Stored]:
-    """Open the parameters of the source, by the paths that they have there. Raises WarmStartError."""
+    """Open the parameters of the source, by the paths that they have there.
+
+    Raises WarmStartError.
+    """
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
@@ -107,7 +117,10 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
 
 
 def config_of(config: WarmStart) -> dict[str, Any]:
-    """Return the config of the source's run, empty if it has none, as safetensors of others. Raises WarmStartError."""
+    """Return the config of the source's run, empty if it has none, as safetensors of others.
+
+    Raises WarmStartError.
+    """
     try:
         if not stored.is_safetensors(config.source):
             meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
@@ -123,7 +136,10 @@ def config_of(config: WarmStart) -> dict[str, Any]:
 
 
 def damage(config: WarmStart) -> list[str]:
-    """List the damage that the source's checksums show. It reads the whole source once, and one process is enough."""
+    """List the damage that the source's checksums show.
+
+    It reads the whole source once, and one process is enough.
+    """
     if stored.is_safetensors(config.source):
         return []
     try:
@@ -134,11 +150,14 @@ def damage(config: WarmStart) -> list[str]:
 
 
 def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
-    """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``. Reads no array.
+    """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``.
+
+    Reads no array.
 
     Raises:
-      WarmStartError: with every parameter that is in neither the source nor ``skip``, every array of the source that is in
-        neither the table nor ``unused``, every shape and dtype that differ without a rule, every rule that matches nothing.
+      WarmStartError: with every parameter that is in neither the source nor ``skip``, every array
+        of the source that is in neither the table nor ``unused``, every shape and dtype that differ
+        without a rule, every rule that matches nothing.
     """
     problems: list[str] = []
     tried = _Patterns()
@@ -206,7 +225,8 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     """Read the arrays: each device its own part, and no part twice on a process.
 
     Args:
-      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least the loaded ones.
+      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least the loaded
+      ones.
     """
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
     by_path: dict[str, Array] = {}
@@ -233,12 +253,18 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
-    """Return a source's array in its new shape. Raises StoredError if that takes more than folding."""
+    """Return a source's array in its new shape.
+
+    Raises StoredError if that takes more than folding.
+    """
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
-    """One problem with its remedy and its ``n`` parameters, by default one a line. Nothing without lines."""
+    """One problem with its remedy and its ``n`` parameters, by default one a line.
+
+    Nothing without lines.
+    """
     if not lines:
         return []
     n = n or len(lines)
@@ -343,7 +369,10 @@ def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
 def _reader(
     one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
-    """Make a reader: (start, stop) for each axis of the target -> values. It caches: replicas ask for the same part."""
+    """Make a reader: (start, stop) for each axis of the target -> values.
+
+    It caches: replicas ask for the same part.
+    """
     if how == "fold":
         one = stored.fold(one, shape)
 

@@ -48,7 +48,8 @@ def table(*others: str) -> dict[str, Command]:
     Args:
       others: dotted names of workloads that the user named, whose commands are added.
 
-    Raises CommandError: a workload has a command of a name that is taken; ImportError: a workload cannot be imported.
+    Raises CommandError: a workload has a command of a name that is taken; ImportError: a workload
+    cannot be imported.
     """
     found, owner = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
     for name in (*workload.shipped(), *others):

@@ -1,14 +1,14 @@
 """The shared parts of all commands: the parser, RUN and the config's arguments, and the report of errors.
 
-A command is a module with a docstring, which its --help prints, and ``main(argv) -> exit code``. It imports slow modules
-(jax, and all that imports it) after its arguments are parsed.
+A command is a module with a docstring, which its --help prints, and ``main(argv) -> exit code``. It
+imports slow modules (jax, and all that imports it) after its arguments are parsed.
 
 Exit codes:
 
     0     done
-    1     done, and it found a problem: a plan that does not fit, a damaged checkpoint, an unreadable example
+    1     done, and it found a problem: a plan that does not fit, a damaged checkpoint
     2     a mistake to fix, reported in a line on stderr
-    70    ended by its watchdog: no step within config.distributed.step_timeout; rerun the same command to resume
+    70    ended by its watchdog (config.distributed.step_timeout); rerun the same command
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
     130   interrupted
     128+N a second signal, number N, ended it before it saved; rerun the same command to resume
@@ -184,11 +184,15 @@ def homeless(error: Exception) -> str:
 
 
 def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
-    """Call ``action`` and return its exit code. Report ``mistakes``, errors of files, and an interruption."""
+    """Call ``action`` and return its exit code.
+
+    Report ``mistakes``, errors of files, and an interruption.
+    """
     try:
         return action()
     except BrokenPipeError:
-        # The reader of our output is gone. Python flushes stdout at its end, and would complain again.
+        # The reader of our output is gone. Python flushes stdout at its end, and would complain
+        # again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as error:

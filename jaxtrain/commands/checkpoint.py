@@ -1,14 +1,16 @@
 """Looks into checkpoints on any CPU, without the model's code and without the mesh that wrote them.
 
-    jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes, and step, data, versions
-    jaxtrain checkpoint verify  RUN              checksums, then every array read, and its numbers finite
-    jaxtrain checkpoint diff    RUN RUN          changes: norms, largest change, cosine, NaNs, missing, new
-    jaxtrain checkpoint export  RUN --out DIR    the weights without the optimizer, as DIR/checkpoints/<step>
+    jaxtrain checkpoint inspect RUN              the tree: shapes, dtypes, shardings, bytes, and
+                                                 step, data, versions
+    jaxtrain checkpoint verify  RUN  checksums, then every array read, and its numbers finite
+    jaxtrain checkpoint diff  RUN RUN  changes: norms, largest change, cosine, NaNs, missing, new
+    jaxtrain checkpoint export  RUN --out DIR    the weights without the optimizer, as
+                                DIR/checkpoints/<step>
 
     jaxtrain checkpoint verify runs/xcm/checkpoints/500
 
-RUN is a run's workdir (its newest step, or --step), a step directory of it, or a folder of `jaxtrain export`.
-Ends with 0 when all is well (diff: when nothing differs) and with 1 when not.
+RUN is a run's workdir (its newest step, or --step), a step directory of it, or a folder of
+`jaxtrain export`. Ends with 0 when all is well (diff: when nothing differs) and with 1 when not.
 """
 
 import argparse

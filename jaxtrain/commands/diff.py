@@ -4,8 +4,9 @@
 
     jaxtrain diff runs/xcm runs/xcm-again
 
-Steps are compared by their digests, if both runs have config.metrics.digest, and else by loss and gradient norm. The arrays are
-those of the first checkpoints of one step that differ. Ends with 0 if the runs are identical as far as both came, else with 1.
+Steps are compared by their digests, if both runs have config.metrics.digest, and else by loss and
+gradient norm. The arrays are those of the first checkpoints of one step that differ. Ends with 0 if
+the runs are identical as far as both came, else with 1.
 """
 
 import functools

@@ -3,14 +3,14 @@
     jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
 
     jaxtrain doctor                            this machine
-    jaxtrain doctor --config=xcm               and the needs of this run: its folders, its data, its sizes
+    jaxtrain doctor --config=xcm  and the needs of this run: its folders, its data, its sizes
     srun jaxtrain doctor --config=xcm          all processes of a job: one report, by process 0
 
-Each finding is one line: ok, warn or fail, and the remedy. Under srun or mpirun, on every worker of a
-TPU pod, or with JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet by
-the rendezvous of a run. They compare their software, config, data and clocks, connect to each other,
-and check that all see the folder of the checkpoints. A process that cannot reach process 0 prints the
-reason itself. Every wait is bounded.
+Each finding is one line: ok, warn or fail, and the remedy. Under srun or mpirun, on every worker of
+a TPU pod, or with JAXTRAIN_COORDINATOR, JAXTRAIN_PROCESSES and JAXTRAIN_PROCESS, the processes meet
+by the rendezvous of a run. They compare their software, config, data and clocks, connect to each
+other, and check that all see the folder of the checkpoints. A process that cannot reach process 0
+prints the reason itself. Every wait is bounded.
 
 If something failed in any process, every process exits with 1. A warning is no failure.
 """
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(rest)
 
     def look() -> int:
-        # A config that is missing here, and not on other hosts, is a finding: this process meets the others to report it.
+        # A config that is missing here, and not on other hosts, is a finding: this process meets
+        # the others to report it.
         given = config.parse_args(config_arguments, find=False) if config_arguments else None
 
         from jaxtrain.doctor import output

@@ -4,7 +4,8 @@
 
     jaxtrain explain --config=xcm --config.train.batch=64
 
-Nothing is trained or generated, and no device is used. Missing and wrong values are listed after the fields.
+Nothing is trained or generated, and no device is used. Missing and wrong values are listed after
+the fields.
 """
 
 import functools

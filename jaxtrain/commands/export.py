@@ -1,6 +1,7 @@
 """Write a checkpoint as safetensors for Hugging Face, or make a checkpoint of safetensors.
 
-    jaxtrain export RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB] --out DIR
+    jaxtrain export RUN [--step N] [--ema] [--only REGEX] [--dtype bf16] [--shard-size 5GB]
+        --out DIR
     jaxtrain export DIR --push OWNER/NAME
     jaxtrain export --reverse DIR --out RUN
 
@@ -13,22 +14,25 @@
       model.safetensors.index.json      which file holds which name
       config.json                       the run's resolved config, or the workload's own
       README.md                         model card: the model, its use, its last metrics, its config
-      jaxtrain.json                     the parameter of each name, the step and the run's config, for --reverse
+      jaxtrain.json  the parameter of each name, the step and the run's config, for --reverse
       SHA256SUMS                        of all of these: sha256sum --check SHA256SUMS
 
-One process on a CPU is enough for a checkpoint of any mesh. Two exports of one step are equal byte for byte. DIR appears
-whole or not at all. Of a run with adapters (config.lora) the merged weights are exported; `jaxtrain lora-to-peft` writes the
-adapters alone. They are merged with the exact weights that the run froze, which its checkpoints record by a digest. If these
-are gone or differ, nothing is exported. An address (gs://…) is read only if --base names it.
-If --only leaves out a parameter that a model needs, the card says so, and names no library, example or metric.
---reverse makes a workdir with one step of weights, marked as such, to warm-start from.
+One process on a CPU is enough for a checkpoint of any mesh. Two exports of one step are equal byte
+for byte. DIR appears whole or not at all. Of a run with adapters (config.lora) the merged weights
+are exported; `jaxtrain lora-to-peft` writes the adapters alone. They are merged with the exact
+weights that the run froze, which its checkpoints record by a digest. If these are gone or differ,
+nothing is exported. An address (gs://…) is read only if --base names it.
+If --only leaves out a parameter that a model needs, the card says so, and names no library, example
+or metric. --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
---format writes the folder for another program, in one of the workload's own formats. Encoders of sound have `timm`
-(`timm.create_model` reads its config.json) and `onnx`. The latter adds model.onnx and example_onnx.py: samples in, features
-and scores out, float32, opset 20. Its metadata hold the sample rate, the number of samples and the classes.
+--format writes the folder for another program, in one of the workload's own formats. Encoders of
+sound have `timm` (`timm.create_model` reads its config.json) and `onnx`. The latter adds model.onnx
+and example_onnx.py: samples in, features and scores out, float32, opset 20. Its metadata hold the
+sample rate, the number of samples and the classes.
 
---push uploads DIR to the Hugging Face Hub in one commit, by the account that `hf auth login` stored. Weights that are there
-already are not sent again, so that the same command resumes an upload.
+--push uploads DIR to the Hugging Face Hub in one commit, by the account that `hf auth login`
+stored. Weights that are there already are not sent again, so that the same command resumes an
+upload.
 """
 
 import argparse

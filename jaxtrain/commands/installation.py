@@ -19,7 +19,8 @@ def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
 
     Args:
       argv: the command line, which may allow an extension that was built without optimisation.
-      caches: whether the command keeps compiled programs, for which the cache folder must be one that can be written.
+      caches: whether the command keeps compiled programs, for which the cache folder must be one
+      that can be written.
     """
     try:
         requirements = importlib.metadata.requires("jaxtrain") or []

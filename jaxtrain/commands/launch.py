@@ -1,6 +1,9 @@
-"""Submit a run, or a sweep of runs, to SLURM. It resumes by itself after a preemption and after its time limit.
+"""Submit a run, or a sweep of runs, to SLURM.
 
-    jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …] [--config.section.field=value …]
+It resumes by itself after a preemption and after its time limit.
+
+    jaxtrain launch --config=FILE[:ARGUMENT] [--nodes=N --gpus-per-node=N …]
+        [--config.section.field=value …]
 
     jaxtrain launch --config=xcm:/data/XCM --nodes=2 --gpus-per-node=8
     jaxtrain launch --config=xcm --sweep --gpus-per-node=1   a job array: sweeps() of the config
@@ -8,12 +11,14 @@
     jaxtrain launch --status=runs/xcm                        its jobs: state, restarts, step
     jaxtrain launch --tail=runs/xcm                          follows process 0 of the newest job
 
-All mistakes of the config, and of every point of the sweep, are reported before anything is submitted. A node runs one process
-with all its GPUs, unless --tasks-per-node is larger. Before the time limit, and on preemption, SLURM signals the tasks; they
-save and end with config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
+All mistakes of the config, and of every point of the sweep, are reported before anything is
+submitted. A node runs one process with all its GPUs, unless --tasks-per-node is larger. Before the
+time limit, and on preemption, SLURM signals the tasks; they save and end with
+config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
 
-workdir/slurm holds each job's script, its pickled task, and <job>_<task>_log.out of every task; secret-*, by which
-the processes of a job know each other, and which only its owner can read; jobs.jsonl lists the jobs:
+workdir/slurm holds each job's script, its pickled task, and <job>_<task>_log.out of every task;
+secret-*, by which the processes of a job know each other, and which only its owner can read;
+jobs.jsonl lists the jobs:
 {"job": "17", "workdir": "…", "overrides": {…}}. Needs the package submitit (extra: slurm).
 """
 
@@ -46,12 +51,16 @@ ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPEN
 
 ASKED = ("scontrol", "sacct")  # commands of SLURM that know a job's state
 
-# Options of sbatch that more of the script follows from than their own line: those of this command take their place.
+# Options of sbatch that more of the script follows from than their own line: those of this command
+# take their place.
 OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time"}
 
 
 class Run:
-    """A task: the run, with its exit code. A signal that comes before the run listens for it is not lost."""
+    """A task: the run, with its exit code.
+
+    A signal that comes before the run listens for it is not lost.
+    """
 
     def __init__(self, argv: Sequence[str], preemption: config_lib.Preemption):
         self._argv, self._preemption = list(argv), preemption
@@ -166,7 +175,8 @@ def make_executor(
 
     Args:
       folder: of the script.
-      secret: the file that holds the job's JAXTRAIN_SECRET, in every node's sight; None for a job of one process.
+      secret: the file that holds the job's JAXTRAIN_SECRET, in every node's sight; None for a job
+      of one process.
 
     Raises LaunchError: an argument is malformed or would end its line of the script.
     """
@@ -191,7 +201,8 @@ def make_executor(
         def affinity(cls) -> int:
             return 2
 
-    # SIGTERM comes by itself. The notice before the time limit may be any other signal that the run handles.
+    # SIGTERM comes by itself. The notice before the time limit may be any other signal that the run
+    # handles.
     notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
     python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
     if args.container and args.container_runtime == "pyxis":
@@ -246,7 +257,8 @@ def make_executor(
         array_parallelism=args.parallel,
         additional_parameters=extra,
         srun_args=srun,
-        # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not know sbatch's CPUs per task.
+        # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not
+        # know sbatch's CPUs per task.
         setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
         teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
         **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
@@ -270,8 +282,8 @@ def _check_line(option: str, text: str) -> None:
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
     """Return the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
 
-    A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time limit of ``limit`` seconds,
-    because the notice came while it compiled and could not answer.
+    A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time
+    limit of ``limit`` seconds, because the notice came while it compiled and could not answer.
     """
     codes = [preemption.exit_code, *(128 + getattr(signal, name) for name in preemption.signals)]
     return [
@@ -318,7 +330,10 @@ def _text(folder: pathlib.Path, name: str) -> str:
 
 
 def state_of(job: str) -> dict[str, str]:
-    """Asks SLURM about a job: JobState, Restarts, NodeList, Reason. It forgets ended jobs, unless it keeps accounts."""
+    """Asks SLURM about a job: JobState, Restarts, NodeList, Reason.
+
+    It forgets ended jobs, unless it keeps accounts.
+    """
     shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
     if shown.returncode == 0:
         return dict(pair.partition("=")[::2] for pair in shown.stdout.split())

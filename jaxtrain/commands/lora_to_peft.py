@@ -5,14 +5,16 @@
     jaxtrain lora-to-peft runs/higgs --out adapters
 
     DIR/
-      adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and .lora_B.weight [out, rank] of each
-                                    adapted matrix of each layer, and .weight of a module that was trained itself
-      adapter_config.json           rank, alpha, the modules that are adapted (target_modules) or trained themselves
-                                    (modules_to_save), and the weights that they belong to
+      adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and
+                                    .lora_B.weight [out, rank] of each adapted matrix of each layer,
+                                    and .weight of a module that was trained itself
+      adapter_config.json           rank, alpha, the modules that are adapted (target_modules) or
+                                    trained themselves (modules_to_save), and the weights that they
+                                    belong to
 
 This works for workloads whose matrices are exported as (out, in) under names that end in ".weight"
-(jaxtrain.workloads.language). A trained parameter that peft has no place for is an error. `jaxtrain export` writes the merged
-weights of such a run.
+(jaxtrain.workloads.language). A trained parameter that peft has no place for is an error. `jaxtrain
+export` writes the merged weights of such a run.
 """
 
 import argparse

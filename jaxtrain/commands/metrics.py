@@ -4,8 +4,9 @@
 
     jaxtrain metrics runs/xcm-demo --out metrics.parquet
 
-Columns are run (the workdir as it was named), split (train, test, save, data), step, and the metrics in float64, null if a
-record has none. pandas, polars and DuckDB read it. Lines of metrics.jsonl that are no records are left out, and counted.
+Columns are run (the workdir as it was named), split (train, test, save, data), step, and the
+metrics in float64, null if a record has none. pandas, polars and DuckDB read it. Lines of
+metrics.jsonl that are no records are left out, and counted.
 """
 
 import functools

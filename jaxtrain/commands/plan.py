@@ -7,10 +7,10 @@
     jaxtrain plan --config=trm_sudoku 'gpu:h100x8*4'     four nodes of eight
     jaxtrain plan --config=trm_sudoku tpu:v4:2x2x4       a TPU slice
     jaxtrain plan --config=trm_sudoku 'tpu:v4:2x2x4*2'   two such slices
-    jaxtrain plan --setup gpu                            fetches the compiler for GPUs (or tpu), once
+    jaxtrain plan --setup gpu  fetches the compiler for GPUs (or tpu), once
 
-With the target's compiler, which needs no such chip, the real step is compiled. Without it, the plan
-has exact bytes between steps and a lower bound of a step's.
+With the target's compiler, which needs no such chip, the real step is compiled. Without it, the
+plan has exact bytes between steps and a lower bound of a step's.
 
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """

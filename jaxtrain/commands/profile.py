@@ -4,8 +4,9 @@
 
     jaxtrain profile runs/xcm-demo --steps 3
 
-The run notices within a second or so, waits for its device once before and once behind those steps, and goes on. Its numbers
-stay as they are. The trace lies in RUN/traces, for https://ui.perfetto.dev, XProf and `jaxtrain report`. To trace chosen steps:
+The run notices within a second or so, waits for its device once before and once behind those steps,
+and goes on. Its numbers stay as they are. The trace lies in RUN/traces, for
+https://ui.perfetto.dev, XProf and `jaxtrain report`. To trace chosen steps:
 --config.metrics.profile='(100, 103)'.
 """
 

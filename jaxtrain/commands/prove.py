@@ -5,9 +5,10 @@
     jaxtrain prove --minutes 10                     the demo, --config=xcm
     jaxtrain prove --config=folder:index            a run of yours
 
-One run is undisturbed. Then, until the time is over, a run with the same config gets a SIGKILL at up to K random instants, and
-each time it is started again by the same command. A run that has ended before its SIGKILL is not counted. The digest of the
-whole state must be the same after each step that both recorded, and in the last checkpoint. On GPUs this needs
+One run is undisturbed. Then, until the time is over, a run with the same config gets a SIGKILL at
+up to K random instants, and each time it is started again by the same command. A run that has ended
+before its SIGKILL is not counted. The digest of the whole state must be the same after each step
+that both recorded, and in the last checkpoint. On GPUs this needs
 XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
 Ends with 0 if every run was the same to the last bit, else with 1.
@@ -101,7 +102,10 @@ def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
 
 
 def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int | None:
-    """Start a run and kill it after some seconds. Return the last step that it recorded, or None if it ended before."""
+    """Start a run and kill it after some seconds.
+
+    Return the last step that it recorded, or None if it ended before.
+    """
     from jaxtrain.telemetry.report import run as run_lib
 
     process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

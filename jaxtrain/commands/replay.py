@@ -1,19 +1,23 @@
 """Make any step of a run again, compare it with the run's records, and write a page about it.
 
-    jaxtrain replay RUN --step N [--until M] [--without ID…] [--lr X] [--mesh D,F,M] [--out DIR] [--no-page]
+    jaxtrain replay RUN --step N [--until M] [--without ID…] [--lr X] [--mesh D,F,M]
+        [--out DIR] [--no-page]
 
     jaxtrain replay runs/xcm --step 1200
     jaxtrain replay runs/xcm --step 1200 --until 1210 --no-page
     jaxtrain replay runs/xcm --step 1200 --without 3141 --lr 1e-4
 
-The newest checkpoint before step N is linked into a workdir of its own, and the same steps are made from it. Each is compared
-with the run's record of it: by its digest, if the run has config.metrics.digest, and else by loss and gradient norm. The run is
-only read, so it may still train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
-another version of jax the bits need not agree: the replay says so, and how far apart the losses and the gradient norms are.
+The newest checkpoint before step N is linked into a workdir of its own, and the same steps are made
+from it. Each is compared with the run's record of it: by its digest, if the run has
+config.metrics.digest, and else by loss and gradient norm. The run is only read, so it may still
+train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
+another version of jax the bits need not agree: the replay says so, and how far apart the losses and
+the gradient norms are.
 
-DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics of the steps around it,
-norms by parameter, and the largest activations. These are computed on one device. --without and --lr add the step without
-these examples (by id, or by place as row:3, a packed row with all its documents), and the step with this learning rate.
+DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics
+of the steps around it, norms by parameter, and the largest activations. These are computed on one
+device. --without and --lr add the step without these examples (by id, or by place as row:3, a
+packed row with all its documents), and the step with this learning rate.
 
 Ends with 0 if all recorded steps are the same, else with 1.
 """

@@ -5,8 +5,9 @@
     jaxtrain report runs/xcm-demo --out report.html
     jaxtrain report runs/sweep/* --out sweep.html --metric accuracy
 
-The file opens in any browser, without a network or an account. Several runs are drawn over each other, ranked, and compared by
-the fields in which their configs differ. RUN is a workdir, also of a run that trains. It needs the extra: report.
+The file opens in any browser, without a network or an account. Several runs are drawn over each
+other, ranked, and compared by the fields in which their configs differ. RUN is a workdir, also of a
+run that trains. It needs the extra: report.
 """
 
 import functools

@@ -4,10 +4,11 @@
 
     jaxtrain runs runs
 
-State is one of training, starting, ended, saved (by a signal, to be resumed), interrupted, failed, killed, stopped, queued (its
-SLURM job waits) or new. A score is the newest and the best of config.checkpoint.best, else of the accuracy or the loss of the
-evaluations; --metric names another, with "-" before one of which less is better. Goodput is the share of the wall time that
-went into steps which were made for the first time.
+State is one of training, starting, ended, saved (by a signal, to be resumed), interrupted, failed,
+killed, stopped, queued (its SLURM job waits) or new. A score is the newest and the best of
+config.checkpoint.best, else of the accuracy or the loss of the evaluations; --metric names another,
+with "-" before one of which less is better. Goodput is the share of the wall time that went into
+steps which were made for the first time.
 """
 
 import contextlib

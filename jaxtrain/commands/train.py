@@ -3,11 +3,12 @@
     jaxtrain train --config=xcm[:/path/to/data] [--config.section.field=value …]
 
     jaxtrain train --config=xcm --config.train.batch=64 --config.optim.lr=3e-4
-    jaxtrain train --config=xcm --explain          every field: value, unit, meaning     (jaxtrain explain)
-    jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices        (jaxtrain plan)
+    jaxtrain train --config=xcm --explain  every field: value, unit, meaning  (jaxtrain explain)
+    jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices  (jaxtrain plan)
 
-`python -m jaxtrain.main` is the same command. All mistakes of a config are reported at once, before any device is used.
-A run that a signal ends is saved and exits with 75: rerun the same command to resume.
+`python -m jaxtrain.main` is the same command. All mistakes of a config are reported at once, before
+any device is used. A run that a signal ends is saved and exits with 75: rerun the same command to
+resume.
 """
 
 import errno
@@ -69,7 +70,10 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell. A word with single quotes is put between double ones, as a person would."""
+    """Quote a word for a shell.
+
+    A word with single quotes is put between double ones, as a person would.
+    """
     return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
@@ -110,7 +114,8 @@ def _train(given: config.Arguments) -> int:
 
 
 def _run(given: config.Arguments, run: config.Config) -> int:
-    # Not before the config is known to be right: optimizers and checkpoints take as long to import as all else.
+    # Not before the config is known to be right: optimizers and checkpoints take as long to import
+    # as all else.
     from jaxtrain import loop
 
     try:

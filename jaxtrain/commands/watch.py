@@ -4,8 +4,9 @@
 
     jaxtrain watch runs/xcm-demo
 
-It serves on this machine alone, under an address with a token that it prints, and only reads: several may watch a run, also one
-of another machine on a shared disk. Ctrl-C ends it. It needs the extra: report.
+It serves on this machine alone, under an address with a token that it prints, and only reads:
+several may watch a run, also one of another machine on a shared disk. Ctrl-C ends it. It needs the
+extra: report.
 """
 
 import functools
@@ -68,7 +69,10 @@ class Pages:
         self._seen: tuple[object, ...] = ()
 
     def current(self) -> tuple[bytes, int]:
-        """Return the page, and its version: a number that rises whenever it changes. Raises RunError, FileError."""
+        """Return the page, and its version: a number that rises whenever it changes.
+
+        Raises RunError, FileError.
+        """
         from jaxtrain.commands.report import names
         from jaxtrain.telemetry.report import page
         from jaxtrain.telemetry.report import run as run_lib

@@ -1,8 +1,9 @@
 """Compiled programs of several processes on CPUs, kept between starts.
 
-JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that was read back may run its
-collectives in another order than one just compiled (seen with jax 0.10.2: the processes then wait for each other for ever). So
-each process caches its own, and they are used if every process has one.
+JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that
+was read back may run its collectives in another order than one just compiled (seen with jax 0.10.2:
+the processes then wait for each other for ever). So each process caches its own, and they are used
+if every process has one.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ LIMIT = 2 << 30  # [bytes] of all files together
 def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return the program that an earlier start compiled of ``lowered``, or None if a process has none.
 
-    All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are run.
+    All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are
+    run.
     """
     if not _are_kept():
         return None

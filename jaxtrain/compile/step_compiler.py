@@ -28,8 +28,8 @@ THREAD = "compile"  # prefix of the names of threads that compile
 class CompileAhead:
     """Programs that one thread compiles in the order in which they are needed.
 
-    The first step waits for the first, and the others are ready long before they are due, so that a change of stage does not
-    stall the run.
+    The first step waits for the first, and the others are ready long before they are due, so that a
+    change of stage does not stall the run.
 
     Attributes:
       starts: program's key -> the first step that needs it, after `begin`.
@@ -58,7 +58,8 @@ class CompileAhead:
         """Begin with step ``start``, and stop before ``stop``.
 
         Args:
-          others: each compiles a program that no step needs. They come right after the first step's.
+          others: each compiles a program that no step needs. They come right after the first
+          step's.
         """
         self._first = start
         for step in range(start, stop):
@@ -78,8 +79,8 @@ class CompileAhead:
     def at(self, step: int) -> Callable[..., Any]:
         """Return the program of step number ``step``, 0 being the first.
 
-        Raises the error of its compilation, and at any step the error of one of the others. So an evaluation that does not fit
-        is reported before hours of training.
+        Raises the error of its compilation, and at any step the error of one of the others. So an
+        evaluation that does not fit is reported before hours of training.
         """
         if self._unchecked and self._unchecked[0].done():
             self._unchecked.pop(0).result()
@@ -110,8 +111,8 @@ def _done(program: Callable[..., Any]) -> concurrent.futures.Future[Any]:
 class StepCompiler:
     """A context that compiles the programs of a run in the background, identical on every process.
 
-    Its constructor starts to compile the likely first step. `ready` waits for the first step, and then has evaluations and
-    later steps compiled while the run trains.
+    Its constructor starts to compile the likely first step. `ready` waits for the first step, and
+    then has evaluations and later steps compiled while the run trains.
 
     Attributes:
       stop: the last argument of a step, by whether this process asks to stop.
@@ -122,7 +123,8 @@ class StepCompiler:
     def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
         """Start to compile.
 
-        ``likely``: the probable number of batches that the restored state will have read, the same on every process.
+        ``likely``: the probable number of batches that the restored state will have read, the same
+        on every process.
         """
         self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
         self._options = assembly.compiler_options()
@@ -156,7 +158,8 @@ class StepCompiler:
         """
         assembly, data = self._assembly, self._data
         task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
-        # 1. Lower, and compare: processes that run different programs would wait for each other for ever.
+        # 1. Lower, and compare: processes that run different programs would wait for each other for
+        #    ever.
         evaluations = [step_lib.make_eval_step(task, assembly.layout).lower(variables, batch) for batch in data.test_buckets]
         texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
         if first < steps:
@@ -167,7 +170,8 @@ class StepCompiler:
         # 2. The metrics of an evaluation are known now, not hours of training later.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
         log.info("compiling; slow programs are cached for the next start")
-        # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps while the run goes on.
+        # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps
+        #    while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
         others = [functools.partial(lambda x, f: f or self.compile(x), *each) for each in zip(evaluations, found, strict=True)]
         self._steps.begin(first, steps, others=others)
@@ -184,7 +188,10 @@ class StepCompiler:
         self._steps.close()
 
     def at(self, item: Item) -> Callable[..., Any]:
-        """Return the compiled step for a batch: (state, batch, stop) -> (state, metrics). The state is donated."""
+        """Return the compiled step for a batch: (state, batch, stop) -> (state, metrics).
+
+        The state is donated.
+        """
         if self._steps.is_ready(item.index):
             return self._steps.at(item.index)
         with self._clock.during(goodput.COMPILATION):
@@ -199,7 +206,10 @@ class StepCompiler:
 
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
-    """Raise ConfigError when config.checkpoint.best names a metric that no evaluation has. None: there is no test split."""
+    """Raise ConfigError when config.checkpoint.best names a metric that no evaluation has.
+
+    None: there is no test split.
+    """
     config, task = assembly.config, assembly.task
     best = config.checkpoint.best.lstrip("-")
     if not best:

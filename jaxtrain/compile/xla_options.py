@@ -1,15 +1,17 @@
 """Options for XLA's compilers: one table of defaults by device, and the options of a config over them.
 
-They are arguments of a compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed version does not know ends the
-process. Here the compiler is tried first, with a program of no size. An option of the table that it refuses is left out. An
-option of a config that it refuses is an error that names it.
+They are arguments of a compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed
+version does not know ends the process. Here the compiler is tried first, with a program of no size.
+An option of the table that it refuses is left out. An option of a config that it refuses is an
+error that names it.
 
-Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight scanned layers):
-``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two slices of v4 or v5e too;
-``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's peak 1,289 MB instead of 1,238
+Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight
+scanned layers): ``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two
+slices of v4 or v5e too; ``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's peak 1,289 MB instead
+of 1,238
 (libtpu 0.0.42, eight layers of width 512).
-For eight H100s, pipelined collectives: of the 166 ms that a step of qwen3-0.6b with fsdp=8 takes at the datasheet's peaks,
-4.1 ms wait for exchanges, which is all that they could save.
+For eight H100s, pipelined collectives: of the 166 ms that a step of qwen3-0.6b with fsdp=8 takes at
+the datasheet's peaks, 4.1 ms wait for exchanges, which is all that they could save.
 """
 
 import logging
@@ -38,27 +40,30 @@ class Option(NamedTuple):
 
 
 TABLE = (
-    # Products of one array with several matrices stay several. Merged into one, the matrices are first written side by side, in
-    # every layer of every microbatch: with adapters next to the frozen ones, that was half of a step's bytes.
-    # Without adapters nothing was seen to be merged.
+    # Products of one array with several matrices stay several. Merged into one, the matrices are
+    # first written side by side, in every layer of every microbatch: with adapters next to the
+    # frozen ones, that was half of a step's bytes. Without adapters nothing was seen to be merged.
     Option("xla_gpu_dot_merger_threshold_mb", 0, ("NVIDIA",), alone=True),
     # Collectives begin early and end late, with computation between. JAX has it off by default,
     # and NVIDIA's images of JAX turn it on.
     Option("xla_gpu_enable_latency_hiding_scheduler", True, ("NVIDIA",)),
-    # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no gather of an FSDP step of the
-    # model on v5e was fused with a product.
+    # The same for TPUs. Newer libtpu do so unasked (0.0.51: the same program), and without it no
+    # gather of an FSDP step of the model on v5e was fused with a product.
     Option("xla_tpu_enable_latency_hiding_scheduler", True, ("TPU",)),
-    # Gathers run inside the products that are scheduled between their begin and their end. Newer libtpu do so
-    # unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as "not supported".
+    # Gathers run inside the products that are scheduled between their begin and their end. Newer
+    # libtpu do so unasked on v5e; on v4, v5p and v6e they refuse a step that gathers with it, as
+    # "not supported".
     Option("xla_enable_async_all_gather", True, ("TPU v5 lite",)),
     Option("xla_tpu_enable_async_collective_fusion", True, ("TPU v5 lite",)),
     Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, ("TPU v5 lite",)),
-    # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers one address, and refuses the
-    # step of the recursive model on 2×4 ("overlaps with another chunk").
+    # But not through several of them, as libtpu does unasked: 0.0.42 then gives two of its buffers
+    # one address, and refuses the step of the recursive model on 2×4 ("overlaps with another
+    # chunk").
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", False, ("TPU v5 lite",)),
-    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over them. A step of a model
-    # with norms of 85 M numbers, takes 1.3 times as long. And on several cores its products of matrices, since XLA's own gain
-    # less by a second core (measured on two); on one they are slower (docs/results/cpu-steps.md).
+    # YNNPACK's sums: a sum of squares without them is the squares, written, and two passes over
+    # them. A step of a model with norms of 85 M numbers, takes 1.3 times as long. And on several
+    # cores its products of matrices, since XLA's own gain less by a second core (measured on two);
+    # on one they are slower (docs/results/cpu-steps.md).
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -73,7 +78,8 @@ TABLE = (
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
     """Return the options of a step for ``count`` devices of a ``device_kind``: the table's, and over them ``own``.
 
-    Options of another platform in ``own`` are not for these devices, and the log says so: one config may have those of several.
+    Options of another platform in ``own`` are not for these devices, and the log says so: one
+    config may have those of several.
 
     Args:
       device: whose compiler is asked, which need not exist (a topology's); None = none is.
@@ -104,11 +110,12 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
     """Compiles with ``options``, of which ``own`` are the config's and the others this module's.
 
-    An option that suits a program of no size can break a compiler on a larger one. This module's never keep a step from being
+    An option that suits a program of no size can break a compiler on a larger one. This module's
+    never keep a step from being
     compiled: if the compiler fails with them, it tries again without, and the log says so.
 
-    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a JaxRuntimeError
-    (RESOURCE_EXHAUSTED), as it is without options.
+    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a
+    JaxRuntimeError (RESOURCE_EXHAUSTED), as it is without options.
     """
     wanted = {name: value for name, value in options.items() if name in own}
     try:
@@ -136,7 +143,8 @@ def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
     with warnings.catch_warnings():
-        # A program compiled for other devices goes into the program cache, but cannot be read from it.
+        # A program compiled for other devices goes into the program cache, but cannot be read from
+        # it.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         return lowered.compile(compiler_options=dict(options))
 
@@ -162,5 +170,8 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
 
 
 def _value(value: Any) -> Any:
-    """Convert a value of a command line or a file. XLA for CPUs and GPUs knows switches as booleans alone."""
+    """Convert a value of a command line or a file.
+
+    XLA for CPUs and GPUs knows switches as booleans alone.
+    """
     return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

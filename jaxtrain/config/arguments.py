@@ -28,7 +28,8 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
     Args:
       find: whether the config must exist. If not, its reader reports a missing one.
 
-    Raises ConfigError for a missing --config, a config that does not exist and every argument that is none of these.
+    Raises ConfigError for a missing --config, a config that does not exist and every argument that
+    is none of these.
     """
     source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
     rest = iter(argv)

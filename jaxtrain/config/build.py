@@ -1,7 +1,7 @@
 """From a file and overrides of the command line to one frozen, checked `Config`, and back to JSON.
 
-A config file defines ``get_config(argument="")``, which returns a ``ConfigDict`` or a dictionary of sections. All mistakes are
-collected and raised together, before a device is touched.
+A config file defines ``get_config(argument="")``, which returns a ``ConfigDict`` or a dictionary of
+sections. All mistakes are collected and raised together, before a device is touched.
 """
 
 import ast
@@ -57,8 +57,8 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
 
     Raises:
-      ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values that do not fit
-        together, data that is not there, a workdir that cannot be written.
+      ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values
+        that do not fit together, data that is not there, a workdir that cannot be written.
     """
     config, problems = read(source, overrides)
     if problems:
@@ -71,12 +71,16 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 def read(
     source: str, overrides: Iterable[tuple[str, str]] = (), *, make_data: bool = True
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Like `load`, but returns the config with all its mistakes. A field with a wrong value has its default.
+    """Like `load`, but returns the config with all its mistakes.
+
+    A field with a wrong value has its default.
 
     Args:
-      make_data: whether to make data that do not exist yet, for their facts. If not, those fields stay None.
+      make_data: whether to make data that do not exist yet, for their facts. If not, those fields
+      stay None.
 
-    Raises ConfigError if there is no config to return: no such file, a module that cannot be imported.
+    Raises ConfigError if there is no config to return: no such file, a module that cannot be
+    imported.
     """
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []
@@ -145,7 +149,10 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
 
 
 def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given fields of the sections model and data. A shared field of one side is copied to the other."""
+    """Return the given fields of the sections model and data.
+
+    A shared field of one side is copied to the other.
+    """
     parts = dict(parts)
     if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
         return parts
@@ -189,7 +196,10 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
-    """Build one section, the dataclass ``cls``, from its part of a config.json. Raises ConfigError."""
+    """Build one section, the dataclass ``cls``, from its part of a config.json.
+
+    Raises ConfigError.
+    """
     problems: list[tuple[str, str]] = []
     built = _build(cls, tree, cls.__name__.lower(), problems)
     if problems:
@@ -223,7 +233,10 @@ def _refuse_relative(module_name: str) -> None:
 
 
 def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
-    """``cls``, if it is a section of its kind. Raises TypeError if it is not, or if one of ``functions`` cannot be called."""
+    """``cls``, if it is a section of its kind.
+
+    Raises TypeError if it is not, or if one of ``functions`` cannot be called.
+    """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
     if not issubclass(cls, base):
@@ -235,7 +248,9 @@ def _checked_class(module_name: str, cls: Any, base: type[Section], functions: M
 
 
 def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
-    """Fill the model's None fields with facts of the data. Does nothing while the data section has mistakes.
+    """Fill the model's None fields with facts of the data.
+
+    Does nothing while the data section has mistakes.
 
     Args:
       unread: as `without_defaults` has it.
@@ -283,11 +298,14 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
-    """Import a config file. Return its path, the module, and the text after the colon. Raises ConfigError."""
+    """Import a config file.
+
+    Return its path, the module, and the text after the colon. Raises ConfigError.
+    """
     path, _, argument = source.partition(":")
     file = locate(path)
-    # Modules that a user's config names lie next to it, or in the current folder: as with `python -m`, whatever
-    # started this process.
+    # Modules that a user's config names lie next to it, or in the current folder: as with `python
+    # -m`, whatever started this process.
     for folder in (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ():
         if folder not in sys.path:
             sys.path.append(folder)
@@ -339,7 +357,10 @@ def locate(path: str) -> pathlib.Path:
 
 
 def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
-    """Return a function that a config file must define. Raises ConfigError, which describes it as ``what``."""
+    """Return a function that a config file must define.
+
+    Raises ConfigError, which describes it as ``what``.
+    """
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError([("", f"file {file} defines no function {what}")])
@@ -347,7 +368,10 @@ def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: s
 
 
 def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Build a dataclass from a dictionary. Wrong keys and values are added to ``problems``, and defaults take their place."""
+    """Build a dataclass from a dictionary.
+
+    Wrong keys and values are added to ``problems``, and defaults take their place.
+    """
     if not isinstance(tree, Mapping):
         problems.append((path, f"is {tree!r}; it is a section with the fields {_names(cls)}"))
         return cls()
@@ -373,7 +397,10 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
 
 
 def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Convert ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints. `_Text` is parsed first."""
+    """Convert ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints.
+
+    `_Text` is parsed first.
+    """
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, _Text) and value.lower() == "none"):

@@ -1,7 +1,7 @@
 """The differences between the config of a checkpoint and that of the run that resumes from it, and the kind of each.
 
-Every section declares the kinds of its fields (`loaders.io.checks.OnResume`): a field may change, or it changes the function
-that is trained, or the arrays of the state.
+Every section declares the kinds of its fields (`loaders.io.checks.OnResume`): a field may change,
+or it changes the function that is trained, or the arrays of the state.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
     """Return the fields that differ, in the order of the sections.
 
     Args:
-      saved: the config of a checkpoint, as JSON. For a field that it lacks, which is newer than the run, the default is taken.
+      saved: the config of a checkpoint, as JSON. For a field that it lacks, which is newer than the
+      run, the default is taken.
       digests: those of its files, by `digests_of`.
     """
     now = digests_of(config)
@@ -76,7 +77,10 @@ def digests_of(config: Config) -> dict[str, str]:
 
 
 def kinds(section: Any, path: str = "", around: str | None = None) -> Iterator[tuple[str, str | None]]:
-    """Yield (path, kind) of every field of a section and of those within it. The kind is None if nothing declares it."""
+    """Yield (path, kind) of every field of a section and of those within it.
+
+    The kind is None if nothing declares it.
+    """
     for f in dataclasses.fields(section):
         value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
         declared = checks.declared(type(section), f.name)

@@ -1,9 +1,10 @@
 """The sections of a config: every field with its unit, meaning and default.
 
-Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the loader's ``Config`` (section
-``data``), and nowhere else. A config file states the differences. Every field ends in a gloss, ``# [unit] meaning``, which
-`jaxtrain.config.explain` prints. ``problems()`` names the mistakes that show in a section's own values;
-`jaxtrain.config.checks` has the mistakes that show between sections or on this machine.
+Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the
+loader's ``Config`` (section ``data``), and nowhere else. A config file states the differences.
+Every field ends in a gloss, ``# [unit] meaning``, which `jaxtrain.config.explain` prints.
+``problems()`` names the mistakes that show in a section's own values; `jaxtrain.config.checks` has
+the mistakes that show between sections or on this machine.
 """
 
 import re
@@ -24,7 +25,8 @@ SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
 MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
-# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1. A Config has them in steps.
+# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1. A Config
+# has them in steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
 MOST_PATTERN = 10_000  # [characters] of a regular expression
 MOST_REPLACEMENT = 200  # [characters] of a replacement
@@ -35,7 +37,8 @@ class ModelSection(Section):
     """The section ``model``: the base class of a workload's ``Config``.
 
     Attributes:
-      shared: fields that the data section may have, too. If only one side is given, the other takes its value.
+      shared: fields that the data section may have, too. If only one side is given, the other takes
+      its value.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +59,10 @@ class ModelSection(Section):
         return iter(())
 
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
-        """Yield (field, text) for a value that is allowed but unlikely. Not called if the weights come from elsewhere."""
+        """Yield (field, text) for a value that is allowed but unlikely.
+
+        Not called if the weights come from elsewhere.
+        """
         del facts
         return iter(())
 
@@ -100,7 +106,8 @@ class UpdateRule(NamedTuple):
 
 # adamw       m_hat / (sqrt(v_hat) + eps) (Loshchilov & Hutter 2019)
 # adam_atan2  atan2(m_hat, sqrt(v_hat)) (Everett et al. 2024)
-# adafactor   g / sqrt(v) with v of rank one: rows + columns numbers instead of rows × columns (Shazeer & Stern 2018)
+# adafactor   g / sqrt(v) with v of rank one: rows + columns numbers instead of rows × columns
+#             (Shazeer & Stern 2018)
 # lion        sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g (Chen et al. 2023)
 # muon        the orthogonal factor of each matrix of momentum (Jordan et al. 2024)
 # sign_sgd    sign(g): a table of millions of rows needs no moments
@@ -112,10 +119,12 @@ UPDATE_RULES = {
     "muon": UpdateRule("jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False),
     "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
 }
-# Fields of `Optim` that built-in rules take by name, and all that nothing but a built-in rule reads.
+# Fields of `Optim` that built-in rules take by name, and all that nothing but a built-in rule
+# reads.
 OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
 ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
-# Fields that decide the learning rate. A schedule that is named as module:factory takes the place of the fourth and later ones.
+# Fields that decide the learning rate. A schedule that is named as module:factory takes the place
+# of the fourth and later ones.
 OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
 
 
@@ -143,11 +152,12 @@ class Group(Section):
 class Optim(Section):
     """A clip of the global gradient norm, then a built-in update rule or any optimizer of optax, at a scheduled learning rate.
 
-    ``name="module:factory"`` calls that function with ``arguments``, and with ``learning_rate`` (step -> rate) if it has a
-    parameter of this name. ``clip``, ``masters``, ``offload``, and ``freeze`` and ``clip`` of groups apply to it, too. The
-    fields of built-in rules do not, and are errors if they are set. ``schedule="module:factory"`` calls a function that
-    returns step -> learning rate, with ``schedule_arguments``, and with ``steps`` (train.steps) and ``learning_rate``
-    (``lr``) if it has such parameters.
+    ``name="module:factory"`` calls that function with ``arguments``, and with ``learning_rate``
+    (step -> rate) if it has a parameter of this name. ``clip``, ``masters``, ``offload``, and
+    ``freeze`` and ``clip`` of groups apply to it, too. The fields of built-in rules do not, and are
+    errors if they are set. ``schedule="module:factory"`` calls a function that returns step ->
+    learning rate, with ``schedule_arguments``, and with ``steps`` (train.steps) and
+    ``learning_rate`` (``lr``) if it has such parameters.
     """
 
     on_resume = OnResume(FREE, state=("name", "arguments", "moments", "masters", "rest", "groups"))
@@ -215,7 +225,8 @@ class Optim(Section):
         return {self.name, *rest, *(group.name for group in self.groups if group.name)}
 
 
-# The mesh axes that each logical axis of an array is split over, in the notation of `jaxtrain.parallel.layout`.
+# The mesh axes that each logical axis of an array is split over, in the notation of
+# `jaxtrain.parallel.layout`.
 AXIS_RULES: dict[str, str] = {
     "batch": "data,fsdp",
     "embed": "fsdp",
@@ -236,7 +247,10 @@ AXIS_RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Mesh(Section):
-    """The devices as a grid. At most one axis may be -1, which stands for all devices that are left."""
+    """The devices as a grid.
+
+    At most one axis may be -1, which stands for all devices that are left.
+    """
 
     on_resume = OnResume(FREE)
 
@@ -297,7 +311,10 @@ class WarmStart(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
-    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora). Each parameter must match one of the three patterns."""
+    """Low-rank adapters instead of all parameters (jaxtrain.nn.lora).
+
+    Each parameter must match one of the three patterns.
+    """
 
     on_resume = OnResume(STATE, function=("alpha", "dtype"))
 
@@ -403,7 +420,10 @@ class Card(Section):
 
 @dataclass(frozen=True)
 class Guard(Section):
-    """Non-finite and spike skipping, identical on every process. A skipped step updates nothing, is counted and is logged."""
+    """Non-finite and spike skipping, identical on every process.
+
+    A skipped step updates nothing, is counted and is logged.
+    """
 
     on_resume = OnResume(FREE)
 

@@ -11,12 +11,12 @@ from jaxtrain.config.schema import Config
 def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple[Config, list[tuple[str, str]]]]:
     """Check every point of a config's sweep, and return them: (config, its overrides).
 
-    The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a workdir of its own gets
-    <workdir>/000 and so on.
+    The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a
+    workdir of its own gets <workdir>/000 and so on.
 
     Raises:
-      ConfigError: all mistakes of all points, no such function, no points, a value that is both given and swept, or
-        two points with one workdir.
+      ConfigError: all mistakes of all points, no such function, no points, a value that is both
+        given and swept, or two points with one workdir.
     """
     overrides = list(overrides)
     file, module, _ = import_file(source)

@@ -31,7 +31,9 @@ def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
 
 
 def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
-    """Global arrays from this process's rows, split as ``batch`` is. Their shape beyond the rows is free.
+    """Global arrays from this process's rows, split as ``batch`` is.
+
+    Their shape beyond the rows is free.
 
     Each device's rows are one contiguous array: nothing is copied on the host.
     """
@@ -51,7 +53,8 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
     """Return a batch of zeros, for a step that will be skipped."""
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        # From the host: a program that makes them would wait behind the programs that are being compiled.
+        # From the host: a program that makes them would wait behind the programs that are being
+        # compiled.
         whole = np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
 
@@ -67,7 +70,8 @@ def local_values(x: jax.Array) -> list[Any]:
 class Feed:
     """Iterates over (position after the batch, batch), made by a thread that runs ``depth`` batches ahead.
 
-    The copies of batch n + 1 overlap step n. The position travels with its batch, because the thread is ahead of it.
+    The copies of batch n + 1 overlap step n. The position travels with its batch, because the
+    thread is ahead of it.
 
     Attributes:
       waited: seconds that the consumer has spent waiting for batches.

@@ -75,8 +75,8 @@ class Data:
     def next(self, *, unless: Callable[[], Any]) -> Item:
         """Return the batch of the next step.
 
-        Once ``unless()`` holds while there is none, an old batch of the bucket that should come, so that this process can take
-        part in the step in which all agree to stop.
+        Once ``unless()`` holds while there is none, an old batch of the bucket that should come, so
+        that this process can take part in the step in which all agree to stop.
         """
         index = self._step
         bucket = self.bucket_of(index)

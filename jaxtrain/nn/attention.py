@@ -8,10 +8,9 @@
           compute them again in the backward pass, so that no layer keeps them. For CPUs its
           products in float32 are those of `nn.heads_first`
 
-`within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention by
-itself. `nn.ring` is for sequences that are split over devices. All of them compute
-softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query
-may see:
+`within` calls them on a mesh, each device on its own rows and heads. XLA splits its own attention
+by itself. `nn.ring` is for sequences that are split over devices. All of them compute softmax(q k^T
+/ sqrt(K)) v (Vaswani et al. 2017) with a float32 softmax over the keys that a query may see:
 
 - ``causal``: key s of query t only if s <= t
 - ``window``: and only if t - s < window (Beltagy et al. 2020), 0 for all

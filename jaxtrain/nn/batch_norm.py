@@ -1,9 +1,9 @@
 """Batch norm, and the one way to a statistic of the global batch.
 
-A loss sees the rows of its group along the mesh axis "data". A statistic over all rows is a sum over
-its rows, then over that axis, inside the loss. It is the same on every mesh. It does not decompose
-over microbatches. With train.accumulate = n it is of a microbatch: of the rows r of the whole batch
-with the same r mod n, on every mesh.
+A loss sees the rows of its group along the mesh axis "data". A statistic over all rows is a sum
+over its rows, then over that axis, inside the loss. It is the same on every mesh. It does not
+decompose over microbatches. With train.accumulate = n it is of a microbatch: of the rows r of the
+whole batch with the same r mod n, on every mesh.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Cross-entropy over a large vocabulary whose logits are never whole.
 
 Tokens are taken a chunk at a time. Each device has the logits of its part of the vocabulary (mesh
-axes of "vocab") for its own tokens. The parts exchange the largest logit, the sum of exponentials and
-the label's logit.
+axes of "vocab") for its own tokens. The parts exchange the largest logit, the sum of exponentials
+and the label's logit.
 
 The columns of the matrix may be split over the tokens' own devices, as parameters are (fsdp). If it
 then has more rows than these devices have tokens, they exchange columns for rows. Each computes the

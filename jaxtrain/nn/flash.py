@@ -2,7 +2,8 @@
 
 cuDNN takes documents as a mask [B, 1, T, S]. This kernel has no array that grows with T × S.
 
-Pallas lowers it by Triton. From jax 0.11 on that raises a DeprecationWarning, which Python hides by default.
+Pallas lowers it by Triton. From jax 0.11 on that raises a DeprecationWarning, which Python hides by
+default.
 
 Shapes: B batch, T queries, S keys, H heads, G key/value heads, K head dimension.
 """
@@ -17,7 +18,10 @@ NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill t
 def flash(
     q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, segments_bt: Array | None, interpret: bool = False
 ) -> Array:
-    """Compute the attention of a sequence to itself, [B, T, H, K]. ``interpret`` runs it anywhere, slowly."""
+    """Compute the attention of a sequence to itself, [B, T, H, K].
+
+    ``interpret`` runs it anywhere, slowly.
+    """
     from jax.experimental.pallas.ops.gpu import attention as kernel_lib
 
     b, t, h, k = q_bthk.shape

@@ -1,8 +1,9 @@
 """Attention by XLA for CPUs, in products that have heads before places.
 
 If heads come after places, as in [B, T, H, K], XLA for CPUs copies the operands, also the weights
-[T, S] of each head, and takes longer (docs/results/cpu-steps.md). Weights are divided by their sum after
-their product with the values, which has fewer numbers, and the backward pass keeps them undivided.
+[T, S] of each head, and takes longer (docs/results/cpu-steps.md). Weights are divided by their sum
+after their product with the values, which has fewer numbers, and the backward pass keeps them
+undivided.
 
 It is for float32. The gradient takes the sum of weights times their derivatives from the result,
 which is too coarse in 16 bits.

@@ -1,4 +1,7 @@
-"""The decoder under Hugging Face's names. Only names and shapes differ, not the order of numbers."""
+"""The decoder under Hugging Face's names.
+
+Only names and shapes differ, not the order of numbers.
+"""
 
 import contextlib
 import dataclasses
@@ -42,7 +45,8 @@ ROPE = {
 }  # fmt: skip
 
 
-# Fields that change the function in a way that `Decoder` lacks: field -> values, besides null, that do not.
+# Fields that change the function in a way that `Decoder` lacks: field -> values, besides null, that
+# do not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(
@@ -138,7 +142,10 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """Read the licence and notices of a folder of weights, which has a config.json, by name. Raises FileError."""
+    """Read the licence and notices of a folder of weights, which has a config.json, by name.
+
+    Raises FileError.
+    """
     if not (folder / "config.json").is_file():
         return {}
     return read_files(folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name)))
@@ -152,10 +159,12 @@ def tokenizer_files(
 ) -> tuple[dict[str, bytes], bool]:
     """Read the files of a run's tokenizer, and say whether the token ids of its base weights mean the same tokens.
 
-    They are those of the first tokenizer that is named, else of the base weights. Its companions may lie at either.
+    They are those of the first tokenizer that is named, else of the base weights. Its companions
+    may lie at either.
 
     Args:
-      named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes or characters.
+      named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes
+      or characters.
       vocab: the run's. Base weights with another one have another tokenizer.
       read: a reader of a tokenizer's files, given a folder or a tokenizer.json of any name.
     """

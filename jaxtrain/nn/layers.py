@@ -148,11 +148,11 @@ def rotate(x_bthk: Array, cos_sin: tuple[Array, Array]) -> Array:
 def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.lax.Precision | None = None) -> Array:
     """Compute the einsum of activations and one matrix, in the activations' dtype.
 
-    No product of a model has a batch dimension. For CPUs the rows, the contracted dimensions and the
-    others become one dimension each. Else gradients that contract over several dimensions (B and T)
-    are computed after writing both operands out, transposed. With a part of a row on a device (a
-    split sequence), that would exchange tokens. GPUs and TPUs take several dimensions as they are,
-    and under FSDP the partitioner exchanges less with them.
+    No product of a model has a batch dimension. For CPUs the rows, the contracted dimensions and
+    the others become one dimension each. Else gradients that contract over several dimensions (B
+    and T) are computed after writing both operands out, transposed. With a part of a row on a
+    device (a split sequence), that would exchange tokens. GPUs and TPUs take several dimensions as
+    they are, and under FSDP the partitioner exchanges less with them.
     """
     w = w.astype(x.dtype)
     (of_x, of_w), of_y = (left := equation.split("->"))[0].split(","), left[1]
@@ -175,8 +175,9 @@ def product(equation: str, x: Array, w: Array, shard: Shard, *, precision: jax.l
 def _multiply(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Array) -> Array:
     """Multiply x by w, over w's dimension ``axis``, for CPUs.
 
-    In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array on
-    its left. The barrier keeps XLA from turning the result's transpose into the slow product again.
+    In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array
+    on its left. The barrier keeps XLA from turning the result's transpose into the slow product
+    again.
     """
     return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
 
@@ -213,9 +214,9 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
     """Look up rows w[index], [B, T, D], of a table that is split over devices.
 
     Each device looks into its part of the table, and the parts are added up or put together. If the
-    table's columns and the indices are split over the same devices, the table is gathered. If it has
-    more rows than there are indices, each device looks up its columns of all their indices, and the
-    results are exchanged. Then no device has the whole table, or its gradient.
+    table's columns and the indices are split over the same devices, the table is gathered. If it
+    has more rows than there are indices, each device looks up its columns of all their indices, and
+    the results are exchanged. Then no device has the whole table, or its gradient.
 
     Args:
       dtype: of the result, rounded before it is sent. None = the table's.
@@ -235,7 +236,8 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             own_bt = index_bt - jax.lax.axis_index(names) * n
             inside = (own_bt >= 0) & (own_bt < n)
             rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh axes.
+            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh
+            # axes.
             rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
         else:
             rows_btd = jnp.take(w_vd, index_bt, axis=0)

@@ -1,16 +1,18 @@
-"""Low-rank adapters (Hu et al. 2022) as a transform of a task: of its parameter table and functions.
+"""Low-rank adapters (Hu et al.
+
+2022) as a transform of a task: of its parameter table and functions.
 
 `config.lora` sorts every parameter by path into one of three: ``adapt``, ``train``, ``freeze``. An
 adapted matrix W stays as it is, and W + alpha / rank × B A takes its place. The run trains
-A [rank, last…] and B [first…, rank], which is zero at first. The two sides of W, first and last, are
-"embed" and the other dimensions, in the order of the table. If neither end is "embed", they are the
-first dimension and the others. A stack has its layers before both.
+A [rank, last…] and B [first…, rank], which is zero at first. The two sides of W, first and last,
+are "embed" and the other dimensions, in the order of the table. If neither end is "embed", they are
+the first dimension and the others. A stack has its layers before both.
 
 The workload gets an `Adapted` in place of an array. A layer that multiplies by it
-(`nn.layers.project`) adds B (A x) to W x. The derivative of a frozen W is not computed then, and the
-backward pass is a third shorter than with a merged matrix. A layer that casts it (``.astype``) or
-takes it out of its stack merges it, one layer of a scanned stack at a time. A table of rows that a
-workload looks up cannot be adapted.
+(`nn.layers.project`) adds B (A x) to W x. The derivative of a frozen W is not computed then, and
+the backward pass is a third shorter than with a merged matrix. A layer that casts it (``.astype``)
+or takes it out of its stack merges it, one layer of a scanned stack at a time. A table of rows that
+a workload looks up cannot be adapted.
 
 A and B are the parameters ``…/w_a`` and ``…/w_b``. W and the frozen parameters are
 `Variables.frozen`. They are made, or read from config.warm_start, at every start, and not saved.

@@ -1,6 +1,7 @@
 """Attention over a sequence that is split over devices.
 
-Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, C keys at a time.
+Shapes: B batch, T queries, S keys, H heads, G key/value heads, R = H / G, K head dimension, C keys
+at a time.
 """
 
 import functools
@@ -25,8 +26,8 @@ def attention(
 ) -> Array:
     """Compute `nn.attention.within` for arrays whose logical axis "seq" is split.
 
-    The activations that the backward pass reads are named "attention". Raises ValueError if "seq" is
-    split over several mesh axes.
+    The activations that the backward pass reads are named "attention". Raises ValueError if "seq"
+    is split over several mesh axes.
     """
     b, t = q_bthk.shape[:2]
     names = shard.names("seq", t)
@@ -40,11 +41,11 @@ def attention(
 class Ring(NamedTuple):
     """Attention over a sequence whose parts lie on the devices of a mesh axis, in order.
 
-    Keys and values go around (Liu et al. 2023). Each device computes the attention of its queries to
-    the part that is there, ``chunk`` keys at a time. It keeps only the softmax's normaliser, by which
-    the backward pass computes the weights again (Dao et al. 2022). No device holds more than its part
-    of the sequence and T × chunk weights of each head. Parts that the causal mask empties are
-    computed too. They are half of them, and all devices would wait for the last one anyway.
+    Keys and values go around (Liu et al. 2023). Each device computes the attention of its queries
+    to the part that is there, ``chunk`` keys at a time. It keeps only the softmax's normaliser, by
+    which the backward pass computes the weights again (Dao et al. 2022). No device holds more than
+    its part of the sequence and T × chunk weights of each head. Parts that the causal mask empties
+    are computed too. They are half of them, and all devices would wait for the last one anyway.
 
     The axis must be manual in a call.
     """

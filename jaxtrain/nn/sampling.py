@@ -30,7 +30,9 @@ def generate(
     top_p: float = 1.0,
     ends: Sequence[int] = (),
 ) -> Array:
-    """Continue each prompt, int32 [B, N]. After one of the tokens ``ends`` all further ones are the first of them.
+    """Continue each prompt, int32 [B, N].
+
+    After one of the tokens ``ends`` all further ones are the first of them.
 
     A row draws by its own key, fold_in(key, row), so that it does not depend on the other prompts.
 

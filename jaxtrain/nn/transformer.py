@@ -2,9 +2,9 @@
 
 A layer is two residual parts, attention (`attend`) and a feed-forward net (`feed_forward`). Each
 takes its own entries of one dictionary of weights, so that a workload may have several nets for one
-attention. `Decoder` has their settings: as in Llama (Grattafiori et al. 2024), Qwen2 (biases of q, k,
-v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned positions, biases). Matrices are
-(out, in), byte for byte as at Hugging Face.
+attention. `Decoder` has their settings: as in Llama (Grattafiori et al. 2024), Qwen2 (biases of q,
+k, v), Qwen3 (norms of q and k) or GPT-2 (layer norms, GELU, learned positions, biases). Matrices
+are (out, in), byte for byte as at Hugging Face.
 
 Shapes: B batch, T tokens, D embed, H heads, G key/value heads, K head dimension, M inner width,
 V vocabulary, L layers.
@@ -262,7 +262,10 @@ def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shar
 
 
 def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, segments_bt: Array | None, shard: Shard) -> Array:
-    """Compute the last hidden states [B, T, D], after the last norm. Times `head` they are logits."""
+    """Compute the last hidden states [B, T, D], after the last norm.
+
+    Times `head` they are logits.
+    """
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
     x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)
@@ -280,7 +283,8 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         _, t, h, _ = q_bthk.shape
         parts, shared = shard.size("heads", h), k_bsgk.shape[2]
         if (repeats := math.lcm(shared, parts) // shared) > 1:
-            # Fewer key heads than devices are repeated, so that each device has those of its queries.
+            # Fewer key heads than devices are repeated, so that each device has those of its
+            # queries.
             k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
         if shard.names("seq", t):
             return ring.attention(shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window), None

@@ -29,7 +29,8 @@ def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | Non
 def make_schedule(optim: Optim, steps: int, xp: Any = jnp) -> Schedule:
     """Make the function update s = 0, 1, … -> ratio of `peak`.
 
-    The ratio is 1 at s = warmup, and the floor from s = steps on. With x from 0 to 1 over the decay:
+    The ratio is 1 at s = warmup, and the floor from s = steps on. With x from 0 to 1 over the
+    decay:
 
         cosine          floor + (1 - floor) (1 + cos(pi x)) / 2 (Loshchilov & Hutter 2017)
         wsd             1 until s = steps - decay. Then it falls as 1 - x, (1 + cos(pi x)) / 2 or

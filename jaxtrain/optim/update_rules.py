@@ -69,8 +69,8 @@ def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
 
     Args:
       specs: path -> Spec.
-      muon_scale: "rms" is 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et al.
-        2025). "in_out" and "out_in" are sqrt(max(1, outputs / inputs)), for parameters with the
+      muon_scale: "rms" is 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et
+        al. 2025). "in_out" and "out_in" are sqrt(max(1, outputs / inputs)), for parameters with the
         inputs or the outputs first.
     """
 
@@ -120,7 +120,8 @@ def scale_by_adam_atan2(
 ) -> optax.GradientTransformation:
     """Make Adam with its quotient as an angle, which needs no eps (Everett et al. 2024).
 
-    It does not depend on the gradient's scale. The two corrections differ while 1 - b1^t is far from
+    It does not depend on the gradient's scale. The two corrections differ while 1 - b1^t is far
+    from
     1. "inside" is a atan2(m_hat, b sqrt(v_hat)), as published. "outside" is
     a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package adam-atan2 computes it (0.0.3).
     """

@@ -1,10 +1,10 @@
 """The speed and memory of chips by the vendors' datasheets, for plans, MFU and refusals.
 
-The sources, as of 2025, are NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL), H100 PCIe, H200
-SXM, HGX B200, L40S and RTX A6000, and Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU
-v6e". FLOP/s are dense, half of a datasheet's figure with sparsity. Links are of one direction, as
-Google quotes them. NVIDIA quotes both directions of NVLink together. The memory of a TPU is the part
-that the compiler grants a program, by its own messages.
+The sources, as of 2025, are NVIDIA's datasheets of A100 80GB SXM, H100 (SXM and NVL), H100 PCIe,
+H200 SXM, HGX B200, L40S and RTX A6000, and Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p" and
+"TPU v6e". FLOP/s are dense, half of a datasheet's figure with sparsity. Links are of one direction,
+as Google quotes them. NVIDIA quotes both directions of NVLink together. The memory of a TPU is the
+part that the compiler grants a program, by its own messages.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Calls of functions on each device's own part of their arguments.
 
 They are for functions that XLA splits badly, or not at all. Shapes and axes are as in
-`jaxtrain.types.Shard`: whole along the mesh axes that are not manual yet. On one device each of these
-is a plain call.
+`jaxtrain.types.Shard`: whole along the mesh axes that are not manual yet. On one device each of
+these is a plain call.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,10 +77,10 @@ def kernel(
 ) -> Array:
     """Compute f as `differentiable` does, for kernels that XLA must not split.
 
-    Every axis of the mesh is manual. XLA would leave any other axis to the kernel's own partitioner,
-    which knows no manual axes (cuDNN's), or to none (Pallas). The derivative is f's own, with the
-    activations of f, so that the forward pass is not computed again. If one of them is an argument
-    or the result, it is kept once.
+    Every axis of the mesh is manual. XLA would leave any other axis to the kernel's own
+    partitioner, which knows no manual axes (cuDNN's), or to none (Pallas). The derivative is f's
+    own, with the activations of f, so that the forward pass is not computed again. If one of them
+    is an argument or the result, it is kept once.
     """
     if shard.mesh is None:
         return f(*args)
@@ -131,7 +131,8 @@ def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[A
     """
     manual = manual_axes()
     sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
-    # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax 0.10.2: a RET_CHECK).
+    # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax
+    # 0.10.2: a RET_CHECK).
     free = {name for name, size in sizes.items() if size > 1 or every}
     if shard.mesh is None or shard.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
         return f(*args)
@@ -140,7 +141,8 @@ def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[A
     mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
     mapped = jax.shard_map(part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every)
     # In a loop over layers, JAX computes masks before the loop, since they depend on no layer. It
-    # would cut `f` in two, with arrays between the parts that it cannot place. A checkpoint has none.
+    # would cut `f` in two, with arrays between the parts that it cannot place. A checkpoint has
+    # none.
     outputs: T = jax.checkpoint(mapped, prevent_cse=False)(*args)
     return _varying(outputs, nested) if nested else outputs
 

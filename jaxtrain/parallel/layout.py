@@ -1,8 +1,8 @@
 """The mesh of devices, and the rules from logical axes to mesh axes, by which arrays are laid out.
 
-An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis is
-split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A dimension that does not
-divide is an error with the name of the parameter. With a trailing ``?`` it stays whole.
+An axis rule (`config.AXIS_RULES`, config.mesh.axis_rules) names the mesh axes that a logical axis
+is split over, in order: ``"fsdp"``, ``"data,fsdp"``, ``""`` (stays whole). A dimension that does
+not divide is an error with the name of the parameter. With a trailing ``?`` it stays whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,10 @@ CPUS = Devices()
 
 
 class Layout(NamedTuple):
-    """A mesh with rules. ``axis_rules`` are complete: `make_layout` merges overrides into `AXIS_RULES`."""
+    """A mesh with rules.
+
+    ``axis_rules`` are complete: `make_layout` merges overrides into `AXIS_RULES`.
+    """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     axis_rules: Mapping[str, str]
@@ -117,8 +120,8 @@ class Layout(NamedTuple):
         """Return the partition of an array whose dimensions have the logical names ``axes``.
 
         Raises:
-          LayoutError: with ``path``, for an unknown name, a dimension that does not divide, or a mesh
-            axis that is used twice.
+          LayoutError: with ``path``, for an unknown name, a dimension that does not divide, or a
+            mesh axis that is used twice.
         """
         if len(axes) != len(shape):
             raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
@@ -191,7 +194,10 @@ class Sharder(NamedTuple):
 
     @property
     def devices(self) -> Devices:
-        """The devices that the program is for. The host may have others, as a plan is traced there."""
+        """The devices that the program is for.
+
+        The host may have others, as a plan is traced there.
+        """
         return self.layout.devices
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:

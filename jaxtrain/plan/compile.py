@@ -18,7 +18,8 @@ from jaxtrain.plan import gpu_specs, hlo, plan_cache
 from jaxtrain.plan.target import PlanError, Target
 from loaders.io.checks import first_line
 
-# Without a card nothing is tuned, and then XLA's own products (by Triton) find no tiles for some shapes.
+# Without a card nothing is tuned, and then XLA's own products (by Triton) find no tiles for some
+# shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -69,7 +70,10 @@ def tpu_devices(target: Target) -> list[Any]:
 
 
 def gpu_devices(target: Target) -> list[Any]:
-    """Return GPUs that need not exist. JAX must have the CUDA plugin (`jaxtrain.plan.environment`)."""
+    """Return GPUs that need not exist.
+
+    JAX must have the CUDA plugin (`jaxtrain.plan.environment`).
+    """
     from jax.experimental import topologies
 
     spec = gpu_specs.SPECS[target.known.name].text()
@@ -129,11 +133,11 @@ def compiled(
     """Compile a step on the assembly's real mesh, with the options of a run and ``options``.
 
     Args:
-      versions: of the compilers. With them the figures are kept, and the same program is not compiled
-        again.
+      versions: of the compilers. With them the figures are kept, and the same program is not
+        compiled again.
 
-    Raises PlanError if the compiler finds that the step does not fit, and ConfigError if it refuses an
-    option of the config.
+    Raises PlanError if the compiler finds that the step does not fit, and ConfigError if it refuses
+    an option of the config.
     """
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
@@ -187,8 +191,8 @@ def _read(program: jax.stages.Compiled, platform: str, began: float) -> plan_cac
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     if platform == "tpu" and memory.peak_memory_in_bytes > arguments:  # else it is not known
-        # libtpu (0.0.42) reports up to half more temporaries than it places, also of a program that fits.
-        # Its peak has the arrays that live at once. Gaps between them add 1 to 2 %.
+        # libtpu (0.0.42) reports up to half more temporaries than it places, also of a program that
+        # fits. Its peak has the arrays that live at once. Gaps between them add 1 to 2 %.
         temporaries = memory.peak_memory_in_bytes - arguments - results
     peak = arguments + temporaries + results
     try:

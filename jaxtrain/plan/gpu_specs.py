@@ -1,8 +1,9 @@
 """The properties of cards that XLA's compiler for GPUs needs to compile without a card.
 
-They are those of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm, h100_pcie,
-h200, b200 and a6000). It has no L40S and no H100 NVL. Theirs follow from NVIDIA's datasheets and the
-CUDA programming guide's table of compute capabilities (8.9 is as 8.6, 9.0 as H100 SXM).
+They are those of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm,
+h100_pcie, h200, b200 and a6000). It has no L40S and no H100 NVL. Theirs follow from NVIDIA's
+datasheets and the CUDA programming guide's table of compute capabilities (8.9 is as 8.6, 9.0 as
+H100 SXM).
 """
 
 from typing import NamedTuple

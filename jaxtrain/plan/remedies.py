@@ -53,8 +53,8 @@ def remedies(config: config_lib.Config, target: Target, beyond: float | None = N
     """List single changes of the config whose step may fit, each with its memory.
 
     Args:
-      beyond: bytes of the compiled step beyond its lower bound. They count in proportion to the rows
-        of a microbatch. None = unknown, and each change has its lower bound.
+      beyond: bytes of the compiled step beyond its lower bound. They count in proportion to the
+        rows of a microbatch. None = unknown, and each change has its lower bound.
     """
 
     @functools.cache

@@ -2,7 +2,8 @@
 
     answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
 
-Jobs and answers are pickles in a temporary folder, written and read by this code, by the same Python.
+Jobs and answers are pickles in a temporary folder, written and read by this code, by the same
+Python.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ class Answer(NamedTuple):
 def ask(jobs: Sequence[Job]) -> list[Answer]:
     """Compile each job's step, one after the other in one process.
 
-    All targets must be of one kind. Raises PlanError without its environment, and if the process ends
-    before it answers.
+    All targets must be of one kind. Raises PlanError without its environment, and if the process
+    ends before it answers.
     """
     [kind] = {parse_target(job.target).kind for job in jobs}
     place = environment.find(kind)

@@ -24,8 +24,8 @@ def gradients(
     task: Task, layout: Layout, variables: Variables, batch: Batch, key: Key, *, accumulate: int
 ) -> tuple[PyTree, LossOut]:
     """Gradients of the global mean loss, and the global sums. Reduces over the data axis once."""
-    # If accumulate and the data axis are 1, a CPU divides the loss by its weight, which saves a pass
-    # over the gradients. GPUs and TPUs keep the step whose memory was checked against their
+    # If accumulate and the data axis are 1, a CPU divides the loss by its weight, which saves a
+    # pass over the gradients. GPUs and TPUs keep the step whose memory was checked against their
     # compilers.
     divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
     if layout.mesh.shape[DATA] > 1:
@@ -134,7 +134,10 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 
 
 def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the arrays of a carry with a batch axis, and the arrays without one. In each tree the others are None."""
+    """Return the arrays of a carry with a batch axis, and the arrays without one.
+
+    In each tree the others are None.
+    """
 
     def pick(own: bool) -> PyTree:
         return jax.tree.map(

@@ -46,7 +46,8 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
     """Return the part of a digest, uint32 [2], that a piece of the array at ``path`` adds to it.
 
     Args:
-      index: the place of the piece in its array, a slice for each axis. Empty = it is the whole array.
+      index: the place of the piece in its array, a slice for each axis. Empty = it is the whole
+      array.
     """
     words = _words(piece, lambda x, word: np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4)))
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))
@@ -58,7 +59,10 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
 
 
 def _words(x: Any, bitcast: Any) -> Any:
-    """Return the bits of an array as uint32, with a last axis of 2 for 64-bit numbers. Narrow numbers get a word each."""
+    """Return the bits of an array as uint32, with a last axis of 2 for 64-bit numbers.
+
+    Narrow numbers get a word each.
+    """
     if not x.shape:
         x = x.reshape(1)
     size = x.dtype.itemsize

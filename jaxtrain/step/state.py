@@ -18,8 +18,9 @@ from jaxtrain.types import Array, Key, PyTree, Task, Variables
 
 WHOLE = 4096  # [elements] of an optimizer's array that may be whole on every device, whatever its parameter
 HOST = "pinned_host"  # memory kind of offloaded arrays
-# How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes longer than that by far. The
-# numbers are the same, with jax 0.12 but for a last bit here and there (tests/test_state.py); at level 0 they are not.
+# How initial values are compiled on CPUs: they are computed once, and LLVM's second level takes
+# longer than that by far. The numbers are the same, with jax 0.12 but for a last bit here and there
+# (tests/test_state.py); at level 0 they are not.
 QUICK = {"xla_backend_optimization_level": 1}
 
 
@@ -57,7 +58,8 @@ def make_abstract(
       offload: keep the optimizer's state in host memory.
 
     Raises:
-      LayoutError: a dimension that does not divide, by path; offload, if the devices cannot reach host memory.
+      LayoutError: a dimension that does not divide, by path; offload, if the devices cannot reach
+      host memory.
       ValueError: the loader and the task disagree about the fields of a batch.
     """
     if missing := sorted(set(task.axes) - set(fields)):
@@ -96,8 +98,9 @@ def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
 def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
     """Lays the state of any optimizer out by the parameters: an array belongs to the parameter whose path ends its own.
 
-    Moments live where their parameter does. Other arrays of a parameter (means of rows, scales of blocks) are split along
-    each dimension that they share with it and that still divides. Counters are everywhere.
+    Moments live where their parameter does. Other arrays of a parameter (means of rows, scales of
+    blocks) are split along each dimension that they share with it and that still divides. Counters
+    are everywhere.
     """
     if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
         device = layout.mesh.devices.flat[0]
@@ -125,8 +128,9 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
     """Return the partition of a parameter along the dimensions that an array of its statistics shares with it.
 
-    An array of the parameter's rank has all of them, in order. One of another rank has those of the same sizes in the same
-    order, the first that match: it is a mean over the others, or has dimensions of its own before them.
+    An array of the parameter's rank has all of them, in order. One of another rank has those of the
+    same sizes in the same order, the first that match: it is a mean over the others, or has
+    dimensions of its own before them.
     """
     parts = [*param.sharding.spec, *[None] * (param.ndim - len(param.sharding.spec))]
     if len(shape) == param.ndim:
@@ -188,8 +192,8 @@ def init_state(
     """Return the state at step 0, every device making only its own part.
 
     Args:
-      start: (initial parameters, given) -> parameters, for the trained and for the frozen ones; traced. What it does not use is
-        not initialised either.
+      start: (initial parameters, given) -> parameters, for the trained and for the frozen ones;
+        traced. What it does not use is not initialised either.
       given: arrays for ``start``; donated.
     """
     return make_init(task, tx, abstract, start=start)(key, given)
@@ -222,7 +226,10 @@ def init_frozen(
 
 
 def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
-    """``init`` for one call, with the shardings of the abstract arrays ``made``. Its second argument is donated."""
+    """``init`` for one call, with the shardings of the abstract arrays ``made``.
+
+    Its second argument is donated.
+    """
     shardings = jax.tree.map(lambda x: x.sharding, made)
     meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
     on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
@@ -230,6 +237,9 @@ def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes that one device holds of a tree of abstract or real sharded arrays. Arrays in host memory do not count."""
+    """Bytes that one device holds of a tree of abstract or real sharded arrays.
+
+    Arrays in host memory do not count.
+    """
     held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)

@@ -1,9 +1,10 @@
 """One optimizer step, and one batch of an evaluation.
 
-A step may be skipped, identically on every process, because the decision is taken from one number that all of them have.
-When its gradient norm is not finite, or a spike (`jaxtrain.step.guard`), the parameters, moments, averages and carry stay as
-they were and only the position advances. If any process asks to stop, the position stays too, so the saved state is that
-of a whole step. No host waits for either decision: the state is selected on the device.
+A step may be skipped, identically on every process, because the decision is taken from one number
+that all of them have. When its gradient norm is not finite, or a spike (`jaxtrain.step.guard`), the
+parameters, moments, averages and carry stay as they were and only the position advances. If any
+process asks to stop, the position stays too, so the saved state is that of a whole step. No host
+waits for either decision: the state is selected on the device.
 """
 
 import functools
@@ -39,12 +40,14 @@ def make_train_step(
     stage: Hashable = None,
     records: Callable[[Array], Array] | None = None,
 ) -> jax.stages.Wrapped:
-    """Jit `train_step` for an abstract state and batch. The state is donated, and the new one has its shardings.
+    """Jit `train_step` for an abstract state and batch.
+
+    The state is donated, and the new one has its shardings.
 
     Args:
       stage: one of the task's stages, if it has any.
-      records: step's number (int32 [], 1 being the first) -> whether its norms are read. In other steps that are not
-        skipped they may be NaN, if that saves time. None = always.
+      records: step's number (int32 [], 1 being the first) -> whether its norms are read. In other
+        steps that are not skipped they may be NaN, if that saves time. None = always.
 
     Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
@@ -93,12 +96,14 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """State and metrics after one global batch.
 
-    Every metric is of this step: none mixes old and new parameters. The norms of parameters are ``param_norm_before`` or
-    ``param_norm_after`` the update (the same if it is skipped).
+    Every metric is of this step: none mixes old and new parameters. The norms of parameters are
+    ``param_norm_before`` or ``param_norm_after`` the update (the same if it is skipped).
 
     Args:
-      stop: int32 [devices], the request of each device's process (`abstract_stop`). With any but zeros the step is a no-op.
-      update: the order of writing new parameters, moments and norms (`jaxtrain.step.update.choose`).
+      stop: int32 [devices], the request of each device's process (`abstract_stop`). With any but
+      zeros the step is a no-op.
+      update: the order of writing new parameters, moments and norms
+      (`jaxtrain.step.update.choose`).
       records: as of `make_train_step`.
     """
     variables = state.variables

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
 
 
-# Characters that steer a terminal or its order of text, and halves of characters, as in names of files that are no UTF-8.
+# Characters that steer a terminal or its order of text, and halves of characters, as in names of
+# files that are no UTF-8.
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -43,7 +44,8 @@ class Plain:
 class Console:
     """One progress line that is rewritten in place on a terminal, and printed now and then elsewhere.
 
-    It is also a logging handler: a message clears the line, is printed above it, and the line comes back.
+    It is also a logging handler: a message clears the line, is printed above it, and the line comes
+    back.
     """
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
@@ -58,7 +60,8 @@ class Console:
     def progress(self, line: str, *, passing: bool = False) -> None:
         """Show a line, unless the last one was shown just now.
 
-        ``passing``: it belongs to an interlude, such as an evaluation. The line before it comes back with the next message.
+        ``passing``: it belongs to an interlude, such as an evaluation. The line before it comes
+        back with the next message.
         """
         # A line that wraps could not be cleared.
         line = plain(line)
@@ -105,7 +108,8 @@ class ConsoleHandler(logging.Handler):
 def _is_of_a_save(record: logging.LogRecord) -> bool:
     """Whether it is an error that Orbax or its event loop met: several for one save, each with its traceback.
 
-    All of them are in the log files. The failure of the save itself is reported in one line by its waiter.
+    All of them are in the log files. The failure of the save itself is reported in one line by its
+    waiter.
     """
     return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
 
@@ -117,7 +121,8 @@ def start_console(*, process: int = 0, folder: str = "") -> Console:
     """
     console = Console() if process == 0 else Console(open(os.devnull, "w"))
     root = logging.getLogger()
-    # Ours take the place of older ones, and of the plain handler that some library has set up by then.
+    # Ours take the place of older ones, and of the plain handler that some library has set up by
+    # then.
     for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
         root.removeHandler(old)
         old.close()

@@ -66,7 +66,10 @@ SAVE = (
 
 
 def is_known(workload: str) -> bool:
-    """Say whether this package ships a workload, or this process has imported it. No other is imported."""
+    """Say whether this package ships a workload, or this process has imported it.
+
+    No other is imported.
+    """
     return workload in workload_lib.shipped() or workload in sys.modules
 
 
@@ -89,7 +92,10 @@ def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
-    """Return the meaning of a metric, with X, N and K filled in. Empty for a metric that no glossary has."""
+    """Return the meaning of a metric, with X, N and K filled in.
+
+    Empty for a metric that no glossary has.
+    """
     for entry in entries(workload, split):
         if found := re.fullmatch(entry.pattern, name):
             return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)

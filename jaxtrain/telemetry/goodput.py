@@ -50,7 +50,9 @@ MAX_LINES = 1000  # of totals, after which all but the last are dropped
 
 
 class Clock:
-    """This process's time. Each second since the process's start is in the phase that `switch` named last.
+    """This process's time.
+
+    Each second since the process's start is in the phase that `switch` named last.
 
     Nothing is written before `open`. After it a thread writes, and the loop only adds numbers.
     """
@@ -79,7 +81,10 @@ class Clock:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Make a context a phase. The one before follows, unless an error ends the context, and so the process."""
+        """Make a context a phase.
+
+        The one before follows, unless an error ends the context, and so the process.
+        """
         before = self.switch(phase)
         yield
         self.switch(before)
@@ -97,7 +102,10 @@ class Clock:
         self._first = step if self._first is None else self._first
 
     def read(self, step: int, blocked: float) -> None:
-        """Note that ``step`` was read, for which the loop waited ``blocked`` seconds. Called at every step."""
+        """Note that ``step`` was read, for which the loop waited ``blocked`` seconds.
+
+        Called at every step.
+        """
         now, totals = time.perf_counter(), self._totals
         if (seconds := now - self._read_at) > 0:
             totals["timed"] += 1
@@ -126,7 +134,9 @@ class Clock:
         return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write into ``workdir``; ``facts`` go into the first line. A full disk ends the file, not the run.
+        """Begin to write into ``workdir``; ``facts`` go into the first line.
+
+        A full disk ends the file, not the run.
 
         Raises WorkdirError: something else than a file has its name.
         """
@@ -173,7 +183,10 @@ class Clock:
                     self._shorten()
 
     def _shorten(self) -> None:
-        """Leave the first and the last line of each start in the file. Incomplete lines of a kill go, too."""
+        """Leave the first and the last line of each start in the file.
+
+        Incomplete lines of a kill go, too.
+        """
         with self._writing:
             jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
             self._file = jsonl.opened(self._path)
@@ -238,7 +251,10 @@ class Start:
 
 
 def restarts(each: Sequence[Start]) -> int:
-    """Return how many starts after the first made a step, or were killed before one. Refused ones do not count."""
+    """Return how many starts after the first made a step, or were killed before one.
+
+    Refused ones do not count.
+    """
     return max(sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each) - 1, 0)
 
 
@@ -283,7 +299,10 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
-    """Process -> its starts, of a run's workdir, or {} for a run without a record. Raises WorkdirError as `starts`."""
+    """Process -> its starts, of a run's workdir, or {} for a run without a record.
+
+    Raises WorkdirError as `starts`.
+    """
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}
@@ -333,8 +352,8 @@ def summary(seconds: Mapping[str, float]) -> str:
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
     """Return the process that delays the others: with an own part of a step above the median by a tenth of a step or more.
 
-    Processes leave a step together. The one that comes late (its data, its host) waits least for the devices. A slow device
-    does not show here: all wait for it alike.
+    Processes leave a step together. The one that comes late (its data, its host) waits least for
+    the devices. A slow device does not show here: all wait for it alike.
     """
     newest = [each[-1] for each in processes.values() if each[-1].timed]
     newest = [start for start in newest if start.began >= max(s.began for s in newest) - 3600]

@@ -1,7 +1,7 @@
 """Files of one JSON object per line that a run appends to, resumes, and never dies of.
 
-A kill, a full disk or another program can leave a line there that is no record. Such lines are moved to a file of the same name
-with ``.odd`` at its end, and reported. The rest is read.
+A kill, a full disk or another program can leave a line there that is no record. Such lines are
+moved to a file of the same name with ``.odd`` at its end, and reported. The rest is read.
 """
 
 import errno
@@ -41,7 +41,8 @@ def step_problem(record: dict[str, Any]) -> str:
 def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
     """Return the records of a file with their lines, and the other lines with the reason for each.
 
-    Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not write.
+    Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not
+    write.
     """
     try:
         with opened(path, "rb") as file:
@@ -59,7 +60,10 @@ def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any],
 
 
 def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()) -> None:
-    """Replace a file by ``lines``, atomically. The ``odd`` lines are first appended to its neighbour .odd."""
+    """Replace a file by ``lines``, atomically.
+
+    The ``odd`` lines are first appended to its neighbour .odd.
+    """
     if odd:
         aside = path.with_name(f"{path.name}.odd")
         with opened(aside) as file:
@@ -71,7 +75,10 @@ def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[byte
 
 
 def opened(path: pathlib.Path, mode: str = "ab") -> Any:
-    """Open a regular file, to append to it unbuffered or to read. Raises WorkdirError for anything else of that name."""
+    """Open a regular file, to append to it unbuffered or to read.
+
+    Raises WorkdirError for anything else of that name.
+    """
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

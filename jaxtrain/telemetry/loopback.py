@@ -37,7 +37,8 @@ class Server(http.server.ThreadingHTTPServer):
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
             if oldest:
-                # Else a client that sends a byte now and then would keep all others out. Its thread closes it.
+                # Else a client that sends a byte now and then would keep all others out. Its thread
+                # closes it.
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)

@@ -34,7 +34,10 @@ class Sums:
         return self._totals.pop(name, (None, 0.0))[0]
 
     def means(self) -> dict[str, Any]:
-        """Each sum over its weight, or nan without weight. A sum may be an array, and every weight is a number."""
+        """Each sum over its weight, or nan without weight.
+
+        A sum may be an array, and every weight is a number.
+        """
         self._read()
         means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
         return {name: x if np.ndim(x) else float(x) for name, x in means.items()}
@@ -94,7 +97,8 @@ class Meter:
     def _supply(self, asked: float, loader: Mapping[str, Any]) -> dict[str, float]:
         """Compare the rows/s that steps would take without a wait with those that the loader makes while it works.
 
-        Nothing of a loader that does not count its rows and its threads' seconds, or made none since the last call.
+        Nothing of a loader that does not count its rows and its threads' seconds, or made none
+        since the last call.
         """
         if not {"rows", "seconds", "threads"} <= loader.keys() or not asked:
             return {}
@@ -112,7 +116,8 @@ class Meter:
 def peak_flops() -> tuple[float, str]:
     """FLOP/s of all devices together, and the source of the number.
 
-    The datasheet's dense bf16 peak if the chip is known, else the best of a few float32 matrix products measured now.
+    The datasheet's dense bf16 peak if the chip is known, else the best of a few float32 matrix
+    products measured now.
     """
     devices = jax.devices()
     kind = devices[0].device_kind

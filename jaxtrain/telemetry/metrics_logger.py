@@ -1,4 +1,7 @@
-"""Logs and writes the steps of a run. Every step is read one step late, so that the device never waits for the host."""
+"""Logs and writes the steps of a run.
+
+Every step is read one step late, so that the device never waits for the host.
+"""
 
 import functools
 import logging
@@ -106,9 +109,12 @@ class MetricsLogger:
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
-        """Read the step before this one, and keep this one. True when that step agreed to stop: it changed nothing.
+        """Read the step before this one, and keep this one.
 
-        ``state``: after this step, for its digest, which is computed before the next step takes the state's place.
+        True when that step agreed to stop: it changed nothing.
+
+        ``state``: after this step, for its digest, which is computed before the next step takes the
+        state's place.
         """
         if self.flush():
             return True
@@ -184,7 +190,10 @@ class MetricsLogger:
         samples: Sequence[Mapping[str, Any]],
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
-        """Write the results of an evaluation. ``counts``: by `jaxtrain.types.COUNTS`, None for missing ones."""
+        """Write the results of an evaluation.
+
+        ``counts``: by `jaxtrain.types.COUNTS`, None for missing ones.
+        """
         self._process.confirm()
         with self._process.writing():
             if samples and cluster.is_main():
@@ -212,7 +221,10 @@ class MetricsLogger:
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
-        """Write named arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the beginning of the run."""
+        """Write named arrays [n, height, width] in 0..1 into workdir/pictures.
+
+        Step 0 is the beginning of the run.
+        """
         host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
         self._process.confirm()
         if cluster.is_main():

@@ -1,8 +1,8 @@
 """Traces of chosen steps, by JAX's profiler: the steps that a config names, and the next ones of a running run on request.
 
-workdir/traces/steps-000100-000103-process-0/ is read by Perfetto (its *.trace.json.gz), XProf and `jaxtrain report`. A live
-run is asked by workdir/profile.json, ``{"id": "…", "steps": 3, "all": false}``, which `jaxtrain profile` writes: a thread looks
-for it, so that the loop reads no file.
+workdir/traces/steps-000100-000103-process-0/ is read by Perfetto (its *.trace.json.gz), XProf and
+`jaxtrain report`. A live run is asked by workdir/profile.json, ``{"id": "…", "steps": 3, "all":
+false}``, which `jaxtrain profile` writes: a thread looks for it, so that the loop reads no file.
 """
 
 import contextlib
@@ -26,7 +26,10 @@ MOST_STEPS = 1000  # of a trace, which holds every operation of every step
 
 
 class Traces:
-    """Begins a trace behind a step, and ends it behind another. The caller waits for the device at both."""
+    """Begins a trace behind a step, and ends it behind another.
+
+    The caller waits for the device at both.
+    """
 
     def __init__(self, workdir: str, steps: Sequence[int], *, process: int):
         """Trace process 0 in ``steps``, the first and the last; empty = only on request."""
@@ -45,7 +48,10 @@ class Traces:
         return step + 1 == self._first or bool(self._asked)
 
     def turn(self, step: int) -> None:
-        """Begins the trace that is due behind ``step``, or ends it. A trace that fails is reported, and ends no run."""
+        """Begins the trace that is due behind ``step``, or ends it.
+
+        A trace that fails is reported, and ends no run.
+        """
         if self._running:
             self._end(step)
             return
@@ -91,7 +97,10 @@ class Traces:
                     self._asked = steps
 
     def _request(self) -> tuple[str, int, bool]:
-        """Id, number of steps, and whether it is for every process. "", 0, False without a request."""
+        """Id, number of steps, and whether it is for every process.
+
+        "", 0, False without a request.
+        """
         path = self._workdir / REQUEST
         if not os.path.lexists(path):
             return "", 0, False

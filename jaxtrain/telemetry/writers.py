@@ -1,7 +1,8 @@
 """The writers of a run: metric records, pictures, samples.
 
-workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3, …}``. Steps rise within a
-split. If a run resumes from an earlier step, the records after it are dropped first, so that no step is there twice.
+workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3,
+…}``. Steps rise within a split. If a run resumes from an earlier step, the records after it are
+dropped first, so that no step is there twice.
 """
 
 import contextlib
@@ -34,12 +35,18 @@ WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of w
 
 
 class Writer(Protocol):
-    """Takes records. A writer without pictures or samples leaves them to the workdir, which has them all."""
+    """Takes records.
+
+    A writer without pictures or samples leaves them to the workdir, which has them all.
+    """
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Take named arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the beginning of the run."""
+        """Take named arrays [n, height, width] in 0..1, low rows at the bottom.
+
+        Step 0 is the beginning of the run.
+        """
         return None
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -50,12 +57,15 @@ class Writer(Protocol):
 
 
 class JsonlWriter(Writer):
-    """A file of records in the workdir, continued after ``step``. Lines that are no records are moved to its neighbour .odd.
+    """A file of records in the workdir, continued after ``step``.
+
+    Lines that are no records are moved to its neighbour .odd.
 
     Attributes:
       reached: split -> the last step that was written before, also after ``step``.
 
-    Raises WorkdirError: something else than a file has that name, or the file is gone when it is written or closed.
+    Raises WorkdirError: something else than a file has that name, or the file is gone when it is
+    written or closed.
     """
 
     def __init__(self, workdir: str, step: int, name: str = "metrics.jsonl", problem: jsonl.Check = jsonl.record_problem):
@@ -88,10 +98,12 @@ class JsonlWriter(Writer):
 
 
 class TensorboardWriter(Writer):
-    """workdir/tensorboard. Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
+    """workdir/tensorboard.
 
-    tensorboardX writes them at once, into a file that waits for room (`_Appended`). Its SummaryWriter would write in a thread,
-    which ends for good at the first error.
+    Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
+
+    tensorboardX writes them at once, into a file that waits for room (`_Appended`). Its
+    SummaryWriter would write in a thread, which ends for good at the first error.
     """
 
     def __init__(self, workdir: str, step: int):
@@ -133,7 +145,10 @@ class TensorboardWriter(Writer):
 
 
 class _Appended:
-    """A file to append to. Lines that a full disk refuses wait in memory until a flush finds room."""
+    """A file to append to.
+
+    Lines that a full disk refuses wait in memory until a flush finds room.
+    """
 
     def __init__(self, path: pathlib.Path):
         self._path, self.file = path, jsonl.opened(path)
@@ -189,7 +204,9 @@ class WandbWriter(Writer):
 
 
 class MlflowWriter(Writer):
-    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI. It is sent in the background.
+    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI.
+
+    It is sent in the background.
 
     ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
     """
@@ -220,7 +237,10 @@ class MlflowWriter(Writer):
 
 
 class TrackioWriter(Writer):
-    """A Trackio run whose name is kept in workdir/trackio_name. ``reached`` as `MlflowWriter` has it."""
+    """A Trackio run whose name is kept in workdir/trackio_name.
+
+    ``reached`` as `MlflowWriter` has it.
+    """
 
     def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
         import trackio
@@ -281,9 +301,12 @@ def make_writers(config: Config, step: int) -> list[Writer]:
 def write_pictures(
     folder: str | os.PathLike[str], pictures: Mapping[str, np.typing.ArrayLike], *, limit: int = 8
 ) -> list[pathlib.Path]:
-    """Write [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom. Return their paths.
+    """Write [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom.
 
-    The folder is made only if its parent exists: a deleted workdir must not come back with pictures alone.
+    Return their paths.
+
+    The folder is made only if its parent exists: a deleted workdir must not come back with pictures
+    alone.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)
@@ -301,7 +324,10 @@ def pixels(images: np.typing.ArrayLike) -> np.ndarray:
 
 
 def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write an object on each line of a file of the workdir, {"step": 500, …}. A step written again takes its own place."""
+    """Write an object on each line of a file of the workdir, {"step": 500, …}.
+
+    A step written again takes its own place.
+    """
     path = pathlib.Path(workdir) / name
     records, odd = jsonl.read(path, jsonl.step_problem)
     kept = [line for record, line in records if record["step"] < step]
@@ -310,7 +336,10 @@ def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str,
 
 
 class Lines:
-    """Lines of evaluations, by `write_lines`. Lines that a full disk refuses wait in memory, and the run continues."""
+    """Lines of evaluations, by `write_lines`.
+
+    Lines that a full disk refuses wait in memory, and the run continues.
+    """
 
     def __init__(self, workdir: str):
         self._workdir = workdir

@@ -1,24 +1,30 @@
 """The built-in demo: synthetic birds, made once, so that a first run needs no download.
 
-The corpus is 600 recordings of 12 invented species, 480 to train on and 120 to test on; `loaders.audio.demo_birds` makes them.
+The corpus is 600 recordings of 12 invented species, 480 to train on and 120 to test on;
+`loaders.audio.demo_birds` makes them.
 
 On disk it has the form of ``DatasetDict.save_to_disk`` of Hugging Face ``datasets``:
 
-    birds-v1-480+120-0123456789ab/           format version, sizes, hash of the recipe: a changed one is a new folder
+    birds-v1-480+120-0123456789ab/           format version, sizes, hash of the recipe: a changed
+                                             one is a new folder
       dataset_dict.json                      {"splits": ["train", "test"]}
       train/ test/
-        data-0000k-of-0000n.arrow            Arrow IPC stream with the columns audio: struct<bytes: binary, path: string> and
-                                             ebird_code: int64; schema metadata "huggingface" = {"info": {"features":
-                                             {"audio": Audio, "ebird_code": ClassLabel with the species' names}}}
+        data-0000k-of-0000n.arrow            Arrow IPC stream with the columns audio: struct<bytes:
+                                             binary, path: string> and ebird_code: int64; schema
+                                             metadata "huggingface" = {"info": {"features":
+                                             {"audio": Audio, "ebird_code": ClassLabel with the
+                                             species' names}}}
         dataset_info.json                    the same features
         state.json                           the shards in order, and a fingerprint of their content
 
-Recordings 0 … 479 are train and the rest test, so that no recording is in both. The folder appears by one rename of a
-finished one: if it is there, it is complete. The same machine and library versions give the same bytes again: libsndfile
-draws a random serial number for an OGG stream, so it is replaced by the recording's number.
+Recordings 0 … 479 are train and the rest test, so that no recording is in both. The folder appears
+by one rename of a finished one: if it is there, it is complete. The same machine and library
+versions give the same bytes again: libsndfile draws a random serial number for an OGG stream, so it
+is replaced by the recording's number.
 
-How hard it is (``pytest -m slow tests/loaders/test_demo.py -s``): a linear classifier of each mel band's mean and
-deviation over one crop reaches 78 % on the test recordings, the nearest class mean 50 %, chance 8 %.
+How hard it is (``pytest -m slow tests/loaders/test_demo.py -s``): a linear classifier of each mel
+band's mean and deviation over one crop reaches 78 % on the test recordings, the nearest class mean
+50 %, chance 8 %.
 
 ``python -m loaders.audio.demo`` makes the corpus if it is not there, and prints its contents.
 """
@@ -60,7 +66,8 @@ def ensure(cache_dir: Path | None = None, *, n_train: int = N_TRAIN, n_test: int
     Any number of processes may call this at once: one makes the corpus, the others wait for it.
 
     Args:
-      cache_dir: the folder of corpora, by default $JAXTRAIN_CACHE, $XDG_CACHE_HOME/jaxtrain or ~/.cache/jaxtrain.
+      cache_dir: the folder of corpora, by default $JAXTRAIN_CACHE, $XDG_CACHE_HOME/jaxtrain or
+      ~/.cache/jaxtrain.
       n_train, n_test: recordings in each split.
 
     Raises:
@@ -175,7 +182,10 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _only_one(lock: Path) -> Iterator[bool]:
-    """Hold a lock, which the kernel releases when its holder dies. Yields False on a file system without locks."""
+    """Hold a lock, which the kernel releases when its holder dies.
+
+    Yields False on a file system without locks.
+    """
     with open(lock, "w") as file:  # never removed: another process may be waiting for this very file
         try:
             try:

@@ -1,18 +1,21 @@
 """The recordings of the built-in demo: invented birds that sing, synthesised and encoded.
 
-A recording is a pure function of (this file, its number): one individual sings its species' song from beginning to end, with
-pauses under 2 s, so that every 5 s crop holds it.
+A recording is a pure function of (this file, its number): one individual sings its species' song
+from beginning to end, with pauses under 2 s, so that every 5 s crop holds it.
 
-  grammar     a song is a sequence of runs. A run repeats one note (a sweep, whistle, buzz, rasp or harmonic stack) some
-              times, with a gap, a pitch step and an acceleration between repetitions. Species share the range
-              from 1 to 8 kHz: some differ mostly in the order of two notes or the direction of a sweep, some in tempo.
-  individual  pitch, tempo and level differ between recordings, and a little between songs and notes.
-  background  a tilted noise floor 6 to 26 dB under the singer, echoes, and by chance wind in gusts, drops of rain,
-              mains hum, and up to two distant birds of other species, 14 to 26 dB quieter.
+  grammar     a song is a sequence of runs. A run repeats one note (a sweep, whistle, buzz, rasp or
+              harmonic stack) some times, with a gap, a pitch step and an acceleration between
+              repetitions. Species share the range from 1 to 8 kHz: some differ mostly in the order
+              of two notes or the direction of a sweep, some in tempo.
+  individual  pitch, tempo and level differ between recordings, and a little between songs and
+              notes.
+  background  a tilted noise floor 6 to 26 dB under the singer, echoes, and by chance wind in gusts,
+              drops of rain, mains hum, and up to two distant birds of other species, 14 to 26 dB
+              quieter.
   duration    3 to 60 s, log-normal, and shorter for codecs with most bytes or time.
   codec       synthesised at the rate of the file, and handed out in turn within each species:
-              OGG Vorbis 32 kHz mono (five of eight), MP3 44.1 kHz stereo, FLAC 48 kHz mono 16-bit and WAV 22.05 kHz
-              mono 16-bit (one of eight each).
+              OGG Vorbis 32 kHz mono (five of eight), MP3 44.1 kHz stereo, FLAC 48 kHz mono 16-bit
+              and WAV 22.05 kHz mono 16-bit (one of eight each).
 """
 
 import io
@@ -287,7 +290,8 @@ def _with_serial(ogg: bytes, serial: int) -> bytes:
         end = at + 27 + n_segments + sum(out[at + 27 : at + 27 + n_segments])
         out[at + 14 : at + 18] = serial.to_bytes(4, "little")
         out[at + 22 : at + 26] = bytes(4)  # the checksum counts as zero in itself
-        # OGG's CRC-32 has zlib's polynomial with the bits the other way round, from 0 and not inverted.
+        # OGG's CRC-32 has zlib's polynomial with the bits the other way round, from 0 and not
+        # inverted.
         crc = zlib.crc32(bytes(out[at:end]).translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
         out[at + 22 : at + 26] = crc.to_bytes(4, "big").translate(_REVERSED_BITS)
         at = end

@@ -2,7 +2,8 @@
 
 Kaldi's log-mel filter bank (rust/core/src/fbank.rs, and on the device
 `jaxtrain.workloads.bird.log_mel`), at any rate, with any windows and
-bands. An encoder reads the spectrograms that it was trained on and no others: its run's config says which.
+bands. An encoder reads the spectrograms that it was trained on and no others: its run's config says
+which.
 """
 
 import dataclasses

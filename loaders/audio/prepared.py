@@ -1,16 +1,21 @@
 """Recordings prepared once: mono at the front end's rate, 16 bits, so that a crop is a copy.
 
     DIR/
-      prepared.json                          how they were prepared, of what data, and whether all are
-      SPLIT/data-00000-of-00007.arrow        of shards: every row and column of theirs, with a prepared recording each
-      index.json, data/*.parquet, audio/…    of an index: its rows, and below audio/ one file a recording and channel
+      prepared.json                          how they were prepared, of what data, and whether all
+                                             are
+      SPLIT/data-00000-of-00007.arrow        of shards: every row and column of theirs, with a
+                                             prepared recording each
+      index.json, data/*.parquet, audio/…    of an index: its rows, and below audio/ one file a
+                                             recording and channel
 
-A prepared recording is a FLAC file with a checksum for each 4,096 samples (rust/decode/src/flac_write.rs), as they are or
-packed without loss. It names the length and the rate of the recording that it was made from, and so gives the same crops.
-A recording that cannot be decoded from end to end is copied as it is: the loader treats it as before.
+A prepared recording is a FLAC file with a checksum for each 4,096 samples
+(rust/decode/src/flac_write.rs), as they are or packed without loss. It names the length and the
+rate of the recording that it was made from, and so gives the same crops. A recording that cannot be
+decoded from end to end is copied as it is: the loader treats it as before.
 
-Shards and files take their names when they are whole, and depend on the source alone. So an interrupted command continues,
-several processes share the work, and all of them make the same bytes.
+Shards and files take their names when they are whole, and depend on the source alone. So an
+interrupted command continues, several processes share the work, and all of them make the same
+bytes.
 """
 
 import collections
@@ -138,7 +143,10 @@ def prepare(
 
 
 def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
-    """Make the folder, or check that it is of the same data and settings. Return whether all is prepared."""
+    """Make the folder, or check that it is of the same data and settings.
+
+    Return whether all is prepared.
+    """
     atomic_write.refuse_unwritable(out, folder=True)
     if (out / NAME).is_file():
         before = _read(out)
@@ -213,7 +221,10 @@ class _Pool(contextlib.AbstractContextManager["_Pool"]):
             yield ahead.popleft().result()
 
     def prepare(self, index: "_rust.Index", row: int, settings: Settings, **more: Any) -> tuple[bytes, int]:
-        """Return the prepared recording of a row and its clipped samples. Raises ValueError for a broken one."""
+        """Return the prepared recording of a row and its clipped samples.
+
+        Raises ValueError for a broken one.
+        """
         channel = more.pop("channel", settings.channel)
         return index.prepare(
             row,
@@ -226,7 +237,8 @@ class _Pool(contextlib.AbstractContextManager["_Pool"]):
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------- shards
+# -------------------------------------------------------------------------------
+# shards
 
 
 def _shards(
@@ -308,7 +320,8 @@ def _prepared_batches(
         yield some.set_column(number, group.schema.field(number), prepared)
 
 
-# ----------------------------------------------------------------------------------------------------------------- index
+# -------------------------------------------------------------------------------
+# index
 
 
 def _index(

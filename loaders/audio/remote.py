@@ -1,11 +1,14 @@
 """Shards in object stores and on the web: gs://, s3://, hf:// and https:// through fsspec, with a bounded cache on disk.
 
-Files are copied in parts, several at once, first the parts that a reader waits for. Training begins with the headers of Arrow
-shards, but waits for whole Parquet shards. An interrupted copy resumes at its end, unless the
-file has another tag since. A part that comes short is requested again. An MD5 or SHA-256 of the store is compared
-when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. The limit
-is $JAXTRAIN_SHARDS_GB, 200 by default: as bytes come beyond it, the address that was not used for longest is removed first, and
-none that a process uses. Private stores need credentials in the usual places of fsspec's file systems.
+Files are copied in parts, several at once, first the parts that a reader waits for. Training begins
+with the headers of Arrow shards, but waits for whole Parquet shards. An interrupted copy resumes at
+its end, unless the
+file has another tag since. A part that comes short is requested again. An MD5 or SHA-256 of the
+store is compared when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or
+~/.cache/jaxtrain/shards), a folder for each address. The limit is $JAXTRAIN_SHARDS_GB, 200 by
+default: as bytes come beyond it, the address that was not used for longest is removed first, and
+none that a process uses. Private stores need credentials in the usual places of fsspec's file
+systems.
 """
 
 import base64
@@ -74,15 +77,18 @@ def is_complete(address: str) -> bool:
 
 
 def fetch(address: str, *, wait: bool = True) -> str:
-    """Copy the shards at an address, or their missing parts. Returns the folder, glob or file of the copies.
+    """Copy the shards at an address, or their missing parts.
+
+    Returns the folder, glob or file of the copies.
 
     Args:
-      wait: until all is there. Else the copies have their names and sizes, and come while the process works: an index of them
-        is opened with ``copying`` (`is_copying`), and waits for the parts that it reads.
+      wait: until all is there. Else the copies have their names and sizes, and come while the
+        process works: an index of them is opened with ``copying`` (`is_copying`), and waits for the
+        parts that it reads.
 
     Raises:
-      DataError: no file system for it is installed, there are no shards, they are larger than the cache may be, or a file
-        cannot be copied after several tries.
+      DataError: no file system for it is installed, there are no shards, they are larger than the
+        cache may be, or a file cannot be copied after several tries.
     """
     folder = _folder(address)
     with _beginning:
@@ -221,7 +227,10 @@ async def _client(**options: Any) -> Any:
 
 
 def _linked(system: Any, root: str) -> list[str]:
-    """Return the addresses below one of the web that its pages link to, and theirs. Raises DataError for pages without end."""
+    """Return the addresses below one of the web that its pages link to, and theirs.
+
+    Raises DataError for pages without end.
+    """
     top = root.rstrip("/") + "/"
     pages, found = [top], {top: None}
     for page in pages:  # which grow
@@ -337,7 +346,8 @@ class _Copy:
                     out.seek(start)
                     out.write(data)
                     out.flush()
-                    # Before it is noted, so that it holds after a crash of the machine. macOS has fsync alone.
+                    # Before it is noted, so that it holds after a crash of the machine. macOS has
+                    # fsync alone.
                     getattr(os, "fdatasync", os.fsync)(out.fileno())
                 with self._lock:
                     self._parts[file][first:last] = THERE
@@ -393,7 +403,10 @@ class _Copy:
 
 
 def _part(system: Any, file: File, start: int, end: int) -> bytes:
-    """Read bytes [start, end) of a file, with new tries if they do not come or come short. Raises DataError."""
+    """Read bytes [start, end) of a file, with new tries if they do not come or come short.
+
+    Raises DataError.
+    """
     reason = ""
     for attempt in range(TRIES):
         if attempt:

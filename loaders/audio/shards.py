@@ -2,18 +2,24 @@
 
 A path is one of
 
-    a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json gives
-    such a folder of several splits                    its train/; and its test/, unless ``test`` names another
-    a folder that `jaxtrain index` wrote               its data/; recordings are files below the root that index.json names
-    a folder of ``*.arrow``, as in the datasets cache  by name, and with several splits (``name-train-00000-of-00007.arrow``),
-                                                       those of the split that is asked for
+    a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json
+                                                       gives
+    such a folder of several splits                    its train/; and its test/, unless ``test``
+                                                       names another
+    a folder that `jaxtrain index` wrote               its data/; recordings are files below the
+                                                       root that index.json names
+    a folder of ``*.arrow``, as in the datasets cache  by name, and with several splits
+                                                       (``name-train-00000-of-00007.arrow``), those
+                                                       of the split that is asked for
     a folder of ``*.parquet``, as the Hub stores them  the same, also in its data/
     a glob, or one file                                by name
-    an address gs://, s3://, hf://, https://           of any of these, copied first: see `loaders.audio.remote`
+    an address gs://, s3://, hf://, https://           of any of these, copied first: see
+                                                       `loaders.audio.remote`
     "demo"                                             the built-in corpus, made at its first use
 
-Paths, labels and class names are kept for corpora of 16 shards or more in $JAXTRAIN_CACHE/index (or ~/.cache/jaxtrain/index)
-until a shard's name, size or time changes (docs/results/loader.md has the times).
+Paths, labels and class names are kept for corpora of 16 shards or more in $JAXTRAIN_CACHE/index (or
+~/.cache/jaxtrain/index) until a shard's name, size or time changes (docs/results/loader.md has the
+times).
 """
 
 import contextlib
@@ -57,14 +63,16 @@ class ClassLists(NamedTuple):
 
 
 def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """Return the shards of ``split``, "train" or any other name, at a path, in order. See the module's docstring.
+    """Return the shards of ``split``, "train" or any other name, at a path, in order.
+
+    See the module's docstring.
 
     Args:
       links: whether links in a folder may lead out of it.
 
     Raises:
-      DataError: there are no shards, and the message names the files there, or a shard is no regular file, or lies
-        outside of its folder.
+      DataError: there are no shards, and the message names the files there, or a shard is no
+        regular file, or lies outside of its folder.
     """
     folder = pathlib.Path(path).expanduser()
     if folder.is_file():
@@ -108,12 +116,18 @@ def nearest(path: pathlib.Path) -> str:
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """Return a folder's shards of one split, or none if it holds other splits only. Raises DataError as `find_shards` does."""
+    """Return a folder's shards of one split, or none if it holds other splits only.
+
+    Raises DataError as `find_shards` does.
+    """
     return _checked(folder, _of_split(folder, split), links)
 
 
 def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) -> list[pathlib.Path]:
-    """Return the same shards. Raises DataError for one that is no regular file inside ``folder``."""
+    """Return the same shards.
+
+    Raises DataError for one that is no regular file inside ``folder``.
+    """
     for shard in shards:
         files.inside(folder.absolute(), str(shard.absolute()), links=links, remedy=files.LINKS)
         try:
@@ -161,7 +175,8 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[pathlib.Path]]:
     """Shards of a folder by split: name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
 
-    Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, even with dashes in its names.
+    Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, even with
+    dashes in its names.
     """
     groups: dict[str, list[pathlib.Path]] = {}
     if (folder / "state.json").is_file():
@@ -186,7 +201,8 @@ def index_file(shard: pathlib.Path) -> pathlib.Path | None:
 def index_root(file: pathlib.Path) -> pathlib.Path:
     """Return the folder that the recordings' names in an index are relative to.
 
-    An index from elsewhere could name any folder. One outside of the index counts if `jaxtrain index` made it here.
+    An index from elsewhere could name any folder. One outside of the index counts if `jaxtrain
+    index` made it here.
 
     Raises DataError.
     """
@@ -256,8 +272,8 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
     Args:
       label: the column of class labels; empty = none.
-      audio_root: the folder of recordings that are not in the shards, below which they must lie; empty = the root that
-        index.json names, or each shard's own folder.
+      audio_root: the folder of recordings that are not in the shards, below which they must lie;
+        empty = the root that index.json names, or each shard's own folder.
       links: whether links may lead out of that folder.
 
     Raises:
@@ -284,7 +300,8 @@ def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
 def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
     """Return the index's fingerprint, with a digest of recordings that are files of their own (`jaxtrain index`).
 
-    It covers the sizes and some bytes of the files of up to SAMPLED rows, evenly spaced. Files that cannot be read are left
+    It covers the sizes and some bytes of the files of up to SAMPLED rows, evenly spaced. Files that
+    cannot be read are left
     out: the pipeline counts them.
     """
     digest, known = hashlib.sha256(), set()
@@ -304,7 +321,10 @@ def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_r
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
-    """Return the classes of every recording, of a column of lists, without reading audio. Raises DataError."""
+    """Return the classes of every recording, of a column of lists, without reading audio.
+
+    Raises DataError.
+    """
     return _class_lists_once(_stats(shards), label)
 
 

@@ -1,28 +1,34 @@
 """Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
 
-One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded with its minimum and
-normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options. Training draws a
+One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded
+with its minimum and normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options.
+Training draws a
 random crop in a permuted order
-without end. Testing takes the centre crop of every recording once. A row is a function of (seed, position, row)
+without end. Testing takes the centre crop of every recording once. A row is a function of (seed,
+position, row)
 alone: see `loaders.order`.
 
-With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn independently, or in testing
-spread evenly. Views that overlap are decoded once, so that in MP3 and Vorbis a view can differ in the last bits from the
-same crop decoded alone. With ``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to
-the device.
+With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn
+independently, or in testing spread evenly. Views that overlap are decoded once, so that in MP3 and
+Vorbis a view can differ in the last bits from the same crop decoded alone. With
+``dtype="bfloat16"`` the rows are rounded to nearest even, and half as many bytes cross to the
+device.
 
-With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the filter bank would take, times
-32768, rounded to nearest even and clipped. The model makes the spectrogram on the device
-(`jaxtrain.workloads.bird.log_mel`): less work for
+With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the
+filter bank would take, times 32768, rounded to nearest even and clipped. The model makes the
+spectrogram on the device (`jaxtrain.workloads.bird.log_mel`): less work for
 the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
 
-`front_end` does the same for one waveform: it returns the spectrogram that a test split would hold, byte for byte.
+`front_end` does the same for one waveform: it returns the spectrogram that a test split would hold,
+byte for byte.
 
-A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it, and one that is longer than
-the part is laid around it (``around``). If a whole recording is shorter than a crop, ``short`` decides its place.
+A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it,
+and one that is longer than the part is laid around it (``around``). If a whole recording is shorter
+than a crop, ``short`` decides its place.
 
-With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has "labels" instead of "label".
-With ``background`` a training row also has as many crops of another recording, of noise, drawn in an independent order.
+With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has
+"labels" instead of "label". With ``background`` a training row also has as many crops of another
+recording, of noise, drawn in an independent order.
 
 `loaders.audio.shards` says which files a path names.
 """
@@ -224,17 +230,22 @@ class Split:
 class Spectrograms(Loader):
     """Crops of recordings. Fields, r rows for each range:
 
-    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], or [r, views, n_frames, n_mels] of several views
-    waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with ``form="waveform"``
+    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], or [r, views, n_frames, n_mels] of
+                 several views
+    waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with
+                                                             ``form="waveform"``
     label        int32 [r]    the class; -1 if it is null
-    labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the recording
-    background   as spectrogram, with a ``background``: of another recording, or in testing of the same one
-    index        int32 [r]    the recording's row in its split's index; -1 in the padding of a ragged last batch
+    labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the
+                                     recording
+    background   as spectrogram, with a ``background``: of another recording, or in testing of the
+                 same one
+    index        int32 [r]    the recording's row in its split's index; -1 in the padding of a
+                              ragged last batch
     epoch        int32 [r]
     weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
 
-    The arrays are read-only, aligned to 64 bytes, and own their memory: it is reused when the last of a batch's arrays is gone,
-    JAX arrays that alias them included.
+    The arrays are read-only, aligned to 64 bytes, and own their memory: it is reused when the last
+    of a batch's arrays is gone, JAX arrays that alias them included.
     """
 
     def __init__(
@@ -301,7 +312,10 @@ class Spectrograms(Loader):
 
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
-    """Return the tables of a front end. Raises ValueError for values that its ``problems`` report."""
+    """Return the tables of a front end.
+
+    Raises ValueError for values that its ``problems`` report.
+    """
     return _filter_bank(tuple(of.settings.items()))
 
 
@@ -315,11 +329,12 @@ def front_end(
 ) -> np.ndarray:
     """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder with front end ``of`` sees it, float32 [n_frames, n_mels].
 
-    It is resampled, then cut to its centre or put between zeros to the length of the clip. Then Kaldi log-mel, padded with
-    the minimum, and normalised: the bytes that the pipeline gives for the same samples in a test split. `decode` makes such a
-    waveform from the bytes of a file.
+    It is resampled, then cut to its centre or put between zeros to the length of the clip. Then
+    Kaldi log-mel, padded with the minimum, and normalised: the bytes that the pipeline gives for
+    the same samples in a test split. `decode` makes such a waveform from the bytes of a file.
 
-    Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples that are not finite.
+    Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples
+    that are not finite.
     """
     wave = np.ascontiguousarray(wave, np.float32)
     return _rust.front_end(wave, rate, round(clip_seconds * of.sample_rate), n_frames, bank=filter_bank(of))
@@ -346,10 +361,13 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """Return the facts of the recordings, read without decoding. The built-in ones need not be made for it.
+    """Return the facts of the recordings, read without decoding.
+
+    The built-in ones need not be made for it.
 
     - n_train, n_test: recordings of each split.
-    - n_recordings: rows of train's index, excluded ones included: one more than the largest ``index`` in a batch.
+    - n_recordings: rows of train's index, excluded ones included: one more than the largest
+      ``index`` in a batch.
     - n_unlabelled: recordings of both splits whose label is null.
     - class_names, n_classes: of the label, both absent if the data do not name classes.
     - views, n_frames, n_mels, front_end, form, multilabel, background: of a row.
@@ -384,10 +402,12 @@ def facts(config: Config) -> Facts:
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
     """Return a loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
 
-    ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or its views spread evenly.
+    ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or
+    its views spread evenly.
 
     Raises:
-      DataError: shards that cannot be used, or in ``next`` more unreadable recordings than ``bad_budget`` allows.
+      DataError: shards that cannot be used, or in ``next`` more unreadable recordings than
+      ``bad_budget`` allows.
     """
     refuse_problems(config)
     recordings = _splits(config)[split]
@@ -460,7 +480,10 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
-    """Return the recordings of both splits; without ``make``, or the outline of the built-in ones. Raises DataError."""
+    """Return the recordings of both splits; without ``make``, or the outline of the built-in ones.
+
+    Raises DataError.
+    """
     # Lists of classes are read from the shards themselves, so these must be whole.
     train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
     train_shards = find_shards(train_path, config.train_split, links=config.follow_links)
@@ -512,7 +535,10 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
-    """Return the names of recordings, with each "@file" replaced by the names in it. Raises DataError."""
+    """Return the names of recordings, with each "@file" replaced by the names in it.
+
+    Raises DataError.
+    """
     excluded: set[str] = set()
     for name in names:
         if name.startswith("@"):
@@ -527,7 +553,10 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
 
 
 def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
-    """Return the index of shards, and with ``multilabel`` the classes of their recordings. Raises DataError."""
+    """Return the index of shards, and with ``multilabel`` the classes of their recordings.
+
+    Raises DataError.
+    """
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)

@@ -4,13 +4,14 @@
 and labels; `loaders.chat.chat_samples`
 reads them.
 
-The rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets into which the samples fall
-with the least padding (`loaders.buckets`). The bucket of a batch is dealt by the buckets' shares (`loaders.mixture`); each
-bucket goes through its own samples in permuted order, every sample once before any comes again. All is a function of (seed,
-position, row). "test" goes once through its samples, bucket by bucket in mixed order.
+The rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets
+into which the samples fall with the least padding (`loaders.buckets`). The bucket of a batch is
+dealt by the buckets' shares (`loaders.mixture`); each bucket goes through its own samples in
+permuted order, every sample once before any comes again. All is a function of (seed, position,
+row). "test" goes once through its samples, bucket by bucket in mixed order.
 
-A sample that cannot be used (not a conversation, missing or broken sound, no codes, longer than ``longest``) is left out,
-reported by its number, and counted against ``bad_budget``.
+A sample that cannot be used (not a conversation, missing or broken sound, no codes, longer than
+``longest``) is left out, reported by its number, and counted against ``bad_budget``.
 """
 
 import functools
@@ -46,7 +47,8 @@ class Split(NamedTuple):
 class Chat(Loader):
     """Conversations in buckets. Fields: those of `jaxtrain.workloads.audio_language`, and
 
-    index, epoch  int32 [r]    the sample's number in its manifest (-1 in padding), passes through its bucket before
+    index, epoch  int32 [r]    the sample's number in its manifest (-1 in padding), passes through
+                               its bucket before
     weight        float32 [r]  0 for the padding of a bucket's ragged last batch, in "test"
     """
 
@@ -99,7 +101,10 @@ class Chat(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Buckets: shape, samples, and the fill of this process's rows. And unusable samples, with the reason."""
+        """Buckets: shape, samples, and the fill of this process's rows.
+
+        And unusable samples, with the reason.
+        """
         data = self._data
         buckets = [
             {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
@@ -111,7 +116,8 @@ class Chat(Loader):
     def _make_deal(self, position: int) -> "Deal":
         row = np.arange(self._rows.batch)
         if self._mixture is None:
-            # Batches in mixed order, so that the first ones of a short evaluation are from all buckets.
+            # Batches in mixed order, so that the first ones of a short evaluation are from all
+            # buckets.
             position = int(order.permutation(0, 0, self.n_batches, np.array([position]))[0])
             bucket = int(np.searchsorted(np.cumsum(self._batches), position, side="right"))
             number = (position - sum(self._batches[:bucket])) * len(row) + row
@@ -164,7 +170,8 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """Return the facts of the samples.
 
-    vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad, and buckets of the training
+    vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad,
+    and buckets of the training
     split: (S, A, N, M, share of the batches) of each. Raises DataError.
     """
     tools, splits = tools_of(config, config.manifest), _splits(config)
@@ -182,7 +189,10 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
-    """Return a loader of ``split``, "train" or "test". Raises DataError: no samples to train on, or too many unusable ones."""
+    """Return a loader of ``split``, "train" or "test".
+
+    Raises DataError: no samples to train on, or too many unusable ones.
+    """
     return Chat(config, split=split, rows=rows, seed=seed)
 
 

@@ -1,15 +1,17 @@
 """The samples of a manifest as `loaders.chat.chat_audio` uses them: tokenised, measured, their recordings as codes.
 
-The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens `chatml.SPECIAL`. The codes of a
-recording come from
+The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens
+`chatml.SPECIAL`. The codes of a recording come from
 
     codec = "codec.npz"          the project's own (loaders/chat/codec.py, `jaxtrain train-codec`)
     codec = "module:function"    any function (wave float32 [n], rate) -> codes [K, T]
-    codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet (`codec.read_many`)
+    codes = "codes.npz"          made elsewhere, by the manifest's names: .npz, Arrow or Parquet
+                                 (`codec.read_many`)
 
-With a codec every recording is read and decoded only once (by the Rust crate), and its codes are kept next to it, as
-clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in advance. If not, the first process of a run does,
-and the others wait. A part of a recording (offset, duration) is cut from its codes.
+With a codec every recording is read and decoded only once (by the Rust crate), and its codes are
+kept next to it, as clip.wav.<codec>.npy, or in ``cache``. `jaxtrain encode-audio` does that in
+advance. If not, the first process of a run does, and the others wait. A part of a recording
+(offset, duration) is cut from its codes.
 """
 
 import concurrent.futures
@@ -175,7 +177,9 @@ def open_codec(config: Config) -> codec_lib.Codec:
 
 
 def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> codec_lib.Source:
-    """Return the recording of a clip, a file below ``root`` or its content. Raises FileError for a file elsewhere.
+    """Return the recording of a clip, a file below ``root`` or its content.
+
+    Raises FileError for a file elsewhere.
 
     Args:
       links: whether links in that folder may lead out of it.
@@ -196,7 +200,8 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 
     Returns how many, how many were there already, and (recording, reason) of failures.
 
-    One process does it at a time, without repeating the work of others. Raises DataError if codes cannot be kept.
+    One process does it at a time, without repeating the work of others. Raises DataError if codes
+    cannot be kept.
     """
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}
@@ -239,7 +244,10 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 
 @functools.lru_cache(maxsize=4)
 def tools_of(config: Config, manifest: str) -> Tools:
-    """Return the tokenizer and the codes of a config, for one of its manifests. Raises DataError."""
+    """Return the tokenizer and the codes of a config, for one of its manifests.
+
+    Raises DataError.
+    """
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except DataError as error:
@@ -280,7 +288,10 @@ _read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
 
 
 def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:
-    """Return the usable samples of a manifest, and (number, reason) of the others. Raises DataError if those are too many."""
+    """Return the usable samples of a manifest, and (number, reason) of the others.
+
+    Raises DataError if those are too many.
+    """
     if not config.codes:
         encode_all(config, manifest)
     tools = tools_of(config, manifest)

@@ -9,13 +9,15 @@ A manifest is a JSON list of samples:
     {"type": "audio", "audio_url": "clip.wav", "raw_audio": "…", "offset": 1.5, "duration": 2.0}
         seconds may be missing or null; raw_audio: the recording itself, base64, instead of a file
 
-`render` turns a sample into pieces of text, `tokenise` into tokens and their labels, and `expand` puts the codes of every
-recording in the place of its token. Labels are assistants' turns from ``start_index`` on (all of them without it): text, ends
-of turns, the tokens around sound, and the codes themselves. Headers are never labels, recipients always are.
+`render` turns a sample into pieces of text, `tokenise` into tokens and their labels, and `expand`
+puts the codes of every recording in the place of its token. Labels are assistants' turns from
+``start_index`` on (all of them without it): text, ends of turns, the tokens around sound, and the
+codes themselves. Headers are never labels, recipients always are.
 
-Codes int [K, T] become K rows of T + 2 with a begin before them and an end after. Row k is shifted right by k (the delay
-pattern, Copet et al. 2023, arXiv 2306.05284), with begins and ends in the gaps: T + 1 + K columns. Column 0 has only begins,
-and is not predicted. `targets` has the prediction of each place: the text after it, or the next column *of the same recording*.
+Codes int [K, T] become K rows of T + 2 with a begin before them and an end after. Row k is shifted
+right by k (the delay pattern, Copet et al. 2023, arXiv 2306.05284), with begins and ends in the
+gaps: T + 1 + K columns. Column 0 has only begins, and is not predicted. `targets` has the
+prediction of each place: the text after it, or the next column *of the same recording*.
 
 Shapes: U places of a row, K codebooks, T frames, J columns of one recording.
 """
@@ -62,7 +64,10 @@ class Piece(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """A conversation, every recording in the place of its token. Labels belong to their own place."""
+    """A conversation, every recording in the place of its token.
+
+    Labels belong to their own place.
+    """
 
     tokens: np.ndarray  # int32 [U], AUDIO or AUDIO_OUT throughout a recording
     codes: np.ndarray  # int32 [U, K], -1 outside recordings
@@ -81,7 +86,10 @@ class Targets(NamedTuple):
 
 
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
-    """Read the samples of a manifest, unchecked. Raises DataError: there is no such file, or it is not a JSON list."""
+    """Read the samples of a manifest, unchecked.
+
+    Raises DataError: there is no such file, or it is not a JSON list.
+    """
     try:
         return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MOST_MANIFEST)
     except files.FileError as error:
@@ -89,7 +97,10 @@ def read_manifest(path: str | pathlib.Path) -> list[Any]:
 
 
 def render(sample: Any) -> list[Piece]:
-    """Return a sample as pieces, whose joined texts are the whole conversation. Raises SampleError."""
+    """Return a sample as pieces, whose joined texts are the whole conversation.
+
+    Raises SampleError.
+    """
     if not isinstance(sample, Mapping) or not isinstance(sample.get("messages"), list) or not sample["messages"]:
         raise SampleError("it has no messages")
     messages, first = sample["messages"], sample.get("start_index")
@@ -165,7 +176,10 @@ def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarra
 
 
 def delayed_labels(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """Return the labels of the columns, int32 [J, K]: their codes and ends. Begins and gaps are not predicted."""
+    """Return the labels of the columns, int32 [J, K]: their codes and ends.
+
+    Begins and gaps are not predicted.
+    """
     return _shifted(codes_kt, size, NONE, NONE, delay)
 
 
@@ -203,8 +217,8 @@ def expand(
 ) -> Laid:
     """Put the columns of ``audios`` [K, T] in the place of the tokens ``audio_in`` and ``audio_out``, in order.
 
-    A recording is predicted if its token is an ``audio_out`` with a label. Raises SampleError if there are more or fewer
-    recordings than such tokens.
+    A recording is predicted if its token is an ``audio_out`` with a label. Raises SampleError if
+    there are more or fewer recordings than such tokens.
     """
     places = np.flatnonzero((tokens == audio_in) | (tokens == audio_out))
     if len(places) != len(audios):
@@ -244,7 +258,8 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
     """One row of `jaxtrain.workloads.audio_language`'s batch, without label_scale.
 
     Args:
-      shape: S text tokens, A columns, N and M labels, each at least those of ``x``; spare places are at the end.
+      shape: S text tokens, A columns, N and M labels, each at least those of ``x``; spare places
+      are at the end.
       pad: the token of spare places.
     """
     s, a, n, m = shape
@@ -273,8 +288,8 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
     """Return the scales of labels, float32 [1 + K]: ``rows`` of a global batch over its ``n_text`` and ``n_audio`` [K] labels.
 
-    Cross-entropies summed over rows, times these and divided by ``rows``, are the mean over text plus the mean over
-    codebooks of their means.
+    Cross-entropies summed over rows, times these and divided by ``rows``, are the mean over text
+    plus the mean over codebooks of their means.
     """
     n = np.concatenate([[n_text], n_audio]).astype(np.float64)
     n_used = max(int(np.count_nonzero(n_audio)), 1)  # codebooks that have a label

@@ -1,11 +1,13 @@
 """Sound as codes, and back: residual vector quantisation of log-mel frames, learned by k-means.
 
-A recording becomes the log-mel spectrogram of `loaders._rust.fbank` (128 bands, 100 frames/s, ln of the power). Four frames
-together are one vector. Its principal components are quantised by one codebook after the other, each on the residual that those
-before it leave (Gray 1984; Zeghidour et al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
-residuals, one after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that spectrogram
-(Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from a user's function
-(loaders/chat/chat_samples.py); this one needs no download, and is learned from any recordings in
+A recording becomes the log-mel spectrogram of `loaders._rust.fbank` (128 bands, 100 frames/s, ln of
+the power). Four frames together are one vector. Its principal components are quantised by one
+codebook after the other, each on the residual that those before it leave (Gray 1984; Zeghidour et
+al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the residuals, one
+after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that
+spectrogram (Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from
+a user's function (loaders/chat/chat_samples.py); this one needs no download, and is learned from
+any recordings in
 minutes (`jaxtrain train-codec`).
 
 A codec is one file, codec.npz:
@@ -15,9 +17,11 @@ A codec is one file, codec.npz:
     basis     float32 [P, 512]     principal components, orthonormal
     books     float32 [K, C, P]    codebooks
 
-Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), with silence after its end.
+Codes of a recording of n samples at 32 kHz: int16 [K, T], T = ceil(n / 1280), with silence after
+its end.
 
-Shapes: N vectors, P principal components, K codebooks, C codes of each, T times, S bins of a spectrum.
+Shapes: N vectors, P principal components, K codebooks, C codes of each, T times, S bins of a
+spectrum.
 """
 
 import base64
@@ -69,7 +73,10 @@ class Codec(Protocol):
         """Part of the name of files of codes, which changes with the codes."""
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
-        """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T]. Raises ValueError for sound that it cannot encode."""
+        """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T].
+
+        Raises ValueError for sound that it cannot encode.
+        """
 
 
 class Rvq(NamedTuple):
@@ -134,7 +141,8 @@ class Function(NamedTuple):
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
     """Open a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
 
-    A function's module is imported: ``text`` is the user's own, never one that was read from a checkpoint.
+    A function's module is imported: ``text`` is the user's own, never one that was read from a
+    checkpoint.
     """
     path = pathlib.Path(text).expanduser()
     if path.is_file():
@@ -218,7 +226,10 @@ def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) 
 def train(
     x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
 ) -> Rvq:
-    """Trains a codec on vectors [N, 512] (`vectors`). Raises DataError for fewer vectors than codes."""
+    """Trains a codec on vectors [N, 512] (`vectors`).
+
+    Raises DataError for fewer vectors than codes.
+    """
     if len(x_nv) < size:
         raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
     rng = np.random.default_rng(seed)
@@ -266,7 +277,10 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
 
 
 def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
-    """Write 16 bits, mono, atomically. Samples beyond full scale make the whole recording quieter."""
+    """Write 16 bits, mono, atomically.
+
+    Samples beyond full scale make the whole recording quieter.
+    """
     scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
     with atomic_write.file(path) as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
@@ -336,7 +350,8 @@ class Source(NamedTuple):
 def encode(source: Source, codec: Codec, cache: str) -> None:
     """Read and decode a recording, and keep its codes.
 
-    Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes cannot be kept.
+    Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes
+    cannot be kept.
     """
     path = source.codes(codec, cache)
     wave, rate, _ = _rust.decode(source.read())
@@ -362,7 +377,8 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
 def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
     """Hold a lock between processes, in the first of the folders that can be written, if the file system has locks.
 
-    In a folder that all hosts share it holds between hosts. The kernel releases it when its holder dies.
+    In a folder that all hosts share it holds between hosts. The kernel releases it when its holder
+    dies.
     """
     with contextlib.ExitStack() as closing:
         for folder in folders:
@@ -385,8 +401,8 @@ def read(path: pathlib.Path) -> np.ndarray:
 def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read codes made elsewhere: name of the recording in the manifest -> codes int16 [K, T].
 
-    An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns audio_url (string) and codes
-    (a list of K lists of T integers). Raises DataError.
+    An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns
+    audio_url (string) and codes (a list of K lists of T integers). Raises DataError.
     """
     path = pathlib.Path(path).expanduser()
     try:

@@ -1,15 +1,17 @@
 """The built-in film and its viewers, made once, so that the first multimodal run needs no download.
 
-A film of 720 volumes of 1.5 s, 8 frames/s of 64 × 36 pixels. It shows 12 quantities between 0 and 1 that rise and fall within
-seconds. Each is the brightness of one coloured blob that sways about its place; two of the audio codes follow each of four of
-them, and the text embeddings are a random projection of all, plus noise.
+A film of 720 volumes of 1.5 s, 8 frames/s of 64 × 36 pixels. It shows 12 quantities between 0 and 1
+that rise and fall within seconds. Each is the brightness of one coloured blob that sways about its
+place; two of the audio codes follow each of four of them, and the text embeddings are a random
+projection of all, plus noise.
 
-Viewers share a linear-nonlinear map to 2,000 voxels (`voxels`): v = tanh(A a) for the mean a of the quantities in the window
-before each volume. It is convolved with the haemodynamic response and z-scored. Noise of the same variance, drawn for each
-viewer, is added, and the sum is z-scored again. So no prediction correlates better than about 0.7 with the measurements.
+Viewers share a linear-nonlinear map to 2,000 voxels (`voxels`): v = tanh(A a) for the mean a of the
+quantities in the window before each volume. It is convolved with the haemodynamic response and
+z-scored. Noise of the same variance, drawn for each viewer, is added, and the sum is z-scored
+again. So no prediction correlates better than about 0.7 with the measurements.
 
-The folder has the format of `loaders.film.film_files`. It is a pure function of this file, and appears by one rename.
-`ensure_blank` makes a folder of the published shapes that holds only zeros.
+The folder has the format of `loaders.film.film_files`. It is a pure function of this file, and
+appears by one rename. `ensure_blank` makes a folder of the published shapes that holds only zeros.
 
 ``python -m loaders.film.demo_film`` makes the film if it is not there, and prints its folder.
 """
@@ -38,7 +40,10 @@ NOISE = 1.0  # standard deviation of each viewer's noise. The shared response ha
 
 
 def ensure() -> pathlib.Path:
-    """Return the folder of the film, made if it is not there. Raises DataError if it cannot be written."""
+    """Return the folder of the film, made if it is not there.
+
+    Raises DataError if it cannot be written.
+    """
     return _ensure_folder(folder().name, make)
 
 
@@ -90,7 +95,8 @@ def make(folder: pathlib.Path) -> None:
     happens = quantities(rng, n_frames)
     np.save(folder / "video.npy", film(rng, happens))
     np.save(folder / "audio.npy", codes(rng, happens))
-    # A volume's window is the frames before it. Before the first volume there is only the first frame.
+    # A volume's window is the frames before it. Before the first volume there is only the first
+    # frame.
     ends = np.arange(VOLUMES) * round(TR * FPS)
     window = np.stack([happens[max(end - round(TR * FPS), 0) : max(end, 1)].mean(0) for end in ends])
     projected = window @ rng.standard_normal((QUANTITIES, TEXT)) + 0.5 * rng.standard_normal((VOLUMES, TEXT))

@@ -3,12 +3,15 @@
 FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
                          "audio_rate": times/s of the audio, "audio": "codes" or "features",
-                         "subjects": [names], "files": {name: sha256} (a folder made by hand may lack it),
-                         "text_since": [for each volume the first one whose row of text.npy shares a segment with its own]}
-                         (without text_since, no two rows share one)
+                         "subjects": [names], "files": {name: sha256} (a folder made by hand may
+                         lack it), "text_since": [for each volume the first one whose row of
+                         text.npy shares a segment with its own]} (without text_since, no two rows
+                         share one)
   video.npy              uint8 [frames, height, width, 3], RGB
-  audio.npy              int16 [times, codebooks], codes of 0 … 1023; or float16/32 [times, features]
-  text.npy               float16/32 [volumes, values]: the embeddings that belong to the window before each volume
+  audio.npy              int16 [times, codebooks], codes of 0 … 1023; or float16/32 [times,
+                         features]
+  text.npy               float16/32 [volumes, values]: the embeddings that belong to the window
+                         before each volume
   fmri/<subject>.npy     float16/32 [volumes, voxels], every voxel z-scored over the volumes
 """
 
@@ -168,7 +171,10 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
 
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
-    """Return the content of dataset.json. Raises DataError for an entry that is missing or has no meaning."""
+    """Return the content of dataset.json.
+
+    Raises DataError for an entry that is missing or has no meaning.
+    """
     info = files.read_json(path)
     if info.get("version") != VERSION:
         raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
@@ -203,8 +209,8 @@ def digests(film: Film) -> Mapping[str, str]:
     That reads the whole film, so the result is cached for files of this size and time of change.
 
     Raises:
-      DataError: a file that is not the one that dataset.json has the checksum of, numbers that are not finite, codes beyond
-        the codebook.
+      DataError: a file that is not the one that dataset.json has the checksum of, numbers that are
+        not finite, codes beyond the codebook.
     """
     folder = pathlib.Path(film.folder)
     stats = {name: os.stat(folder / name) for name in film.arrays}
@@ -233,7 +239,10 @@ def digests(film: Film) -> Mapping[str, str]:
 
 
 def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
-    """Return the sha256 of a file. Raises DataError for numbers in its ``array`` that no step should see."""
+    """Return the sha256 of a file.
+
+    Raises DataError for numbers in its ``array`` that no step should see.
+    """
     for start in range(0, len(array), rows := max(1, PIECE // max(array[:1].nbytes, 1))):
         some = array[start : start + rows]
         if some.dtype.kind == "f" and not np.isfinite(some).all():
@@ -248,10 +257,13 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
 
 
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
-    """Completes a folder of arrays with its dataset.json, checksums included. It appears complete or not at all.
+    """Completes a folder of arrays with its dataset.json, checksums included.
+
+    It appears complete or not at all.
 
     Args:
-      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text. Further entries are kept.
+      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text.
+      Further entries are kept.
     """
     folder = pathlib.Path(folder)
     names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]

@@ -80,7 +80,10 @@ def write(
     volumes: int,
     dtype: Any,
 ) -> int:
-    """fmri/<viewer>.npy and mask.nii.gz. Returns how many voxels of the mask are constant in a viewer."""
+    """fmri/<viewer>.npy and mask.nii.gz.
+
+    Returns how many voxels of the mask are constant in a viewer.
+    """
     nibabel = sources.package("nibabel")
     first = _nifti(paths[0])
     if mask:

@@ -8,8 +8,9 @@ import numpy as np
 def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
     """Return the canonical haemodynamic response at 0, tr, 2 tr, … below ``seconds``, float32.
 
-    g(t; 6 / 0.9, 0.9) - 0.35 g(t; 12 / 0.9, 0.9), with g the gamma density of a shape and a scale [s]: Glover (1999), with the
-    delays, dispersion and undershoot that fMRI packages have agreed on. ``norm``: its "sum" or its "peak" is 1, or "none".
+    g(t; 6 / 0.9, 0.9) - 0.35 g(t; 12 / 0.9, 0.9), with g the gamma density of a shape and a scale
+    [s]: Glover (1999), with the delays, dispersion and undershoot that fMRI packages have agreed
+    on. ``norm``: its "sum" or its "peak" is 1, or "none".
     """
     t = np.arange(0, seconds, tr)
     scale = 0.9

@@ -1,7 +1,8 @@
 """Frames and sound of a film, as arrays of a dataset. Both are streamed, by PyAV.
 
-Both are on one clock. Its zero is the begin of the file's first stream, as players have it. A stream that begins later has
-black pictures, or silence, until then. Every frame and sample lies where its own time stamp says.
+Both are on one clock. Its zero is the begin of the file's first stream, as players have it. A
+stream that begins later has black pictures, or silence, until then. Every frame and sample lies
+where its own time stamp says.
 """
 
 import contextlib
@@ -165,7 +166,10 @@ def _stream(container: Any, kind: str) -> Any:
 
 
 def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
-    """(seconds on the file's clock, frame) in order. A frame without a time stamp follows the one before it."""
+    """(seconds on the file's clock, frame) in order.
+
+    A frame without a time stamp follows the one before it.
+    """
     with _open(path) as container:
         if not (stream := _stream(container, kind)):
             raise DataError(f"{path} has no {kind}")

@@ -1,19 +1,23 @@
 """Windows of a film, and the viewers' brain activity. `loaders.film.film_files` has the files.
 
-A row is a (subject, volume i). At t = i · tr it holds the ceil(tr · fps) last frames before t and the floor(tr · audio_rate)
-last times of audio before t; before the film begins and after it ends, `padding`. Windows are cut from memory maps into the
-batch, and mapped pages are given back after every batch, so that a process holds a batch and not the film. In an epoch of 17
-viewers × 920 volumes × 77,347 voxels (25 GB of windows, read from 3.9 GB of files) it never held more than 123 MB with numpy
-(``pytest -m slow tests/loaders/test_multimodal.py -k flat -s``).
+A row is a (subject, volume i). At t = i · tr it holds the ceil(tr · fps) last frames before t and
+the floor(tr · audio_rate) last times of audio before t; before the film begins and after it ends,
+`padding`. Windows are cut from memory maps into the batch, and mapped pages are given back after
+every batch, so that a process holds a batch and not the film. In an epoch of 17 viewers × 920
+volumes × 77,347 voxels (25 GB of windows, read from 3.9 GB of files) it never held more than 123 MB
+with numpy (``pytest -m slow tests/loaders/test_multimodal.py -k flat -s``).
 
-Continuous features can be convolved with the haemodynamic response (`glover`): x(i) = sum over k of h(k · tr) window(i - k).
-Codes cannot: a mean of two codes is no code. Convolved frames are delivered as float16 in 0..1, all else as it is stored.
+Continuous features can be convolved with the haemodynamic response (`glover`): x(i) = sum over k of
+h(k · tr) window(i - k). Codes cannot: a mean of two codes is no code. Convolved frames are
+delivered as float16 in 0..1, all else as it is stored.
 
-The first volumes are train, the last ``test_share`` of them test. As many as needed between them are in neither, so that no
-test window, with its convolved part, shares a frame, a code, a row of text.npy or a segment with a training window.
+The first volumes are train, the last ``test_share`` of them test. As many as needed between them
+are in neither, so that no test window, with its convolved part, shares a frame, a code, a row of
+text.npy or a segment with a training window.
 
-Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all (subject, volume) pairs. So
-viewers are mixed. "test" goes once through its rows, in an order that is always the same and mixed.
+Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all
+(subject, volume) pairs. So viewers are mixed. "test" goes once through its rows, in an order that
+is always the same and mixed.
 """
 
 import concurrent.futures
@@ -38,7 +42,8 @@ VERSION = 1  # changes whenever the same (seed, position, row) would give anothe
 PADDINGS = ("edge", "zero")
 NORMS = ("sum", "peak")
 STREAMS = ("video", "audio", "text")
-# Files of the published size without content, which take no space on the disk: to plan and to measure with.
+# Files of the published size without content, which take no space on the disk: to plan and to
+# measure with.
 BLANK = dict(viewers=17, volumes=920, voxels=77_347)
 BUILT_IN = ("demo", "blank")
 
@@ -197,7 +202,10 @@ class Volumes(Loader):
     def _cut(
         self, stream: np.ndarray, window: Windows, volume: int, skip: int = 1, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return a window, padded beyond the ends of the stream. Within it a view, or one copy into ``out``."""
+        """Return a window, padded beyond the ends of the stream.
+
+        Within it a view, or one copy into ``out``.
+        """
         start, stop = int(window.start(volume)), int(window.stop(volume))
         if start >= 0 and stop <= len(stream):
             cut = stream[start:stop:skip]
@@ -234,7 +242,8 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """Return the facts of the film. Raises DataError.
 
-    - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio, n_subjects.
+    - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio,
+      n_subjects.
     - n_train, n_test, n_between: the volumes of each split, and of neither.
     """
     film = open_film(config)
@@ -257,12 +266,18 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Volumes:
-    """Return a loader of ``split``, "train" or "test". Raises DataError for a folder that is not complete."""
+    """Return a loader of ``split``, "train" or "test".
+
+    Raises DataError for a folder that is not complete.
+    """
     return Volumes(config, split=split, rows=rows, seed=seed)
 
 
 def in_order(config: Config, *, rows: Rows) -> Volumes:
-    """Return a loader of every volume once, in the film's order. Raises DataError for a folder that is not complete."""
+    """Return a loader of every volume once, in the film's order.
+
+    Raises DataError for a folder that is not complete.
+    """
     return _InOrder(config, split="train", rows=rows, seed=0)
 
 
@@ -279,7 +294,10 @@ class _InOrder(Volumes):
 
 
 def split_volumes(config: Config) -> Split:
-    """Training volumes, and the test volumes that share nothing with them. Raises DataError if none is left to test on."""
+    """Training volumes, and the test volumes that share nothing with them.
+
+    Raises DataError if none is left to test on.
+    """
     film = open_film(config)
     n = film.n_volumes
     n_train = n - round(config.test_share * n)

@@ -1,7 +1,8 @@
 """NIfTI of other programs: a header is believed as far as its file could hold the claimed values.
 
-nibabel (imported at the first file, since it comes with an extra) takes memory for the claimed values, and reads
-all bytes between header and values. So a file's first bytes are looked at here, and no extension of a header is read.
+nibabel (imported at the first file, since it comes with an extra) takes memory for the claimed
+values, and reads all bytes between header and values. So a file's first bytes are looked at here,
+and no extension of a header is read.
 """
 
 import gzip
@@ -18,7 +19,10 @@ MAX_HEADER = 64 << 20  # [bytes] before the values, extensions included
 
 
 def nifti(path: pathlib.Path) -> Any:
-    """Return a NIfTI image (.nii or .nii.gz; version 1 or 2) whose values are not read yet. Raises FileError, ImportError."""
+    """Return a NIfTI image (.nii or .nii.gz; version 1 or 2) whose values are not read yet.
+
+    Raises FileError, ImportError.
+    """
     import nibabel
     from nibabel.arrayproxy import ArrayProxy
 

@@ -84,7 +84,10 @@ def window_text(
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
-    """float64 [segments, 2]: begin and end of each [s]. A cell is a number of seconds, or a time as 1:02:03.5 or 02:03."""
+    """float64 [segments, 2]: begin and end of each [s].
+
+    A cell is a number of seconds, or a time as 1:02:03.5 or 02:03.
+    """
     with sources.reading(path):
         rows, separator = _table(path)
     _, head = rows[0] if rows else (0, [])
@@ -138,7 +141,10 @@ def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
 
 
 def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
-    """Return the rows of a workbook's first sheet that hold anything, with their numbers. Raises DataError if it could grow."""
+    """Return the rows of a workbook's first sheet that hold anything, with their numbers.
+
+    Raises DataError if it could grow.
+    """
     openpyxl = sources.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:

@@ -1,6 +1,7 @@
 """Files and folders that are complete or not there: written under another name, which is removed on failure.
 
-An error of the disk has the name of the target. NumPy and others raise some without a name or a number.
+An error of the disk has the name of the target. NumPy and others raise some without a name or a
+number.
 """
 
 import contextlib
@@ -21,7 +22,10 @@ PATH_MAX = 4000  # [bytes] of a path, with some for files in it
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that takes the name ``path`` when the block ends well. Raises OSError with that name."""
+    """Yield a file that takes the name ``path`` when the block ends well.
+
+    Raises OSError with that name.
+    """
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
@@ -54,7 +58,8 @@ def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
 def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
     """Write a .npy file. Raises OSError with its name.
 
-    Given a file of the system, numpy.save would write through C's buffer, and not see that its last part was never written.
+    Given a file of the system, numpy.save would write through C's buffer, and not see that its last
+    part was never written.
     """
     with file(path) as opened:
         np.save(_Plain(opened), array)
@@ -95,7 +100,10 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[None]:
-    """Make a folder, and keep it from other processes. Raises OSError, with the name ``path``, if another one has it."""
+    """Make a folder, and keep it from other processes.
+
+    Raises OSError, with the name ``path``, if another one has it.
+    """
     with naming(path or folder), contextlib.ExitStack() as closing:
         folder.mkdir(parents=True, exist_ok=True)
         _own(folder, path or folder, closing)
@@ -103,7 +111,10 @@ def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[No
 
 
 def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> None:
-    """Lock a folder until ``closing`` ends, or this process does. Raises OSError if another process has it."""
+    """Lock a folder until ``closing`` ends, or this process does.
+
+    Raises OSError if another process has it.
+    """
     opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     closing.callback(os.close, opened)
     try:

@@ -23,9 +23,12 @@ FREE, FUNCTION, STATE = "free", "function", "state"
 
 
 class OnResume(NamedTuple):
-    """The kind of each field that a section's own class body defines. A field in none of the lists has ``default``.
+    """The kind of each field that a section's own class body defines.
 
-    A dataclass within the section that declares nothing has the kind of its field. `jaxtrain.config.changes` compares.
+    A field in none of the lists has ``default``.
+
+    A dataclass within the section that declares nothing has the kind of its field.
+    `jaxtrain.config.changes` compares.
     """
 
     default: str = FUNCTION
@@ -43,7 +46,8 @@ class Section:
     """A part of a config: the base class of its frozen dataclasses.
 
     Attributes:
-      on_resume: the kinds of the fields. Those of a class that does not declare it change the function.
+      on_resume: the kinds of the fields. Those of a class that does not declare it change the
+      function.
     """
 
     on_resume: ClassVar[OnResume] = OnResume()
@@ -54,7 +58,10 @@ class Section:
 
 
 def declared(cls: type, name: str) -> OnResume | None:
-    """Return the declaration that covers a field: that of the class whose body defines it. None if this class has none."""
+    """Return the declaration that covers a field: that of the class whose body defines it.
+
+    None if this class has none.
+    """
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     return vars(owner).get("on_resume")
 
@@ -65,7 +72,10 @@ class DataSection(Section):
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there. False if reading their facts would first have to make them."""
+        """Whether the data are there.
+
+        False if reading their facts would first have to make them.
+        """
         return True
 
     def missing(self) -> str:

@@ -26,7 +26,10 @@ def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | No
 
 
 def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
-    """Return the values of those of some columns that a shard has. Raises DataError: the shard is broken."""
+    """Return the values of those of some columns that a shard has.
+
+    Raises DataError: the shard is broken.
+    """
     with _refusing(path):
         schema, table = _open(path)
         return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}
@@ -92,10 +95,12 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
-    """Yield a regular file as Arrow itself reads it. Raises FileError for everything else, without waiting for it.
+    """Yield a regular file as Arrow itself reads it.
 
-    Of a file that Python has opened, Arrow's threads keep pieces that only the interpreter can free. A process that ends
-    meanwhile is aborted (pyarrow 26: of short ones, two in five).
+    Raises FileError for everything else, without waiting for it.
+
+    Of a file that Python has opened, Arrow's threads keep pieces that only the interpreter can
+    free. A process that ends meanwhile is aborted (pyarrow 26: of short ones, two in five).
     """
     with files.regular(path), pa.OSFile(str(path)) as file:
         yield file

@@ -1,10 +1,12 @@
 """Opens files of other people, in this module alone.
 
-A dataset, a checkpoint or an export may come from anyone. A name in it may lead out of its folder, and its file may
-be a pipe, a device or a file of any size. So every such file is opened here: it is regular, it lies inside its folder after
-links are resolved, nothing waits for it, and no more is read of it than allowed. docs/security.md has the promises.
+A dataset, a checkpoint or an export may come from anyone. A name in it may lead out of its folder,
+and its file may be a pipe, a device or a file of any size. So every such file is opened here: it is
+regular, it lies inside its folder after links are resolved, nothing waits for it, and no more is
+read of it than allowed. docs/security.md has the promises.
 
-In the cache of Hugging Face's Hub, the files of a snapshot are links to ../../blobs: `home` takes its repository as the folder.
+In the cache of Hugging Face's Hub, the files of a snapshot are links to ../../blobs: `home` takes
+its repository as the folder.
 """
 
 import contextlib
@@ -35,18 +37,27 @@ LINKS = "; its links are followed with data.follow_links=true"
 
 
 class DataError(ValueError):
-    """Data that cannot be used as configured. The message names the path, the value and the remedy."""
+    """Data that cannot be used as configured.
+
+    The message names the path, the value and the remedy.
+    """
 
 
 class FileError(DataError):
-    """A file that is not opened, or has unexpected contents. The message begins with its path, and has one line."""
+    """A file that is not opened, or has unexpected contents.
+
+    The message begins with its path, and has one line.
+    """
 
     def __init__(self, message: str):
         super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
 class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
-    """A path that `inside` has checked. The opened file is checked again, since it may have been exchanged."""
+    """A path that `inside` has checked.
+
+    The opened file is checked again, since it may have been exchanged.
+    """
 
     within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
 
@@ -164,7 +175,10 @@ def read(path: os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: os.PathLike[str], *, most: int) -> str:
-    """Return the text of a regular file of at most ``most`` bytes, without a byte order mark. Raises FileError."""
+    """Return the text of a regular file of at most ``most`` bytes, without a byte order mark.
+
+    Raises FileError.
+    """
     try:
         return read(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,19 +192,28 @@ def lines(text: str) -> list[str]:
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
-    """Return the paths that a pattern matches. Signs of patterns in the names of existing folders stand for themselves."""
+    """Return the paths that a pattern matches.
+
+    Signs of patterns in the names of existing folders stand for themselves.
+    """
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
 def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
-    """Read a regular file as JSON. Raises FileError, also if it is no ``kind``, or too large, or nested too deep."""
+    """Read a regular file as JSON.
+
+    Raises FileError, also if it is no ``kind``, or too large, or nested too deep.
+    """
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:
-    """``text`` as JSON. Raises FileError, with ``source`` first, if it is none, no ``kind``, or nested too deep."""
+    """``text`` as JSON.
+
+    Raises FileError, with ``source`` first, if it is none, no ``kind``, or nested too deep.
+    """
     try:
         tree = json.loads(text)
         too_deep = not _is_shallow(tree)
@@ -256,7 +279,10 @@ def _lexical(path: pathlib.Path) -> pathlib.Path:
 
 
 def array(path: os.PathLike[str]) -> "np.ndarray":
-    """Map an array of a regular .npy file, whose header must fit the file's size. Raises FileError."""
+    """Map an array of a regular .npy file, whose header must fit the file's size.
+
+    Raises FileError.
+    """
     import numpy as np
 
     with regular(path) as file:
@@ -271,7 +297,10 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
 
 
 def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
-    """Return the arrays of a regular .npz file, of ``most`` bytes together at most. Raises FileError."""
+    """Return the arrays of a regular .npz file, of ``most`` bytes together at most.
+
+    Raises FileError.
+    """
     import numpy as np
 
     found: dict[str, np.ndarray] = {}
@@ -306,7 +335,10 @@ def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int
 
 
 def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
-    """Return the header of an array: its shape, whether it is column-major, its dtype. Raises FileError."""
+    """Return the header of an array: its shape, whether it is column-major, its dtype.
+
+    Raises FileError.
+    """
     import numpy as np
 
     try:

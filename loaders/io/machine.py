@@ -17,7 +17,8 @@ _keeps = False  # whether freed memory stays with this process
 def cores() -> int:
     """Return the number of cores that this process may use, at least 1.
 
-    Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than the machine has.
+    Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than
+    the machine has.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(allowed, _quota(cgroups()))))
@@ -53,13 +54,16 @@ def trim(folder: pathlib.Path, limit: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have this process reuse the memory that it frees, if it computes on CPUs. Call it before threads are begun.
+    """Have this process reuse the memory that it frees, if it computes on CPUs.
 
-    A step frees its temporary arrays, and glibc gives large ones back to the system: the next step gets them as new pages, each
-    zeroed at its first touch. Of a step of the demo birds on one core that was a fifth of the CPU time.
+    Call it before threads are begun.
 
-    Returns whether it is in force. It is not with accelerators, whose hosts hold other things than arrays of steps, with
-    another C library, or over the environment's settings of malloc.
+    A step frees its temporary arrays, and glibc gives large ones back to the system: the next step
+    gets them as new pages, each zeroed at its first touch. Of a step of the demo birds on one core
+    that was a fifth of the CPU time.
+
+    Returns whether it is in force. It is not with accelerators, whose hosts hold other things than
+    arrays of steps, with another C library, or over the environment's settings of malloc.
     """
     global _keeps
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -69,7 +73,8 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform != "linux" or mallopt is None:
         return False
-    # One arena, since only the first one may grow without bound, no block that is mapped alone, nothing given back at its end.
+    # One arena, since only the first one may grow without bound, no block that is mapped alone,
+    # nothing given back at its end.
     _keeps = all([mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))])
     return _keeps
 
@@ -77,8 +82,8 @@ def keep_freed_memory() -> bool:
 def give_back_freed_memory() -> None:
     """Give the freed memory of this process back to the system, if `keep_freed_memory` keeps it.
 
-    Call it before a computation whose arrays have other sizes than the last one's, and would not fit into its blocks. It
-    takes milliseconds, and the computation takes new pages.
+    Call it before a computation whose arrays have other sizes than the last one's, and would not
+    fit into its blocks. It takes milliseconds, and the computation takes new pages.
     """
     if _keeps:
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,9 @@
-"""A file made record by record. Interrupted, by a full disk or a kill, too, the same command goes on behind the last one.
+"""A file made record by record.
 
-Until it is complete, the records are in .NAME.DIGEST.partial, and .NAME.DIGEST.done has the end of each. DIGEST is of
-their origin, so that another command begins again.
+Interrupted, by a full disk or a kill, too, the same command goes on behind the last one.
+
+Until it is complete, the records are in .NAME.DIGEST.partial, and .NAME.DIGEST.done has the end of
+each. DIGEST is of their origin, so that another command begins again.
 """
 
 import contextlib
@@ -47,7 +49,9 @@ class Records:
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
-    """Yield a file that takes the name ``path`` when the block ends well. If not, its records are kept for the next attempt.
+    """Yield a file that takes the name ``path`` when the block ends well.
+
+    If not, its records are kept for the next attempt.
 
     Raises OSError with that name.
     """

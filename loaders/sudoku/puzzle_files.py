@@ -18,7 +18,10 @@ CHUNK = 8192  # [boards] checked together, as many as a cache holds
 
 
 def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puzzles:
-    """Return the puzzles of a table, or ``draw`` of them. Raises DataError, with the line and the cell."""
+    """Return the puzzles of a table, or ``draw`` of them.
+
+    Raises DataError, with the line and the cell.
+    """
     try:
         text = pyarrow.csv.ConvertOptions(column_types={"question": "string", "answer": "string"})
         with columnar.native(files.inside(path.parent, path.name, remedy="; copy the file there")) as file:

@@ -13,11 +13,14 @@ TEST_SHARE = 0.2  # of the solutions that a generator finds
 
 
 def generate(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Generate both splits of a source: no board twice, and nothing in both splits. Raises DataError.
+    """Generate both splits of a source: no board twice, and nothing in both splits.
 
-    Of a Sudoku of any grade, no solution is in both splits. Of one of a grade, and of 6 × 6, no symmetric copy either: of a
-    solution if they are 9 × 9. Smaller sides have so few different solutions that those are of the boards. No maze and no
-    lights are in both splits, turned or mirrored.
+    Raises DataError.
+
+    Of a Sudoku of any grade, no solution is in both splits. Of one of a grade, and of 6 × 6, no
+    symmetric copy either: of a solution if they are 9 × 9. Smaller sides have so few different
+    solutions that those are of the boards. No maze and no lights are in both splits, turned or
+    mirrored.
     """
     sizes = {"train": source.n_train, "test": source.n_test}
     chosen: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
@@ -95,8 +98,8 @@ def make_lights(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarra
 def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Generate maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
 
-    A random spanning tree over every second cell (depth first), so that exactly one path joins two cells. Start and goal are
-    the two ends of a longest path.
+    A random spanning tree over every second cell (depth first), so that exactly one path joins two
+    cells. Start and goal are the two ends of a longest path.
     """
     wall, free, begin, goal, path = (np.uint8(1 + i) for i in range(len(MAZE)))
     rng = np.random.default_rng([PUZZLE, seed, index])

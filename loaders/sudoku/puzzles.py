@@ -2,10 +2,12 @@
 
 Symbol 0 is padding. The others, in the order of the characters that a table has for them:
 
-  sudoku, sudoku6, sudoku4   1 blank ("." or 0), d + 1 for the digit d; boxes of 3 × 3, 2 × 3 (2 rows) and 2 × 2
+  sudoku, sudoku6, sudoku4   1 blank ("." or 0), d + 1 for the digit d; boxes of 3 × 3, 2 × 3 (2
+                             rows) and 2 × 2
   maze                       "# SGo": wall, free, start, goal, path
-  lights                     "01": off and on in a board, left alone and pressed in its answer. A press switches its cell and
-                             the cells above, below, left and right of it. All lights are off after the pressed ones
+  lights                     "01": off and on in a board, left alone and pressed in its answer. A
+                             press switches its cell and the cells above, below, left and right of
+                             it. All lights are off after the pressed ones
 """
 
 import functools
@@ -25,7 +27,8 @@ MAZE, LIGHTS = "# SGo", "01"
 GRADES = ("easy", "medium", "hard", "extreme")  # of a Sudoku: singles, pairs, chains, guesses (rust/core/src/sudoku_grades.rs)
 # Domains of the hashes: two uses of the same numbers draw independently.
 PUZZLE, VIEW, HELD_OUT, DIGITS, BANDS, LINES, STACKS, COLUMNS, TURN = range(32, 41)
-# Difficulty classes begin at these guesses of the solver (or ratings of a CSV), lengths of a maze's path, and presses.
+# Difficulty classes begin at these guesses of the solver (or ratings of a CSV), lengths of a maze's
+# path, and presses.
 EDGES = {
     **dict.fromkeys(BOXES, (1, 4, 16, 64)),
     "maze": (40, 80, 120, 160),
@@ -82,12 +85,17 @@ def kind_of(n_cells: int, vocab: int) -> str:
 
 
 def to_text(kind: str, board: np.ndarray) -> str:
-    """Return the text of a board's symbols. Padding, which a model may answer, is a blank, or else a question mark."""
+    """Return the text of a board's symbols.
+
+    Padding, which a model may answer, is a blank, or else a question mark.
+    """
     return "".join((("." if kind in BOXES else "?") + characters(kind))[symbol] for symbol in board.tolist())
 
 
 def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
-    """Return the symbols of boards as text, uint8 [n, side²]. Raises DataError: another size, or a symbol that the kind lacks.
+    """Return the symbols of boards as text, uint8 [n, side²].
+
+    Raises DataError: another size, or a symbol that the kind lacks.
 
     Args:
       where: the name of text i in an error, for example its file and line.
@@ -131,8 +139,8 @@ def clash(kind: str, board: np.ndarray) -> str:
 def is_solved(kind: str, boards: Any, answers: Any) -> Any:
     """Return whether answers [..., cells] keep the givens of boards [..., cells] and every rule: bool [...].
 
-    Arrays of NumPy, or of any library with its methods. Of a maze: the path has no branch, and joins start and goal if no walls
-    stand alone. A shorter one may exist.
+    Arrays of NumPy, or of any library with its methods. Of a maze: the path has no branch, and
+    joins start and goal if no walls stand alone. A shorter one may exist.
     """
     lead, side = answers.shape[:-1], math.isqrt(answers.shape[-1])
     answers = answers.astype("int32")
@@ -176,9 +184,9 @@ def has_one_answer(side: int) -> bool:
 def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: np.ndarray) -> tuple[np.ndarray, ...]:
     """Augments each [k, cells] array in the same way, as a function of (seed, index, view) alone.
 
-    Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are permuted, and half of the
-    boards are transposed, if their boxes are square. Others: one of the eight symmetries of the square. View 0 is the puzzle
-    itself.
+    Sudoku: the digits are renamed, bands and the rows in them, stacks and the columns in them are
+    permuted, and half of the boards are transposed, if their boxes are square. Others: one of the
+    eight symmetries of the square. View 0 is the puzzle itself.
     """
     if kind not in BOXES:
         turned = turns(math.isqrt(boards[0].shape[1]))

@@ -1,18 +1,23 @@
 """Boards with exactly one solution: Sudoku of 9 × 9, 6 × 6 and 4 × 4, mazes, lights, and mixtures of them, read or generated.
 
-A source is a folder or, if its path is empty, a generator. There are three formats, each with the splits "train" and "test":
+A source is a folder or, if its path is empty, a generator. There are three formats, each with the
+splits "train" and "test":
 
-  CSV    train.csv, test.csv: columns source, question, answer, rating; a board's characters row by row (`puzzles`). Of train,
-         ``n_train`` rows are drawn by config.seed. A question with several solutions, and an answer that is none, is an error.
-  npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below), all__puzzle_identifiers.npy
-         (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a puzzle), all__group_indices.npy (int [g + 1]: puzzles of a
-         group). Training takes one row of each group in an epoch. Its rows are already augmented, and are not augmented again.
-  none   generated: see `puzzle_generators`. Kept in $JAXTRAIN_CACHE/puzzles (or ~/.cache/jaxtrain/puzzles), by the options of
-         their generation. Their `facts` follow from these alone, without generating anything.
+  CSV    train.csv, test.csv: columns source, question, answer, rating; a board's characters row by
+         row (`puzzles`). Of train, ``n_train`` rows are drawn by config.seed. A question with
+         several solutions, and an answer that is none, is an error.
+  npy    train/, test/: all__inputs.npy and all__labels.npy (uint8 [n, cells], symbols as below),
+         all__puzzle_identifiers.npy (int [p]), all__puzzle_indices.npy (int [p + 1]: rows of a
+         puzzle), all__group_indices.npy (int [g + 1]: puzzles of a group). Training takes one row
+         of each group in an epoch. Its rows are already augmented, and are not augmented again.
+  none   generated: see `puzzle_generators`. Kept in $JAXTRAIN_CACHE/puzzles (or
+         ~/.cache/jaxtrain/puzzles), by the options of their generation. Their `facts` follow from
+         these alone, without generating anything.
 
-Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s = position × its rows in a
-batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its augmentation is a function of (seed, epoch, index).
-"test" goes once through all sources, in an order that is always the same and mixed: its first batches are a fair sample.
+Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s =
+position × its rows in a batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its
+augmentation is a function of (seed, epoch, index). "test" goes once through all sources, in an
+order that is always the same and mixed: its first batches are a fair sample.
 """
 
 import functools
@@ -164,7 +169,10 @@ class Boards(Loader):
 
 
 def fields(config: Config) -> dict[str, Field]:
-    """Return the fields of a batch: name -> shape of one row, dtype. Smaller boards of a mixture are padded to the largest."""
+    """Return the fields of a batch: name -> shape of one row, dtype.
+
+    Smaller boards of a mixture are padded to the largest.
+    """
     cells = Field((max(_n_cells(s, config.seed) for s in config.sources),), np.dtype(np.int32))
     scalar = Field((), np.dtype(np.int32))
     return {
@@ -201,7 +209,10 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
-    """Return a loader of ``split``, "train" or "test". Raises DataError if it cannot be read or generated."""
+    """Return a loader of ``split``, "train" or "test".
+
+    Raises DataError if it cannot be read or generated.
+    """
     refuse_problems(config)
     return Boards(config, split=split, rows=rows, seed=seed)
 
@@ -233,7 +244,10 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
 
 @functools.lru_cache(maxsize=8)
 def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
-    """Both splits of a generated source, out of the cache if they were generated before. Raises DataError."""
+    """Both splits of a generated source, out of the cache if they were generated before.
+
+    Raises DataError.
+    """
     made_of = (GENERATOR, source.kind, source.n_train, source.n_test, source.blanks, source.side, source.grade, seed)
     name = f"{source.kind}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.npz"
     path = machine.cache_folder("puzzles", name)

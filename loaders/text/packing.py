@@ -1,7 +1,8 @@
 """Rows of tokens made of documents: packed by best fit, or cut from the stream of all documents.
 
-A document of t tokens is t - 1 predictions and takes as many positions: inputs are its tokens 0 … t - 2, targets 1 … t - 1. So
-no position is spent on an end that predicts nothing, and no target belongs to another document.
+A document of t tokens is t - 1 predictions and takes as many positions: inputs are its tokens 0 … t
+- 2, targets 1 … t - 1. So no position is spent on an end that predicts nothing, and no target
+belongs to another document.
 """
 
 import threading
@@ -29,7 +30,8 @@ class Placed(NamedTuple):
 class _OpenBins:
     """Bins by the room that they have left.
 
-    The rooms that occur are the bits of one integer, so that the smallest sufficient one is a shift away.
+    The rooms that occur are the bits of one integer, so that the smallest sufficient one is a shift
+    away.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,8 @@ class _OpenBins:
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Best fit decreasing: int64 [n] lengths in 1 … capacity -> int64 [n] the bin of each, and the number of bins.
 
-    The longest first, each into the bin with the least room that suffices. Equal lengths go to equal rooms together.
+    The longest first, each into the bin with the least room that suffices. Equal lengths go to
+    equal rooms together.
     """
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -90,9 +93,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def pack(lengths: np.ndarray, context: int) -> Placed:
-    """Packs documents of ``lengths`` tokens into rows of ``context`` positions. Documents of the result index ``lengths``.
+    """Packs documents of ``lengths`` tokens into rows of ``context`` positions.
 
-    Only a document longer than the context is cut, into whole rows and a rest that is packed like a document.
+    Documents of the result index ``lengths``.
+
+    Only a document longer than the context is cut, into whole rows and a rest that is packed like a
+    document.
     """
     pairs = np.maximum(lengths - 1, 0)
     n_pieces = -(-pairs // context)
@@ -106,7 +112,10 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
 
 
 class Stream(Protocol):
-    """Rows of one source, numbered from 0 over all its passes. Each row is a pure function of its number."""
+    """Rows of one source, numbered from 0 over all its passes.
+
+    Each row is a pure function of its number.
+    """
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
@@ -118,7 +127,8 @@ class Stream(Protocol):
 class Packed(Stream):
     """Rows of documents packed by best fit, window by window.
 
-    How many rows a window has is only known when it is packed, so a seek packs the windows before it once.
+    How many rows a window has is only known when it is packed, so a seek packs the windows before
+    it once.
     """
 
     def __init__(self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool):
@@ -155,7 +165,10 @@ class Packed(Stream):
             batch["index"][row], batch["epoch"][row] = placed.document[begin], w // self._n_windows
 
     def _placed(self, w: int) -> Placed:
-        """Return the rows of window ``w``, counted over all epochs. If it is the next one in line, `_ends` grows by it."""
+        """Return the rows of window ``w``, counted over all epochs.
+
+        If it is the next one in line, `_ends` grows by it.
+        """
         if w not in self._kept:
             epoch, window = divmod(w, self._n_windows)
             n = len(self._documents.length)

@@ -1,13 +1,19 @@
-"""Documents as files of tokens: written in shards, read by memory map. A text file is read as one document.
+"""Documents as files of tokens: written in shards, read by memory map.
 
-A folder holds the splits train/ and test/, or is itself the training split. A folder of one split holds
+A text file is read as one document.
 
-    tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256], "tokenizer":
-                    "tokenizer.json", "shards": [{"name": "00000", "documents": n, "tokens": t, "bytes": b, "first_bytes": f,
-                    "sha256": "…"}, …]}
-                    vocab: the largest id + 1; eos: added to every document, or null; ends: the ids that end a text
-    00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the other
-    00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in bytes of text, and the end
+A folder holds the splits train/ and test/, or is itself the training split. A folder of one split
+holds
+
+    tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256],
+                    "tokenizer": "tokenizer.json", "shards": [{"name": "00000", "documents": n,
+                    "tokens": t, "bytes": b, "first_bytes": f, "sha256": "…"}, …]} vocab: the
+                    largest id + 1; eos: added to every document, or null; ends: the ids that end a
+                    text
+    00000.tokens    uint16 or uint32 [t], little-endian: all documents of the shard, one after the
+                    other
+    00000.docs      int64 [n + 1, 2], little-endian: the begin of each document, in tokens and in
+                    bytes of text, and the end
     tokenizer.json  for Hugging Face ``tokenizers``
 
 tokens.json is written last: with it, the folder is complete.

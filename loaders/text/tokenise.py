@@ -1,16 +1,16 @@
 """Makes token files, which loaders.text.tokens reads, of text, JSONL, Parquet or Arrow.
 
-Inputs are files, folders (all files below with a known ending that are not hidden; others are counted) or globs. By their
-endings, in either case:
+Inputs are files, folders (all files below with a known ending that are not hidden; others are
+counted) or globs. By their endings, in either case:
 
     .txt .md          a document each, or one for each paragraph (between blank lines) or line
     .jsonl .ndjson    a line is an object, one column of which is a document
     .parquet          a row is a document: one column of it, a row group at a time
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
-A part of an input becomes a shard, in the order of the inputs. The files are the same bytes for any number of workers.
-`make` resumes after the last complete shard of an interrupted call. Other inputs or another tokenizer are an error.
-Called again with the same ones, it reports the finished folder.
+A part of an input becomes a shard, in the order of the inputs. The files are the same bytes for any
+number of workers. `make` resumes after the last complete shard of an interrupted call. Other inputs
+or another tokenizer are an error. Called again with the same ones, it reports the finished folder.
 """
 
 import collections
@@ -217,7 +217,10 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _open(path: pathlib.Path) -> Any:
-    """Return a Parquet file, or the batches of an Arrow file or stream. Raises TokensError if it is damaged."""
+    """Return a Parquet file, or the batches of an Arrow file or stream.
+
+    Raises TokensError if it is damaged.
+    """
     try:
         if _ending(path) in PARQUET:
             return pq.ParquetFile(path, memory_map=True)

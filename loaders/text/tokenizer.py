@@ -1,13 +1,15 @@
 """A tokenizer.json of Hugging Face, read in this module alone.
 
-A file may say that texts are cut, padded or split at random. `open_tokenizer` switches that off: a text has all its tokens,
-and the same ones every time. The vocabulary is the largest id + 1, since ids may have gaps and added tokens come last.
+A file may say that texts are cut, padded or split at random. `open_tokenizer` switches that off: a
+text has all its tokens, and the same ones every time. The vocabulary is the largest id + 1, since
+ids may have gaps and added tokens come last.
 
-The token that ends a text is written in the files next to it, `ENDS`. It is never guessed from a token's name. Tokens that
-only these files have are added, as Hugging Face does it. If another tokenizer.json lies there, the files are that one's.
+The token that ends a text is written in the files next to it, `ENDS`. It is never guessed from a
+token's name. Tokens that only these files have are added, as Hugging Face does it. If another
+tokenizer.json lies there, the files are that one's.
 
-The name of a special token inside a text, for example <eos>, becomes that token, as Hugging Face does it. With
-``specials=False`` it is split like any other text.
+The name of a special token inside a text, for example <eos>, becomes that token, as Hugging Face
+does it. With ``specials=False`` it is split like any other text.
 """
 
 import functools
@@ -27,7 +29,8 @@ FILES = (
     "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"  # which go with them
-# The files that say which token ends a text, in the order of their weight: (file, field). A field may list several.
+# The files that say which token ends a text, in the order of their weight: (file, field). A field
+# may list several.
 ENDS = (
     ("tokens.json", "ends"), ("tokens.json", "eos"), ("generation_config.json", "eos_token_id"),
     ("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token"), ("special_tokens_map.json", "eos_token"),
@@ -67,7 +70,10 @@ class Tokenizer(NamedTuple):
         return found
 
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a text, by the files next to the tokenizer; () if none says it. Raises DataError."""
+        """Return the ids that end a text, by the files next to the tokenizer; () if none says it.
+
+        Raises DataError.
+        """
         for name, field in () if _is_beside_another(self.path) else ENDS:
             place = self.path.parent / name
             about = files.read_json(files.inside(place.parent, name)) if place.is_file() else {}
@@ -166,7 +172,10 @@ def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
-    """Add the tokens that only a companion has, or has otherwise. Raises DataError if the two files give one different ids."""
+    """Add the tokens that only a companion has, or has otherwise.
+
+    Raises DataError if the two files give one different ids.
+    """
     import tokenizers
 
     there = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}

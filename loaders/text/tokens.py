@@ -1,24 +1,31 @@
-"""Tokens of documents, by memory map: packed by best fit, or windows of one long stream. Mixed from several sources.
+"""Tokens of documents, by memory map: packed by best fit, or windows of one long stream.
 
-A source is a folder that `jaxtrain tokens` wrote, or a text file, which is read as one document of characters (or bytes).
-`loaders.text.token_files` has the format of a folder.
+Mixed from several sources.
 
-A row is one sequence of ``context`` positions, made of documents by `loaders.text.packing`. There are three ways (``packing``):
+A source is a folder that `jaxtrain tokens` wrote, or a text file, which is read as one document of
+characters (or bytes). `loaders.text.token_files` has the format of a folder.
 
-    best_fit  the documents of an epoch are permuted, and each ``window`` of them that follow each other is packed by itself:
-              the longest document first, each into the fullest row that can still take it (best fit decreasing; Ding et al.
-              2024, arXiv 2404.10830). Only a document longer than the context is cut. Rows of a
-              window are permuted. Attention and loss stay inside a document: ``segments``.
-    concat    the stream of all documents is cut every ``context`` tokens, and those windows are permuted in each epoch.
+A row is one sequence of ``context`` positions, made of documents by `loaders.text.packing`. There
+are three ways (``packing``):
+
+    best_fit  the documents of an epoch are permuted, and each ``window`` of them that follow each
+              other is packed by itself: the longest document first, each into the fullest row that
+              can still take it (best fit decreasing; Ding et al. 2024, arXiv 2404.10830). Only a
+              document longer than the context is cut. Rows of a window are permuted. Attention and
+              loss stay inside a document: ``segments``.
+    concat    the stream of all documents is cut every ``context`` tokens, and those windows are
+              permuted in each epoch.
     random    windows of that stream that begin anywhere, drawn for each row, as nanoGPT trains.
 
-Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's number of rows is
-only known when it is packed. So a seek packs the windows before it once, at one or two microseconds a document (us/doc of
-tools/packing_report.py). Nothing is stored. "test" goes once through all sources, which take turns by their shares: packed if
-packing is best_fit, in a mixed order that is always the same, else window after window with a padded last one.
+Batches are read ahead by grain's threads. A row is a function of (seed, epoch, window). A window's
+number of rows is only known when it is packed. So a seek packs the windows before it once, at one
+or two microseconds a document (us/doc of tools/packing_report.py). Nothing is stored. "test" goes
+once through all sources, which take turns by their shares: packed if packing is best_fit, in a
+mixed order that is always the same, else window after window with a padded last one.
 
-The table has the share of padding, the share of documents that are cut though they would fit, and the mean number of tokens
-that a prediction sees. The documents are the 7,222 paragraphs of tiny Shakespeare as characters
+The table has the share of padding, the share of documents that are cut though they would fit, and
+the mean number of tokens that a prediction sees. The documents are the 7,222 paragraphs of tiny
+Shakespeare as characters
 (python -m tools.packing_report input.txt --context 64 256 1024).
 
                         best_fit                     concat
@@ -96,11 +103,13 @@ class Tokens(Loader):
     """Rows of tokens from several sources. Fields, r rows for each range, with 0 outside documents:
 
     tokens, targets  int32 [r, context]    a token, and the one after it in its document
-    positions        int32 [r, context]    from 0 in each document (in a window of a stream: in the window)
+    positions        int32 [r, context]    from 0 in each document (in a window of a stream: in the
+                                           window)
     segments         int32 [r, context]    0 for padding, 1, 2, … for the documents of a row
     mask             float32 [r, context]  1 for places with a target
     source           int32 [r]
-    index, epoch     int32 [r]             the row's first document in its source and split (-1 in padding), passes before
+    index, epoch     int32 [r]             the row's first document in its source and split (-1 in
+                                           padding), passes before
     weight           float32 [r]           0 for the padding of a ragged last batch
     """
 
@@ -215,7 +224,8 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """Return the facts of the documents.
 
-    vocab; context; bytes_per_token, of those that are predicted, of the test split (of train, if there is none).
+    vocab; context; bytes_per_token, of those that are predicted, of the test split (of train, if
+    there is none).
 
     n_train, n_test: documents by source; ends: tokens that end a text.
 
@@ -263,8 +273,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
     """Return a loader of ``split``, "train" or "test".
 
     Raises:
-      DataError: files that cannot be read, or sources with different vocabularies; in ``next``: a source that is exhausted,
-        with ``exhausted="error"``.
+      DataError: files that cannot be read, or sources with different vocabularies; in ``next``: a
+        source that is exhausted, with ``exhausted="error"``.
     """
     refuse_problems(config)
     facts(config)

@@ -87,7 +87,8 @@ def test_other_data_are_refused(written):
 
 @pytest.mark.parametrize("offsets", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets, tmp_path, caplog, record_property):
-    """Each file of the newest step: a byte changed, cut short, emptied, gone. The step before comes back, bit for bit."""
+    """Each file of the newest step: a byte changed, cut short, emptied, gone. The step before comes
+    back, bit for bit."""
     folder, expected = written
     workdir, draw, trials = tmp_path / "run", random.Random(0), 0
     shutil.copytree(folder, workdir)
@@ -122,7 +123,8 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
 
 
 def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
-    """They are written in the folder that Orbax renames; where they cannot be, there is no step, and the one before stays."""
+    """They are written in the folder that Orbax renames; where they cannot be, there is no step,
+    and the one before stays."""
     ours, state, written = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0), []
 
     def write(folder, real=checksums.write):
@@ -153,7 +155,8 @@ def test_what_orbax_cannot_read_of_a_step_is_said(written, tmp_path):
 
 
 def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):
-    """A full disk fails what each of Orbax's threads writes, in any order: here its manager's at once, and a file's later."""
+    """A full disk fails what each of Orbax's threads writes, in any order: here its manager's at
+    once, and a file's later."""
     ours, state = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0)
 
     async def full(*_):

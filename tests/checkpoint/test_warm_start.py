@@ -1,4 +1,5 @@
-"""A start from other weights: what is declared happens, what is not is refused, and nothing is read twice."""
+"""A start from other weights: what is declared happens, what is not is refused, and nothing is read
+twice."""
 
 import dataclasses
 import functools
@@ -151,7 +152,8 @@ def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_reme
 
 
 def test_one_remedy_for_all_that_it_is_a_remedy_for():
-    """Another depth, another width: a line for each pair of shapes, below one remedy with the choices that give them."""
+    """Another depth, another width: a line for each pair of shapes, below one remedy with the
+    choices that give them."""
     stack = {f"blocks/{name}": np.zeros((4, 3), np.float32) for name in "abcdef"}
     source = {
         **stack,

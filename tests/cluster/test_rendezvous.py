@@ -68,7 +68,8 @@ def test_late_processes_are_named_to_all_within_the_bound(port):
 
 
 def knock(port, message, secret="", wait=0.0, change=lambda sent: sent):
-    """Send one message after the proof. Returns the verdict, "closed" if the connection ended, or None.
+    """Send one message after the proof. Returns the verdict, "closed" if the connection ended, or
+    None.
 
     Args:
       message: bytes are sent as they are, also if they are not JSON.
@@ -263,7 +264,8 @@ def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(p
 
 
 def test_messages_of_another_kind_admit_nobody(port):
-    """From one that knows the secret: other types for numbers, deep JSON, long messages, changed ones."""
+    """From one that knows the secret: other types for numbers, deep JSON, long messages, changed
+    ones."""
     odd = [hello(process=p) for p in (True, 1.0, 0.5, "1", None, [], 1 << 70, -1, 0, 3)]
     odd += [
         hello(processes=3.0),

@@ -196,7 +196,8 @@ def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsy
 
 
 def test_an_export_is_looked_into_as_a_step_is(saved, tmp_path, capsys):
-    """Its parameters have the paths of the step's, and the bits; its checksums are those of its own files."""
+    """Its parameters have the paths of the step's, and the bits; its checksums are those of its own
+    files."""
     out = tmp_path / "out"
     safetensors.export(str(saved), str(out))
     code, text = call(capsys, "inspect", out)
@@ -244,7 +245,8 @@ def test_a_relative_path_is_one_from_here(saved, capsys, monkeypatch):
 
 
 def test_other_peoples_orbax_directories_are_read_too(tmp_path):
-    """One folder per array, as Orbax wrote before it had one store for all; and its own item name, `default`."""
+    """One folder per array, as Orbax wrote before it had one store for all; and its own item name,
+    `default`."""
     x = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "list": [np.int32(1), np.float16(2)]}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "old", ocp.args.PyTreeSave(x))
     with ocp.CheckpointManager(tmp_path / "new") as manager:

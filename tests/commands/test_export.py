@@ -1,4 +1,5 @@
-"""Checkpoints to safetensors and back: every bit, every name, little memory, from whatever wrote them."""
+"""Checkpoints to safetensors and back: every bit, every name, little memory, from whatever wrote
+them."""
 
 import json
 import os
@@ -113,7 +114,8 @@ def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_pat
 
 
 def test_a_part_of_a_model_is_named_as_one(named, tmp_path, capsys):
-    """transformers would fill the arrays that are missing with random numbers, and the metrics are the whole model's."""
+    """transformers would fill the arrays that are missing with random numbers, and the metrics are
+    the whole model's."""
     for only, is_part, left_out in (("^head/", True, 4), ("w_qkv", True, 5), ("^encoder/", False, 2), ("", False, 0)):
         out = tmp_path / f"out-{left_out}"
         assert call(named, "--workload", "named_workload", "--only", only, "--out", out) == 0
@@ -221,7 +223,8 @@ def test_a_number_too_large_for_the_dtype_is_an_error(tmp_path, capsys):
 
 
 class Hub:
-    """A stand-in for huggingface_hub.HfApi, which is right there: the files of a commit, and a line that may break."""
+    """A stand-in for huggingface_hub.HfApi, which is right there: the files of a commit, and a line
+    that may break."""
 
     def __init__(self, breaks: bool = False):
         self.files, self.breaks = {}, breaks
@@ -277,7 +280,8 @@ def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
 
 
 def flipped(content: bytes) -> bytes:
-    """With another last bit. Numbers around 1 end with a byte that is "?", so that to write one there may change nothing."""
+    """With another last bit. Numbers around 1 end with a byte that is "?", so that to write one
+    there may change nothing."""
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
@@ -405,7 +409,8 @@ def test_an_array_larger_than_a_chunk_is_saved_and_exported_in_chunks(tmp_path, 
 
 @pytest.mark.slow
 def test_memory_is_one_array_not_the_model(tmp_path):
-    """1.2 GB in 12 arrays, exported and brought back, each in a process of its own: some 100 MB above an empty one."""
+    """1.2 GB in 12 arrays, exported and brought back, each in a process of its own: some 100 MB
+    above an empty one."""
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.standard_normal((2500, 10_000), np.float32) for i in range(12)}
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:

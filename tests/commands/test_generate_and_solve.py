@@ -1,4 +1,5 @@
-"""jaxtrain generate and jaxtrain solve: the model's own answers, from files, whatever they are computed with; refusals."""
+"""jaxtrain generate and jaxtrain solve: the model's own answers, from files, whatever they are
+computed with; refusals."""
 
 import csv
 import dataclasses
@@ -32,7 +33,8 @@ SOLUTION = "1234341221434321"
 
 def saved(folder, workload, model, carry=(), change=lambda params: params):
     c = workload.Config(**model)
-    # Large, as after training: a new model says nearly the same of every token, whatever came before.
+    # Large, as after training: a new model says nearly the same of every token, whatever came
+    # before.
     params = jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
         specs.materialise(workload.make_specs(c), jax.random.key(0)),

@@ -27,7 +27,8 @@ DATA = language_case.DATA
 
 
 def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
-    """float64 logits [B, T, V] from nothing but config.json and the safetensors: a reader of its own, without this program."""
+    """float64 logits [B, T, V] from nothing but config.json and the safetensors: a reader of its
+    own, without this program."""
     h = json.loads((folder / "config.json").read_text())
     w = {}
     for file in folder.glob("*.safetensors"):
@@ -258,7 +259,8 @@ def test_a_tied_head_is_the_embedding_or_an_error(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_read_computes_what_transformers_does(tmp_path):
-    """With transformers and torch (dependency group "peers"): logits of random weights, and of the export."""
+    """With transformers and torch (dependency group "peers"): logits of random weights, and of the
+    export."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     ids = np.arange(2 * 24).reshape(2, 24) * 37 % 128
     for i, name in enumerate(name for name, one in CONFIGS.items() if not one["refused"]):
@@ -305,7 +307,8 @@ def test_published_sizes():
 
 
 def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
-    """`configs/lm.py:FOLDER`: every parameter is loaded, bit for bit, and nothing has to be renamed."""
+    """`configs/lm.py:FOLDER`: every parameter is loaded, bit for bit, and nothing has to be
+    renamed."""
     name, c, params, folder = exported
     model, start = language_files.from_hugging_face(folder / "out")
     again = config_lib.section(language.Config, model)
@@ -319,7 +322,8 @@ def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
 
 
 def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
-    """An architecture without a name at Hugging Face, with learned positions, and the tokenizer that the data named."""
+    """An architecture without a name at Hugging Face, with learned positions, and the tokenizer
+    that the data named."""
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "tokenizer.json").write_text('{"model": {}}')
     fields = dict(embed=8, depth=2, heads=2, mlp=16, vocab=11, context=12, positions="learned", norm="layer", activation="gelu")

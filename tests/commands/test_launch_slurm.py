@@ -1,4 +1,5 @@
-"""`jaxtrain launch`: the scripts that it writes, and a run that a real SLURM signals, requeues and cuts short."""
+"""`jaxtrain launch`: the scripts that it writes, and a run that a real SLURM signals, requeues and
+cuts short."""
 
 import json
 import os
@@ -127,7 +128,8 @@ def test_a_line_break_never_ends_a_comment_of_the_script(folder, corpus, capsys,
 
 
 def test_cores_are_one_number(folder, corpus, capsys):
-    """Whatever name it is given by, and whatever the memory; never a second line, nor another number for srun."""
+    """Whatever name it is given by, and whatever the memory; never a second line, nor another
+    number for srun."""
 
     def cores(*arguments):
         script = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", *arguments)
@@ -292,7 +294,8 @@ def until(condition, folder, job, *, seconds=240):
 
 
 def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):
-    """`jaxtrain runs` says so before the job has made its workdir, and no more once it is cancelled."""
+    """`jaxtrain runs` says so before the job has made its workdir, and no more once it is
+    cancelled."""
     job = slurm(f"--config=tiny.py:{corpus}", "--sbatch=hold", pause=0)
     assert runs_command.main(["runs"]) == 0
     [_, line] = capsys.readouterr().out.splitlines()

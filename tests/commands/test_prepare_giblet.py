@@ -1,4 +1,5 @@
-"""Real small files through `jaxtrain prepare-giblet`: the folder holds what was in the film, the scanner, the tables."""
+"""Real small files through `jaxtrain prepare-giblet`: the folder holds what was in the film, the
+scanner, the tables."""
 
 import csv
 import datetime
@@ -28,9 +29,11 @@ def level(k):
 
 
 def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silent=(0, 0), shown=lambda k: True):
-    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the middle.
+    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the
+    middle.
 
-    A stream may begin later. Frames that are not ``shown``, and sound within ``silent`` [s], are not in the file.
+    A stream may begin later. Frames that are not ``shown``, and sound within ``silent`` [s], are
+    not in the file.
     """
     with av.open(str(path), "w") as container:
         video = container.add_stream("mpeg4", rate=FPS)
@@ -173,7 +176,8 @@ def test_a_mask_of_ones_own(sources, tmp_path):
 
 
 def test_scans_that_say_little_or_round_otherwise_are_taken(sources, tmp_path):
-    """A TR without a unit is a placeholder; origins differ by rounding; a mask may have a fourth axis; --out may be a link."""
+    """A TR without a unit is a placeholder; origins differ by rounding; a mask may have a fourth
+    axis; --out may be a link."""
     scans = [tmp_path / "a.nii.gz", tmp_path / "b.nii.gz"]
     for seed, path in enumerate(scans):
         brain(path, seed, tr=1.0, unit="unknown", place=(-90 + 0.004 * seed, 0, 0))
@@ -292,7 +296,8 @@ def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
     ],
 )
 def test_a_table_that_was_made_by_hand_says_the_same(tmp_path, text):
-    """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a separator behind the last cell."""
+    """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a
+    separator behind the last cell."""
     (tmp_path / "a.csv").write_text(text)
     assert segments.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
 
@@ -354,7 +359,8 @@ def change_of_pitch(features, after):
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
 def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
-    """A stream that begins later, frames of unequal length, and a hole in the sound move nothing else."""
+    """A stream that begins later, frames of unequal length, and a hole in the sound move nothing
+    else."""
     film(tmp_path / f"a.{ending}", seconds=8, sound_at=2.0, shown=lambda k: k < 10 or k % 3 == 0)
     film(tmp_path / f"b.{ending}", seconds=8, picture_at=2.0, silent=(1.0, 2.0))
     for name, pitch in (("a", 6.0), ("b", 4.0)):
@@ -521,7 +527,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, ca
 
 
 def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
-    """A frame of it has no whole number of samples at the rate of the features: 0.28 too few each are 0.1 s after 200 s."""
+    """A frame of it has no whole number of samples at the rate of the features: 0.28 too few each
+    are 0.1 s after 200 s."""
     rate, seconds, begin = 44_100, 215, 210
     with av.open(str(tmp_path / "a.mka"), "w", format="matroska") as container:
         audio = container.add_stream("aac", rate=rate)

@@ -78,7 +78,8 @@ def test_explain_touches_no_device_and_trains_nothing(here):
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_modules_of_ones_own_are_found_by_the_command_as_by_python_m(here, where):
-    """`jaxtrain` starts without the folder where it is typed among its modules; the config's own folder counts, too."""
+    """`jaxtrain` starts without the folder where it is typed among its modules; the config's own
+    folder counts, too."""
     file, folder = "configs/toy.py", here
     if where == "elsewhere":
         (here / "configs" / "toy.py").rename(here / "toy.py")

@@ -1,4 +1,5 @@
-"""A config out of a file and a command line: read with its types, or refused with all its mistakes at once."""
+"""A config out of a file and a command line: read with its types, or refused with all its mistakes
+at once."""
 
 import json
 import pathlib

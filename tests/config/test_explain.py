@@ -86,7 +86,8 @@ def test_the_fields_come_first_and_then_what_is_wrong(here, capsys):
 
 
 def test_nothing_is_made_to_explain_a_config(here, capsys):
-    """Facts of data that would first have to be made stay open; those of data that are there are filled in."""
+    """Facts of data that would first have to be made stay open; those of data that are there are
+    filled in."""
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()

@@ -5,7 +5,8 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
 
-# A workload and a loader whose fields have every type that a field may have, and which need no data on disk.
+# A workload and a loader whose fields have every type that a field may have, and which need no data
+# on disk.
 WORKLOAD = '''
 from dataclasses import dataclass, field
 from jaxtrain.config import ModelSection

@@ -1,4 +1,5 @@
-"""`jaxtrain doctor` as it is typed: alone, in two processes with faults, and on two hosts that are network namespaces."""
+"""`jaxtrain doctor` as it is typed: alone, in two processes with faults, and on two hosts that are
+network namespaces."""
 
 import glob
 import json
@@ -46,7 +47,8 @@ def checks(told, verdict):
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
     """Process 0 lacks the config, which is a finding, too: it comes to the meeting.
 
-    Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too few open files.
+    Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too
+    few open files.
     """
     (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
     edited = folder / "edited"
@@ -196,7 +198,8 @@ def test_built_in_data_are_not_made_to_look_at_a_config(tmp_path, monkeypatch, l
 
 
 def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):
-    """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and the rest is looked at."""
+    """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and
+    the rest is looked at."""
     (folder / "broken.py").write_text("import nothing_of_this_name\n")
     told = found(start(folder, "--config=broken.py", JAX_PLATFORMS="cuda"), code=1)
     wrong = checks(told, FAIL)
@@ -241,7 +244,8 @@ def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
 
 
 def nvidia_smi(folder, monkeypatch, *lines):
-    """A stand-in, since the machines of the tests have none: of the GPUs that ``--id`` names, if it is given."""
+    """A stand-in, since the machines of the tests have none: of the GPUs that ``--id`` names, if it
+    is given."""
     rows = "".join(f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines)
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}exit 0\n")
     (folder / "nvidia-smi").chmod(0o755)
@@ -395,7 +399,8 @@ def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
 
 
 def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
-    """Both are "abc-dirty", or one is: that says nothing of what the files are, and these are the same."""
+    """Both are "abc-dirty", or one is: that says nothing of what the files are, and these are the
+    same."""
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc-dirty")
     one = software.facts()
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
@@ -520,7 +525,8 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
 
 @pytest.mark.slow
 def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):
-    """The workdir of a config is relative: in another folder it is another one, which a run refuses."""
+    """The workdir of a config is relative: in another folder it is another one, which a run
+    refuses."""
     port, elsewhere = free_port(), folder / "elsewhere"
     elsewhere.mkdir()
     config = (f"--config={folder}/tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram", "--config.train.batch=6")

@@ -1,4 +1,5 @@
-"""A folder under real faults: a full tmpfs, a read-only mount, a folder that another host does not see."""
+"""A folder under real faults: a full tmpfs, a read-only mount, a folder that another host does not
+see."""
 
 import json
 import os
@@ -65,7 +66,8 @@ def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
 
 
 def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
-    """Of 16 MB two checkpoints of 6 MB have 12: a third fits no more beside them, and fits where it takes one's place."""
+    """Of 16 MB two checkpoints of 6 MB have 12: a third fits no more beside them, and fits where it
+    takes one's place."""
     steps = " ".join(f"{tmp_path}/checkpoints/{step}" for step in (10, 20))
     fill = f"for s in {steps}; do mkdir -p $s; dd if=/dev/zero of=$s/state bs=1M count=6 2>/dev/null; done"
     look = (

@@ -16,7 +16,8 @@ from tests.support.processes import free_port
 
 @pytest.fixture
 def met(monkeypatch):
-    """What ``then`` returns for each process, or the finding of the error that it has met; each is a machine of its own."""
+    """What ``then`` returns for each process, or the finding of the error that it has met; each is
+    a machine of its own."""
     monkeypatch.setattr(network, "machine_id", lambda: f"machine {threading.get_ident()}")
 
     def met(port, *processes, of, wait=60.0, job="", then=lambda meetings: None):

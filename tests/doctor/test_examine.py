@@ -1,4 +1,5 @@
-"""The order of the doctor's checks: which folders are looked at, and that all waits together stay within their bounds."""
+"""The order of the doctor's checks: which folders are looked at, and that all waits together stay
+within their bounds."""
 
 import types
 

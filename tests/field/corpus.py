@@ -1,10 +1,13 @@
-"""Odd tables as people have them, each with the rows that a person reads in it, or a word of the error that refuses it.
+"""Odd tables as people have them, each with the rows that a person reads in it, or a word of the
+error that refuses it.
 
-    python -m tests.field.corpus FOLDER        writes recordings and tables there, to try them by hand
+    python -m tests.field.corpus FOLDER  writes recordings and tables there, to try them by hand
 
-A case is a name, the table's content, its rows and the options of `jaxtrain index`. A row is written
-"a.wav 2 3 robin|wren": recording, start and end in s, labels. "a.wav" alone is the whole recording without a label. Rows that
-begin with "!" are words that the error must have. All are synthetic. Names of programs say whose form a table has.
+A case is a name, the table's content, its rows and the options of `jaxtrain index`. A row is
+written
+"a.wav 2 3 robin|wren": recording, start and end in s, labels. "a.wav" alone is the whole recording
+without a label. Rows that begin with "!" are words that the error must have. All are synthetic.
+Names of programs say whose form a table has.
 """
 
 import json
@@ -308,7 +311,8 @@ COUNTED = (
          "=similar-labels 1")),
 )  # fmt: skip
 
-# What people reported of other programs, made anew: the address of each is in docs/results/field-reports.md.
+# What people reported of other programs, made anew: the address of each is in
+# docs/results/field-reports.md.
 REPORTS = (
     Case("crowsetta-301.txt", f"{RAVEN.replace('Channel', 'Channel' + chr(9) + 'Begin File')}\tCommon Name\tScientific Name\t"
          "Confidence\tSurvey Time (UTC)\tConfirmed\n1\tSpectrogram 1\t1\ta.wav\t2\t3\t0\t9\trobin\tErithacus\t0.9\t"

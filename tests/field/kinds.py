@@ -1,6 +1,8 @@
-"""Odd tables by the kind of mistake that they invite: values against names, times under other names, text of other systems.
+"""Odd tables by the kind of mistake that they invite: values against names, times under other
+names, text of other systems.
 
-Each has the rows that a person reads in it, or words of the error that refuses it, as in `tests.field.corpus`.
+Each has the rows that a person reads in it, or words of the error that refuses it, as in
+`tests.field.corpus`.
 """
 
 from tests.field.corpus import KALEIDOSCOPE, RAVEN, TWO, Case

@@ -1,4 +1,5 @@
-"""Folders as people have them: what is not read is counted, and tables next to recordings find theirs."""
+"""Folders as people have them: what is not read is counted, and tables next to recordings find
+theirs."""
 
 import json
 
@@ -94,7 +95,8 @@ def test_the_second_writer_of_an_index_is_told(recordings, tmp_path, capsys):
 
 
 def test_tables_next_to_recordings(recordings, tmp_path):
-    """BirdNET's and Raven's are read, an empty one is a recording without events, and recordings without one are counted."""
+    """BirdNET's and Raven's are read, an empty one is a recording without events, and recordings
+    without one are counted."""
     line = "1\tSpectrogram 1\t1\t{}\t{}\t1\t9\t{}\n"
     (recordings / "a.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line.format(2, 3, 'robin')}")
     (recordings / "A" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n{line.format(4, 5, 'wren')}")
@@ -168,7 +170,8 @@ def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordin
 
 
 def test_a_date_that_contradicts_the_files_name_is_told(tmp_path):
-    """Two of four dates have the day first, and the fourth, with its month first, decides the column."""
+    """Two of four dates have the day first, and the fourth, with its month first, decides the
+    column."""
     names = [f"A_2024{month}{day}_053000.wav" for month, day in (("05", "01"), ("05", "12"), ("06", "03"), ("06", "14"))]
     (tmp_path / "audio").mkdir()
     for seed, name in enumerate(names):
@@ -181,7 +184,8 @@ def test_a_date_that_contradicts_the_files_name_is_told(tmp_path):
 
 
 def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path, capsys):
-    """B/ has recordings of its own, and none of this name; a number is a part of a name; YSM1 is not SM1."""
+    """B/ has recordings of its own, and none of this name; a number is a part of a name; YSM1 is
+    not SM1."""
     (recordings / "A" / "only.wav").write_bytes((recordings / "a.wav").read_bytes()[:-200])
     line = f"{corpus.RAVEN}\tSpecies\n1\tS\t1\t2\t3\t1\t9\twren\n"
     for name in ("B/only.Table.1.selections.txt", "a.1.Table.1.selections.txt"):

@@ -1,4 +1,5 @@
-"""Workdirs with any legal name: trained, resumed, and read by every command; else refused before the first step."""
+"""Workdirs with any legal name: trained, resumed, and read by every command; else refused before
+the first step."""
 
 import json
 import pathlib

@@ -1,4 +1,5 @@
-"""A resumed run trains the function that its checkpoint holds, on the weights that it froze; else it says why not."""
+"""A resumed run trains the function that its checkpoint holds, on the weights that it froze; else
+it says why not."""
 
 import json
 import pathlib
@@ -31,7 +32,8 @@ def adapters(workdir, **fields):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A base at steps 2 and 4; adapters B and K on its step 2; the end of B, trained before A went on."""
+    """A base at steps 2 and 4; adapters B and K on its step 2; the end of B, trained before A went
+    on."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -90,7 +92,8 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
 
 
 def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
-    """Also by a run that resumes from another's checkpoints, and by an export of checkpoints that lie apart."""
+    """Also by a run that resumes from another's checkpoints, and by an export of checkpoints that
+    lie apart."""
     shutil.rmtree(folder / "A")
     for run in ("K", "apart/F"):
         assert export.main([run, "--out", f"{run}-kept"]) == 0
@@ -165,7 +168,8 @@ def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
 
 
 def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
-    """A run on bytes or characters, or with a tokenizer of its own, has none of its base's names for tokens."""
+    """A run on bytes or characters, or with a tokenizer of its own, has none of its base's names
+    for tokens."""
     assert export.main(["A", "--step", "2", "--out", "base"]) == 0
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "owl": 255}, unk_token="[unk]")).save("base/tokenizer.json")
     for name in ("config.json", "generation_config.json"):

@@ -1,6 +1,7 @@
 """Sound files as recorders, phones and editors leave them.
 
-They are read to the length that libsndfile and ffmpeg read, or refused by name with a line that converts them.
+They are read to the length that libsndfile and ffmpeg read, or refused by name with a line that
+converts them.
 """
 
 import io
@@ -37,7 +38,8 @@ def ffmpeg(path: pathlib.Path, channels: int) -> np.ndarray:
     return np.frombuffer(out, "<f4").reshape(-1, channels).mean(1)
 
 
-# ---- all formats that libsndfile and ffmpeg write ----------------------------------------------------------------------
+# ---- all formats that libsndfile and ffmpeg write
+# ----------------------------------------------------------------------
 
 READ = {
     "AIFF": {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"},
@@ -75,7 +77,8 @@ def test_a_format_of_libsndfile_is_read_to_its_length_or_refused(tmp_path, kind,
         assert abs(wave - expected.mean(1)).max() < lossy, (kind, subtype)
 
 
-# name, arguments of ffmpeg, samples by which lengths may differ (ffmpeg keeps the padding of AAC), and what names a refusal
+# name, arguments of ffmpeg, samples by which lengths may differ (ffmpeg keeps the padding of AAC),
+# and what names a refusal
 ENCODED = [
     ("a.m4a", ["-c:a", "aac"], 1024, ""),
     ("a.mov", ["-c:a", "aac"], 1024, ""),
@@ -176,7 +179,8 @@ def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes_and_reported_or_
             assert abs(wave - whole[:frames]).max() < 1e-4, (name, size)
 
 
-# ---- headers of WAV and others ----------------------------------------------------------------------------------------
+# ---- headers of WAV and others
+# -------------------------------------------------------------------------------
 
 SAMPLES = np.random.default_rng(0).integers(-20_000, 20_000, 5000).astype("<i2")
 CHUNK = b"LIST\x0c\0\0\0INFOIART\0\0\0\0"
@@ -250,7 +254,8 @@ def test_files_that_are_no_sound_are_named(data, name):
         _rust.decode(data)
 
 
-# ---- joined files -----------------------------------------------------------------------------------------------------
+# ---- joined files
+# -------------------------------------------------------------------------------
 
 
 def opus(seed: int, seconds: float, channels: int = 1) -> bytes:
@@ -324,7 +329,8 @@ def test_joined_mp3s_are_read_whole(tmp_path, mode):
     slices_agree(data)
 
 
-# ---- M4A --------------------------------------------------------------------------------------------------------------
+# ---- M4A
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["explicit", "compatible", "implicit"])
@@ -349,7 +355,8 @@ def test_an_m4a_that_was_cut_short_is_damaged(tmp_path):
             _rust.recording_info(path)
 
 
-# ---- commands ---------------------------------------------------------------------------------------------------------
+# ---- commands
+# -------------------------------------------------------------------------------
 
 
 def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
@@ -375,7 +382,8 @@ def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
         assert any(kind == found and text in said for found, said in mistakes.lines)
 
 
-# ---- public reports ---------------------------------------------------------------------------------------------------
+# ---- public reports
+# -------------------------------------------------------------------------------
 # Files made as each report describes them; docs/results/field-sound.md lists the reports.
 
 FMT = struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)

@@ -57,7 +57,8 @@ EVENTS = [
     ("A/x.wav", 0.0, 30.0, "robin", 10.0, 490.0),
     ("B/x.wav", 7.125, 8.0, "W\u00fcrger, Rotr\u00fccken", 100.0, 400.0),
 ]
-# What a table's lines are made of, by the program that writes it: columns, and the values of an event.
+# What a table's lines are made of, by the program that writes it: columns, and the values of an
+# event.
 FORMS = {
     "raven.txt": (
         "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tLow Freq (Hz)\tHigh Freq (Hz)\tBegin Path\tAnnotation".split(
@@ -168,7 +169,8 @@ def changed(rng: random.Random, lines: list[list[str]], form: str) -> tuple[list
 
 
 def test_changed_tables_lose_no_row_in_silence(recordings, tmp_path, capsys, expected):
-    """500 tables, changed by a seed: the right rows, or an error by name, or a count of what was left out."""
+    """500 tables, changed by a seed: the right rows, or an error by name, or a count of what was
+    left out."""
     rng, outcomes = random.Random(0), {"right": 0, "refused": 0, "counted": 0}
     for n in range(500):
         form = rng.choice(list(FORMS))

@@ -1,8 +1,10 @@
-"""Every command, and what is given to it damaged. A new command of jaxtrain/cli.py needs a line in `ATTACKS` or `HARMLESS`.
+"""Every command, and what is given to it damaged. A new command of jaxtrain/cli.py needs a line in
+`ATTACKS` or `HARMLESS`.
 
-An attack has an input (a function of inputs.py, which fills a folder), other inputs that stay whole, and the arguments, with
-{input}, {out} and the other inputs' names in the place of their folders. The input is damaged in every way of `damage.cases`,
-and nothing may come of it that `harness` forbids. Arguments come from the user and are trusted; files are not.
+An attack has an input (a function of inputs.py, which fills a folder), other inputs that stay
+whole, and the arguments, with {input}, {out} and the other inputs' names in the place of their
+folders. The input is damaged in every way of `damage.cases`, and nothing may come of it that
+`harness` forbids. Arguments come from the user and are trusted; files are not.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
-"""What can be wrong with a folder of files: every way in which an attacker, or a disk, might leave it.
+"""What can be wrong with a folder of files: every way in which an attacker, or a disk, might leave
+it.
 
-`cases` lists them all, in the same order wherever it runs; each is a name and a function that damages a copy.
+`cases` lists them all, in the same order wherever it runs; each is a name and a function that
+damages a copy.
 """
 
 import gzip
@@ -51,9 +53,11 @@ class Case(NamedTuple):
 
 
 def cases(folder: pathlib.Path, *, most: int = 400, named: Sequence[str] = ()) -> list[Case]:
-    """The damages of a folder: all of its files', or ``most`` of them, which then are the same ones at every call.
+    """The damages of a folder: all of its files', or ``most`` of them, which then are the same ones
+    at every call.
 
-    Half of them are shared evenly between the files, since a JSON of a thousand entries is one file; half are any.
+    Half of them are shared evenly between the files, since a JSON of a thousand entries is one
+    file; half are any.
     ``named``: files that the user names, which may be links.
     """
     rng = random.Random(folder.name)

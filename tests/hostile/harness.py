@@ -1,7 +1,8 @@
 """Runs a command under limits, and says what no input may make of it.
 
-A command that is given anything may refuse it; it may not end by a signal, print a traceback, hang, take memory without bound,
-leave descriptors open, end with a code that is not documented, or open a file that no user named.
+A command that is given anything may refuse it; it may not end by a signal, print a traceback, hang,
+take memory without bound, leave descriptors open, end with a code that is not documented, or open a
+file that no user named.
 """
 
 import ctypes
@@ -100,7 +101,8 @@ class Zygote:
 
 
 class Watch:
-    """Notices which files are opened, by whatever code in whatever process. It sees nothing where there is no inotify."""
+    """Notices which files are opened, by whatever code in whatever process. It sees nothing where
+    there is no inotify."""
 
     OPENED, NONBLOCK, CLOEXEC = 0x20, os.O_NONBLOCK, os.O_CLOEXEC
 

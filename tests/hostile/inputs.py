@@ -1,4 +1,5 @@
-"""Small inputs of every kind, as commands read them, for `damage` to damage. Each function fills an empty folder."""
+"""Small inputs of every kind, as commands read them, for `damage` to damage. Each function fills an
+empty folder."""
 
 import io
 import json
@@ -38,7 +39,8 @@ def tone(seconds: float = 0.3, rate: int = 32_000) -> bytes:
 
 
 def table(rows: int = 4, *, lists: bool = False, paths: bool = False) -> pa.Table:
-    """Recordings with a class each, or a list of classes; every other one, or all, by the path of a file."""
+    """Recordings with a class each, or a list of classes; every other one, or all, by the path of a
+    file."""
     audio = [{"bytes": None if paths or i % 2 else tone(0.25), "path": f"{i}.wav"} for i in range(rows)]
     label = {"names": ["a", "b", "c"], "_type": "ClassLabel"}
     features = {"audio": {"_type": "Audio"}, "label": label, "labels": {"feature": label, "_type": "List"}}
@@ -469,7 +471,8 @@ def workdir(folder: pathlib.Path) -> None:
 
 
 def xspace() -> bytes:
-    """A trace of one operation, as the profiler of a CPU writes it, with the scope of its instruction."""
+    """A trace of one operation, as the profiler of a CPU writes it, with the scope of its
+    instruction."""
 
     def field(number: int, value: bytes | int) -> bytes:
         if isinstance(value, int):

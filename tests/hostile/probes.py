@@ -1,4 +1,5 @@
-"""What the attacks call besides commands, each in a process of its own. They return exit codes, as commands do."""
+"""What the attacks call besides commands, each in a process of its own. They return exit codes, as
+commands do."""
 
 import pathlib
 import sys

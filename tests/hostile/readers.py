@@ -1,9 +1,12 @@
-"""Every reader of files in Python, given thousands of damaged files in one process: python readers.py FOLDER N.
+"""Every reader of files in Python, given thousands of damaged files in one process: python
+readers.py FOLDER N.
 
-A reader has a folder of small real files, and a function that reads them all. One file after the other is changed (its bytes,
-or what its format holds, wrapped up again as it should be), read, and put back; drawn by a seed. A reader may refuse a file, in
-one line that names it. It may not raise anything else, take long, take memory, unpickle, start a program, or open a file
-elsewhere, whatever path a file names: in Python nothing that is not in its folder, and in any code not what lies beside that.
+A reader has a folder of small real files, and a function that reads them all. One file after the
+other is changed (its bytes, or what its format holds, wrapped up again as it should be), read, and
+put back; drawn by a seed. A reader may refuse a file, in one line that names it. It may not raise
+anything else, take long, take memory, unpickle, start a program, or open a file elsewhere, whatever
+path a file names: in Python nothing that is not in its folder, and in any code not what lies beside
+that.
 """
 
 import contextlib
@@ -50,7 +53,8 @@ REFUSALS = (
     DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError,
     chatml.SampleError, WorkdirError,
 )  # fmt: skip
-# What a reader opens besides its files: the program's, the cache's, and what Python looks up of the system.
+# What a reader opens besides its files: the program's, the cache's, and what Python looks up of the
+# system.
 INSTALLED = tuple(
     pathlib.Path(os.path.realpath(path))
     for path in (sys.prefix, sys.base_prefix, ROOT, machine.cache_folder(), "/etc", "/proc", "/sys", "/usr", "/dev/null")

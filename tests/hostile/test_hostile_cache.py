@@ -1,4 +1,5 @@
-"""What lies in the cache in place of a kept file is made anew: nothing waits for it, nothing in it is unpickled."""
+"""What lies in the cache in place of a kept file is made anew: nothing waits for it, nothing in it
+is unpickled."""
 
 import gzip
 import json

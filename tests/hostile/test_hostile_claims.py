@@ -1,4 +1,5 @@
-"""Small files that claim to be large, or take for ever: refused by what they claim, before it is believed."""
+"""Small files that claim to be large, or take for ever: refused by what they claim, before it is
+believed."""
 
 import gzip
 import http.server
@@ -58,7 +59,8 @@ def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
 
 
 def scan(path, shape, content: bytes, *, offset: int = 544, kind=nibabel.Nifti1Header):
-    """A NIfTI file whose header claims ``shape`` in float64, ``offset`` bytes from its beginning, before ``content``."""
+    """A NIfTI file whose header claims ``shape`` in float64, ``offset`` bytes from its beginning,
+    before ``content``."""
     header = kind()
     header.set_data_dtype(np.float64)
     header.set_data_shape(shape)
@@ -279,7 +281,8 @@ def test_lines_of_a_name_or_a_text_are_none_of_ours(tmp_path, capsys):
 
 
 class Liar(http.server.BaseHTTPRequestHandler):
-    """A server of the web that answers with `server.page`, without end where that is None; and so with parts of files."""
+    """A server of the web that answers with `server.page`, without end where that is None; and so
+    with parts of files."""
 
     def log_message(self, *args):
         pass

@@ -1,4 +1,5 @@
-"""No command crashes, hangs, or reads what it should not, whatever is in its files (attacks.py lists the commands)."""
+"""No command crashes, hangs, or reads what it should not, whatever is in its files (attacks.py
+lists the commands)."""
 
 import os
 import pathlib
@@ -47,7 +48,8 @@ def attack_with(attack, cases, zygote, whole, tmp_path):
 
 
 def _set_up(place: pathlib.Path) -> None:
-    """A folder to run in, with what nobody may open next to what is damaged, and code that nobody may run."""
+    """A folder to run in, with what nobody may open next to what is damaged, and code that nobody
+    may run."""
     (place / damage.OUTSIDE).mkdir(parents=True)
     for name in ("secret.json", "secret.safetensors"):
         (place / damage.OUTSIDE / name).write_text('{"secret": 1}')

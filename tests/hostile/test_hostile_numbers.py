@@ -108,7 +108,8 @@ def test_a_size_of_a_model_has_31_bits():
     ],
 )
 def test_an_array_of_zeros_is_no_larger_than_the_memory(tmp_path, lie, reason):
-    """It takes no space in a file: tensorstore would ask for all of its memory, or look for all of its parts."""
+    """It takes no space in a file: tensorstore would ask for all of its memory, or look for all of
+    its parts."""
     state = tmp_path / "state"
     ocp.PyTreeCheckpointer(use_ocdbt=False).save(state, {"w": np.zeros((4, 4), np.float32)})
     path = state / "w" / ".zarray"

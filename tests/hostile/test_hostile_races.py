@@ -1,4 +1,5 @@
-"""What takes the place of a file between the look at its name and its opening: links, pipes, folders, and other files."""
+"""What takes the place of a file between the look at its name and its opening: links, pipes,
+folders, and other files."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""Thousands of damaged files for every reader in Python (readers.py): each is read, or refused in one line that names it."""
+"""Thousands of damaged files for every reader in Python (readers.py): each is read, or refused in
+one line that names it."""
 
 import json
 import os

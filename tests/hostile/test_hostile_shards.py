@@ -1,4 +1,5 @@
-"""Thousands of damaged shards, of which pyarrow reads the columns of classes and of times: an error, whatever was changed."""
+"""Thousands of damaged shards, of which pyarrow reads the columns of classes and of times: an
+error, whatever was changed."""
 
 import json
 import os
@@ -23,7 +24,8 @@ print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys
 
 
 def read_all(folder: pathlib.Path, n: int) -> dict[str, int]:
-    """Reads ``n`` mutations, one after the other; a crash ends this process. Counts those that were read and refused."""
+    """Reads ``n`` mutations, one after the other; a crash ends this process. Counts those that were
+    read and refused."""
     from loaders.audio import shards
     from loaders.base import DataError
     from loaders.io import columnar

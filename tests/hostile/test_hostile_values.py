@@ -1,4 +1,5 @@
-"""Values that a file may hold and no command expects: each becomes one message, and none a traceback."""
+"""Values that a file may hold and no command expects: each becomes one message, and none a
+traceback."""
 
 import io
 import json

@@ -1,10 +1,13 @@
-"""Runs commands in processes of their own, under limits: `harness.Zygote` starts it once, and it forks for every command.
+"""Runs commands in processes of their own, under limits: `harness.Zygote` starts it once, and it
+forks for every command.
 
-What takes seconds to import is imported before the first fork; nothing of it has begun to compute, so that forking is safe. A
-request is a line of JSON on standard input, and so is the answer on standard output:
+What takes seconds to import is imported before the first fork; nothing of it has begun to compute,
+so that forking is safe. A request is a line of JSON on standard input, and so is the answer on
+standard output:
 
-    {"argv": [...], "log": FILE, "folder": FOLDER, "input": FOLDER, "seconds": S, "cpu": S, "memory": BYTES, "descriptors": N}
-    {"code": N or null, "signal": N or null, "hung": bool, "cpu": S, "peak": BYTES}
+    {"argv": [...], "log": FILE, "folder": FOLDER, "input": FOLDER, "seconds": S, "cpu": S,
+    "memory": BYTES, "descriptors": N} {"code": N or null, "signal": N or null, "hung": bool, "cpu":
+    S, "peak": BYTES}
 
 ``argv`` is that of jaxtrain; or ["call", NAME, ARGUMENT …], a function of probes.py.
 """
@@ -42,7 +45,8 @@ LEAK = "LEAKED DESCRIPTOR"
 def main() -> None:
     for name in IMPORTS:
         __import__(name)
-    # Every case of an attack compiles the same programs: here they are kept, however little they take.
+    # Every case of an attack compiles the same programs: here they are kept, however little they
+    # take.
     sys.modules["jax"].config.update("jax_persistent_cache_min_compile_time_secs", 0)
     gc.freeze()  # a fork copies no page of theirs to collect its own garbage
     print("ready", flush=True)

@@ -1,4 +1,5 @@
-"""The loaders' base class: positions, ranges, buckets, the end of a split, reading ahead, and what its defaults are."""
+"""The loaders' base class: positions, ranges, buckets, the end of a split, reading ahead, and what
+its defaults are."""
 
 import threading
 

@@ -1,4 +1,5 @@
-"""Conversations with sound: laid out as the original does, every recording read once, in few shapes, nothing lost silently."""
+"""Conversations with sound: laid out as the original does, every recording read once, in few
+shapes, nothing lost silently."""
 
 import dataclasses
 import json
@@ -57,7 +58,8 @@ def test_a_recipient_is_a_label_wherever_it_stands():
 
 
 def test_places_and_labels_equal_the_originals(numbers):
-    """The codes of what is predicted are those of the recording at that place: with a reference before it, too."""
+    """The codes of what is predicted are those of the recording at that place: with a reference
+    before it, too."""
     golden = json.loads((DATA / "config.json").read_text())
     ids, size, codebooks = (golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks"))
     segments = numbers["expanded.audio_out_segment"]
@@ -85,7 +87,8 @@ def test_places_and_labels_equal_the_originals(numbers):
 
 
 def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
-    """By all samples, splits, epochs and processes together; a recording that changed is encoded again."""
+    """By all samples, splits, epochs and processes together; a recording that changed is encoded
+    again."""
     config = chat.corpus(tmp_path, n=12)
     decoded = []
     monkeypatch.setattr(codec._rust, "decode", lambda data, *a: decoded.append(len(data)) or chat.DECODE(data, *a))
@@ -123,7 +126,8 @@ def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
 
 
 def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
-    """Each bucket's pass covers its samples, whichever process reads which rows; a seek leads to the same batches."""
+    """Each bucket's pass covers its samples, whichever process reads which rows; a seek leads to
+    the same batches."""
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
     facts = chat_audio.facts(config)

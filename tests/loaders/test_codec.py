@@ -1,4 +1,5 @@
-"""Sound through the codec and back: better with every codebook, the same codes again, and heard again."""
+"""Sound through the codec and back: better with every codebook, the same codes again, and heard
+again."""
 
 import json
 import re
@@ -72,7 +73,8 @@ def test_the_bands_are_those_of_the_filter_bank():
 
 
 def test_sound_has_the_spectrogram_that_was_asked_for():
-    """Griffin and Lim's waveform, analysed again: within 2 dB where there is something to hear, and not by chance."""
+    """Griffin and Lim's waveform, analysed again: within 2 dB where there is something to hear, and
+    not by chance."""
     asked = codec.log_mel(chirps(3), 32_000)
     heard = _rust.fbank(codec.sound(asked))
     assert heard.shape == asked.shape

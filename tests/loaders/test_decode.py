@@ -1,4 +1,5 @@
-"""The Rust decoders against libsndfile (python-soundfile), for whole recordings and for crops of them."""
+"""The Rust decoders against libsndfile (python-soundfile), for whole recordings and for crops of
+them."""
 
 import io
 import pathlib
@@ -260,12 +261,14 @@ def test_an_mp3_of_a_changing_rate_that_lost_a_frame_is_read_to_its_end():
 def test_mp3_stereo_modes(joint, rate):
     """Intensity stereo, which no encoder at hand writes.
 
-    A frame is as valid with the mode's bits set to it: the right channel's scale factors are positions then. libsndfile makes
-    NaN of positions that no encoder would write, and FFmpeg does not.
+    A frame is as valid with the mode's bits set to it: the right channel's scale factors are
+    positions then. libsndfile makes NaN of positions that no encoder would write, and FFmpeg does
+    not.
     """
     rng = np.random.default_rng(joint)
     wave = 0.3 * song(rate, 60_000, 2)
-    # So that the right channel's upper bands are empty at times; all of it never is, which would leave out its positions.
+    # So that the right channel's upper bands are empty at times; all of it never is, which would
+    # leave out its positions.
     wave[:, 1] *= np.repeat(rng.choice([0.02, 0.1, 1], 60), 1000)
     for at in rng.integers(0, 59_000, 20):
         wave[at : at + 40] += 0.5 * rng.standard_normal((40, 2)).astype(np.float32)
@@ -318,7 +321,8 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
     ],
-    # Named: libsndfile writes the second of its birth into a float WAV, and workers must collect the same names.
+    # Named: libsndfile writes the second of its birth into a float WAV, and workers must collect
+    # the same names.
     ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan"],
 )
 def test_what_cannot_be_decoded_says_why(data, message):
@@ -368,7 +372,8 @@ def test_short_opus(n):
 
 @pytest.mark.parametrize("level", [0.9, 1.0], ids=["hybrid", "speech"])
 def test_crops_of_opus_speech_that_lasts(level):
-    """What the coder of speech remembers of a tone does not fade, so a crop cannot begin just before itself."""
+    """What the coder of speech remembers of a tone does not fade, so a crop cannot begin just
+    before itself."""
     t = np.arange(8 * 48_000) / 48_000
     tone = sum(0.1 * np.sin(2 * np.pi * f * t) for f in (220, 277, 330, 1760)).astype(np.float32)
     check(opus(tone, level=level), LOSSY, crops=40)
@@ -446,7 +451,8 @@ def test_a_lying_length_costs_no_memory():
 
 
 def test_a_flac_of_silence_costs_only_what_is_asked_for():
-    # A frame of a constant has a few bytes for 4096 samples: ten minutes at 96 kHz are 230 MB once decoded.
+    # A frame of a constant has a few bytes for 4096 samples: ten minutes at 96 kHz are 230 MB once
+    # decoded.
     long = corpus.encode(np.zeros(600 * 96000, np.float32), 96000, "FLAC")
     assert len(long) < 1e6
     crop, _, frames = _rust.decode(long, 50_000_000, 1000)

@@ -1,4 +1,5 @@
-"""The built-in corpus: what is in it, that it is the same each time, and that it is made once and whole."""
+"""The built-in corpus: what is in it, that it is the same each time, and that it is made once and
+whole."""
 
 import collections
 import io
@@ -101,7 +102,8 @@ def test_every_codec_decodes(corpus, tmp_path):
 
 
 def test_encoded_sound_is_the_waveform(corpus):
-    """Only lossless files can say so to the last bit; it is the waveform that the recipe's number determines."""
+    """Only lossless files can say so to the last bit; it is the waveform that the recipe's number
+    determines."""
     lossless = [row for row in rows(corpus, "train") if row["audio"]["path"].endswith(("flac", "wav"))][:3]
     for row in lossless:
         samples, _ = soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")
@@ -248,7 +250,8 @@ def test_describe_counts_what_is_there(corpus):
 
 @pytest.mark.slow
 def test_learnable_but_not_trivial():
-    """Linear in each band's mean and deviation: no view of order or tempo, so far from chance and far from perfect."""
+    """Linear in each band's mean and deviation: no view of order or tempo, so far from chance and
+    far from perfect."""
 
     def moments(number: int) -> tuple[np.ndarray, int]:
         rec = demo_birds.recording(number)

@@ -54,7 +54,8 @@ def test_normalised_rows_are_padded_with_the_clips_minimum(case):
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("choices/*.npz")), ids=lambda path: path.stem)
 def test_other_front_ends_are_kaldis_too(path):
-    """torchaudio's numbers (tests/data/fbank/choices/make.py), within the least tolerance of those above."""
+    """torchaudio's numbers (tests/data/fbank/choices/make.py), within the least tolerance of those
+    above."""
     golden = dict(np.load(path))
     front_end, reference = FrontEnd(**json.loads(str(golden["front_end"]))), golden["reference"]
     got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768, bank=filter_bank(front_end))

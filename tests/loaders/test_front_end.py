@@ -113,7 +113,8 @@ def test_lists_that_are_none_are_named(tmp_path):
 
 
 def test_a_background_comes_in_an_order_of_its_own(tmp_path):
-    """A function of the position alone; other recordings, as many views; in testing nothing is drawn."""
+    """A function of the position alone; other recordings, as many views; in testing nothing is
+    drawn."""
     corpus.save_to_disk(
         tmp_path / "birds", [corpus.table([corpus.wav(i, 0.25) for i in range(10)], [i % 2 for i in range(10)])]
     )

@@ -55,7 +55,8 @@ def test_the_most_memory_that_was_held_is_in_bytes():
 
 
 def page_faults(program: str) -> int:
-    """Of ten rounds in which a process of its own takes, fills and frees 64 MB, after one round that is not counted."""
+    """Of ten rounds in which a process of its own takes, fills and frees 64 MB, after one round
+    that is not counted."""
     rounds = "x = numpy.ones(8 << 20); del x\n"
     counted = "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)"
     begin = "begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt"

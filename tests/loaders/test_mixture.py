@@ -1,4 +1,5 @@
-"""Shares are kept, every sample of a source comes once and in order, and who is next depends on the sample's number alone."""
+"""Shares are kept, every sample of a source comes once and in order, and who is next depends on the
+sample's number alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Windows of a stored film: what is in a row, who shares what with whom, the haemodynamic response, errors, memory."""
+"""Windows of a stored film: what is in a row, who shares what with whom, the haemodynamic response,
+errors, memory."""
 
 import json
 import os
@@ -151,7 +152,8 @@ def test_test_windows_share_nothing_with_training_windows(tmp_path, hrf, share):
 
 @pytest.mark.parametrize(("hrf", "expected"), [((), [26, 28, 29]), (("text",), [29])])
 def test_a_segment_that_lasts_over_the_border_is_tested_on_by_no_row(config, hrf, expected):
-    """Three segments; the second begins in training, volume 20, and is in rows to 25; 27 shows the first one again."""
+    """Three segments; the second begins in training, volume 20, and is in rows to 25; 27 shows the
+    first one again."""
     segment = np.repeat([0, 1, 2], [20, 6, 4])
     segment[27] = 0
     since = [int(np.flatnonzero(segment == s)[0]) for s in segment]
@@ -165,7 +167,8 @@ def test_a_segment_that_lasts_over_the_border_is_tested_on_by_no_row(config, hrf
 
 
 def test_glover_is_the_difference_of_two_gamma_densities():
-    """scipy's densities, and what is known of the response: a peak after 5 s, an undershoot after it."""
+    """scipy's densities, and what is known of the response: a peak after 5 s, an undershoot after
+    it."""
     t = np.arange(0, 32, 0.5)
     gamma = lambda delay: scipy.stats.gamma.pdf(t, delay / 0.9, scale=0.9)  # noqa: E731
     expected = gamma(6) - 0.35 * gamma(12)
@@ -406,7 +409,8 @@ print(json.dumps([seen[1], max(seen[2:]), seen[-1]]))
     ("viewers", "volumes", "batches"), [(2, 60, 6), pytest.param(17, 920, 782, marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
-    """The slow one is an epoch of 17 viewers × 920 volumes × 77,347 voxels, 3.9 GB of files that hold 25 GB of windows."""
+    """The slow one is an epoch of 17 viewers × 920 volumes × 77,347 voxels, 3.9 GB of files that
+    hold 25 GB of windows."""
     command = [sys.executable, "-c", FULL, *map(str, (viewers, volumes, 77_347, batches))]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

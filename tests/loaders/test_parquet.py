@@ -217,7 +217,8 @@ def test_a_pipe_in_place_of_a_recording_is_no_hang(tmp_path):
 
 
 def test_any_number_of_shards_with_few_descriptors(tmp_path):
-    """150 shards, half of them Parquet, and recordings in files of their own, under a limit of 40 descriptors."""
+    """150 shards, half of them Parquet, and recordings in files of their own, under a limit of 40
+    descriptors."""
     table = files(tmp_path, 2)
     wavs = corpus.table([corpus.wav(9, 0.2), corpus.wav(8, 0.2)], [1, 1])
     for k in range(50):

@@ -1,4 +1,5 @@
-"""Rows that are parts of recordings: which samples they hold; channels; short clips; windows of long files."""
+"""Rows that are parts of recordings: which samples they hold; channels; short clips; windows of
+long files."""
 
 import io
 import os
@@ -50,7 +51,8 @@ def batch(index, n, *, train=False, epoch_of=0, **options):
 
 
 def ramp(n: int, channels: int = 1) -> np.ndarray:
-    """int16 samples that say where they are: sample i of channel c is i % 10007 + 10007 c, at most 2 channels."""
+    """int16 samples that say where they are: sample i of channel c is i % 10007 + 10007 c, at most
+    2 channels."""
     return (np.arange(n)[:, None] % 10007 + 10007 * np.arange(channels)[None]).astype(np.int16)
 
 
@@ -89,7 +91,8 @@ def test_a_crop_longer_than_its_part_holds_what_surrounds_it(ramps):
 
 
 def test_recordings_that_are_slower_than_life(tmp_path):
-    """A file of 25.6 kHz, expanded ten times, gives the bytes of one of 256 kHz; times of rows are the file's."""
+    """A file of 25.6 kHz, expanded ten times, gives the bytes of one of 256 kHz; times of rows are
+    the file's."""
     rate, form = 256_000, {"form": "float32", "clip_samples": 12_800, "n_frames": 48}
     wave = (8000 * corpus.noise(3, 0.2, rate)).astype(np.int16)
     bank = filter_bank(FrontEnd(sample_rate=rate, window_ms=4.0, hop_ms=1.0, f_min=9_900.0, n_mels=32))
@@ -267,7 +270,8 @@ def test_a_row_without_a_recording_is_refused(ramps):
 
 
 def test_events_read_as_clips_are_a_mistake(tmp_path):
-    """As in BirdSet's test: the recording of a row is there several times, and rows say when their event begins."""
+    """As in BirdSet's test: the recording of a row is there several times, and rows say when their
+    event begins."""
     rows = corpus.table([corpus.wav(0)] * 3, [0, 1, 0])
     for paths, starts, mistaken in ((["a", "a", "b"], [0.0, 4.0, 2.0], True), (["a", "b", "c"], [0.0, 4.0, 2.0], False),
                                     (["a", "a", "b"], [None, None, None], False)):  # fmt: skip
@@ -388,7 +392,8 @@ def test_beyond_4_gib(tmp_path, kind):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
 def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
-    """A file that is mapped counts, as far as it was read; of half an hour that is read from end to end, little stays."""
+    """A file that is mapped counts, as far as it was read; of half an hour that is read from end to
+    end, little stays."""
     n = 200 << 20
     with open(tmp_path / "a.wav", "wb") as file:
         file.write(riff(b"", n, rate=RATE))
@@ -406,7 +411,8 @@ def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
 
 @pytest.mark.parametrize("kind, mode", [("WAV", None), ("FLAC", None), ("OGG", None), ("MP3", "CONSTANT"), ("MP3", "VARIABLE")])
 def test_windows_of_a_long_file_equal_slices_of_a_whole_decode(tmp_path, kind, mode):
-    """A hundred seconds; tools/bench_windows.py has two hours. MP3 of a variable bit rate gets a seek table on the way."""
+    """A hundred seconds; tools/bench_windows.py has two hours. MP3 of a variable bit rate gets a
+    seek table on the way."""
     rate, seconds = 32_000, 100
     swell = np.repeat(np.random.default_rng(0).uniform(0.001, 0.3, seconds * 10), rate // 10)
     wave = (np.random.default_rng(1).standard_normal(rate * seconds) * swell * 0.3).astype(np.float32)

@@ -31,7 +31,8 @@ FORMATS = [
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """37 recordings of 0.05 to 0.6 s in all codecs, in two shards; the shortest are shorter than a clip."""
+    """37 recordings of 0.05 to 0.6 s in all codecs, in two shards; the shortest are shorter than a
+    clip."""
     encoded = []
     for i in range(37):
         kind, subtype, rate = FORMATS[i % len(FORMATS)]
@@ -162,7 +163,8 @@ def test_rows_hold_the_crop_that_the_reference_names(mixed):
 
 
 def test_views_are_crops_of_one_recording(mixed):
-    """Each is what the reference draws for it; one decode of overlapping views or one for each give the same rows."""
+    """Each is what the reference draws for it; one decode of overlapping views or one for each give
+    the same rows."""
     for train in (True, False):
         found = take(make(mixed, train=train, batch=37, views=3), 1)
         assert found["spectrogram"].shape == (1, 37, 3, N_FRAMES, 128)
@@ -216,7 +218,8 @@ def test_bf16_is_the_nearest(mixed):
 
 @pytest.mark.parametrize("views", [1, 3])
 def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
-    """Of every format, length and rate: the spectrogram of the samples is the row of the other form, but for their 16 bits."""
+    """Of every format, length and rate: the spectrogram of the samples is the row of the other
+    form, but for their 16 bits."""
     options = dict(train=False, batch=37, views=views)
     rows, waves = (take(make(mixed, form=form, **options), 1) for form in ("float32", "waveform"))
     assert waves.keys() - {"waveform"} == rows.keys() - {"spectrogram"} and waves["waveform"].dtype == np.int16
@@ -250,7 +253,8 @@ def test_batches_follow_the_block_order(mixed):
 
 
 def test_the_block_order_reads_ahead_and_not_too_far(mixed):
-    """The rows of this window and of the next are asked for, those of other processes and of later windows are not."""
+    """The rows of this window and of the next are asked for, those of other processes and of later
+    windows are not."""
     sizes = np.array([len(mixed.encoded(row)) for row in range(37)])
     stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
     places = order.block_order(1, 0, stops, 2, np.arange(37))
@@ -262,7 +266,8 @@ def test_the_block_order_reads_ahead_and_not_too_far(mixed):
         while not pipeline.diagnostics()["bytes_ahead"] and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.3)
-        # The queue is full: the workers stand at place 12 at most, which is in the third window of two blocks or before it.
+        # The queue is full: the workers stand at place 12 at most, which is in the third window of
+        # two blocks or before it.
         reach = lengths[:8].sum()
         mine = np.isin(np.arange(reach) % 4, np.arange(*ranges[0]))
         assert reach < 37 and 0 < pipeline.diagnostics()["bytes_ahead"] <= sizes[places[:reach]][mine].sum()
@@ -621,7 +626,8 @@ def test_memory_does_not_grow(tmp_path):
 
 @pytest.mark.slow
 def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
-    """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, views, bf16, block order, a bad recording."""
+    """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, views, bf16, block
+    order, a bad recording."""
     encoded = [corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 5)]
     encoded[7] = broken(1)
     table = corpus.table(encoded, [0] * len(encoded))

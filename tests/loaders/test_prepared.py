@@ -1,4 +1,5 @@
-"""Prepared recordings: the rows of their source, the same bytes from each process, and every way to break them."""
+"""Prepared recordings: the rows of their source, the same bytes from each process, and every way to
+break them."""
 
 import hashlib
 import io
@@ -24,7 +25,8 @@ KINDS = [("WAV", None, 32_000, 1), ("FLAC", None, 48_000, 2), ("OGG", "VORBIS", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two shards of twelve recordings of several kinds, one of them broken and one shorter than a crop."""
+    """Two shards of twelve recordings of several kinds, one of them broken and one shorter than a
+    crop."""
     encoded = []
     for k, (kind, subtype, rate, channels) in enumerate(KINDS):
         wave = corpus.noise(k, 0.3 if k == 4 else 1.0 + 0.2 * k, rate)
@@ -36,7 +38,8 @@ def folder(tmp_path_factory):
 
 
 def rows(path, n=3, **options):
-    """n batches of training, in full: [index, label, epoch] and the samples, and the loader's diagnostics."""
+    """n batches of training, in full: [index, label, epoch] and the samples, and the loader's
+    diagnostics."""
     config = Config(train=str(path), **{**CONFIG, **options})
     loader = make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=SEED)
     try:

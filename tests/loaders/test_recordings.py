@@ -54,7 +54,8 @@ def recordings(tmp_path):
 
 
 def raven(folder: pathlib.Path, events=EVENTS, names=SECONDS) -> list[pathlib.Path]:
-    """A selection table for each recording, as Raven writes it: each selection for both of its views."""
+    """A selection table for each recording, as Raven writes it: each selection for both of its
+    views."""
     paths = []
     columns = ["Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Species"]
     for name in names:
@@ -146,7 +147,8 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
 
 
 def test_other_tables(recordings, tmp_path, capsys):
-    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong labels, a list of paths.
+    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong
+    labels, a list of paths.
 
     And a table that Excel wrote, whose first line says the separator.
     """
@@ -186,7 +188,8 @@ def test_other_tables(recordings, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_datasets_reads_an_index(recordings, tmp_path, capsys):
-    """The library of Hugging Face: every row, with names of classes; and it would write the same features."""
+    """The library of Hugging Face: every row, with names of classes; and it would write the same
+    features."""
     datasets = pytest.importorskip("datasets")
     index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
     files = {"train": [str(path) for path in sorted((tmp_path / "out" / "data").glob("train-*.parquet"))]}
@@ -218,7 +221,8 @@ def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name)
 
 @pytest.mark.slow
 def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, capsys):
-    """All formats, 2 s to 2 h, calls of four species that overlap; as tables, labels and folders, in windows, as batches."""
+    """All formats, 2 s to 2 h, calls of four species that overlap; as tables, labels and folders,
+    in windows, as batches."""
     folder, rate, hours = tmp_path / "recordings", 8000, 2
     folder.mkdir()
     kinds = {"wav": None, "flac": None, "mp3": None, "ogg": "VORBIS", "opus": "OPUS", "aiff": "PCM_16"}
@@ -540,7 +544,8 @@ def test_each_channel_as_a_row(tmp_path, capsys):
 
 
 def test_an_index_may_lie_beside_its_recordings(recordings, tmp_path, capsys, monkeypatch):
-    """In the folder that it is made of, or the folder where the command is given; the same command again finds it there."""
+    """In the folder that it is made of, or the folder where the command is given; the same command
+    again finds it there."""
     for n in (4, 0):
         assert f"{n} of them read now" in index(recordings, "--out", recordings / "index", capsys=capsys)
     (tmp_path / "here").mkdir()
@@ -587,7 +592,8 @@ def test_an_index_that_moved_names_the_remedy(recordings, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not corpus.ESC10.is_dir(), reason=f"{corpus.ESC10} is not there")
 def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
-    """Its WAVs in folders by split and class; a table of them in the shards' order gives the same batches byte for byte."""
+    """Its WAVs in folders by split and class; a table of them in the shards' order gives the same
+    batches byte for byte."""
     from loaders import _rust
 
     lines = {"train": ["file,label"], "test": ["file,label"]}

@@ -1,4 +1,5 @@
-"""Files made record by record: the same bytes whenever their command was interrupted, and nothing of another command."""
+"""Files made record by record: the same bytes whenever their command was interrupted, and nothing
+of another command."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded and resumed."""
+"""Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded
+and resumed."""
 
 import contextlib
 import http.server
@@ -22,7 +23,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Store(http.server.ThreadingHTTPServer):
-    """Serves a folder with ranges and tags; ``faults`` is asked before each part: None, or "error", "short", "slow"."""
+    """Serves a folder with ranges and tags; ``faults`` is asked before each part: None, or "error",
+    "short", "slow"."""
 
     daemon_threads = True
 
@@ -250,7 +252,8 @@ def test_addresses_that_hold_nothing_say_so(store):
 
 
 def test_a_bucket_of_google_through_gcsfs(tmp_path):
-    """The real client asks a stand-in; a copy whose MD5 is another is refused, and nothing of it stays."""
+    """The real client asks a stand-in; a copy whose MD5 is another is refused, and nothing of it
+    stays."""
     pytest.importorskip("gcsfs")
     objects = object_store.Store(tmp_path / "objects")
     server = object_store.Server(("127.0.0.1", 0), type("Handler", (object_store.Handler,), {"store": objects}))

@@ -1,4 +1,5 @@
-"""s3:// and hf:// through their own clients, from a stand-in that fails, is slow and cuts its answers short."""
+"""s3:// and hf:// through their own clients, from a stand-in that fails, is slow and cuts its
+answers short."""
 
 import collections
 import hashlib

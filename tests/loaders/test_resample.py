@@ -1,4 +1,5 @@
-"""The Rust resampler against sums of sines known in closed form and against libsoxr's best quality (tests/data/resample)."""
+"""The Rust resampler against sums of sines known in closed form and against libsoxr's best quality
+(tests/data/resample)."""
 
 import json
 import pathlib

@@ -1,4 +1,5 @@
-"""Measures of shuffling: independent draws meet their expectations, and orders that are not shuffled are told."""
+"""Measures of shuffling: independent draws meet their expectations, and orders that are not
+shuffled are told."""
 
 import numpy as np
 import pytest
@@ -64,7 +65,8 @@ def test_the_block_order_mixes_worse_than_the_global_one_and_better_than_a_buffe
 
 
 def buffered():
-    """The rows one after the other, through a buffer of 2,000 from which one at a random place is taken at a time."""
+    """The rows one after the other, through a buffer of 2,000 from which one at a random place is
+    taken at a time."""
     rng = np.random.default_rng(0)
     buffer, out = list(range(2_000)), []
     for i in range(2_000, N):

@@ -1,4 +1,5 @@
-"""loaders/_rust.pyi says what the compiled extension has: the same names and parameters, and its docstrings' beginnings."""
+"""loaders/_rust.pyi says what the compiled extension has: the same names and parameters, and its
+docstrings' beginnings."""
 
 import ast
 import inspect

@@ -1,4 +1,5 @@
-"""Boards: generated ones have one solution, every view stays valid, folders are read, and the order is a pure function."""
+"""Boards: generated ones have one solution, every view stays valid, folders are read, and the order
+is a pure function."""
 
 import csv
 from dataclasses import replace
@@ -67,7 +68,8 @@ def valid(kind, board, answer):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_view_of_every_puzzle_is_valid(kind):
-    """The property that augmentation must keep; for Sudoku also that the solution stays the only one."""
+    """The property that augmentation must keep; for Sudoku also that the solution stays the only
+    one."""
     made = sudoku.generate(SOURCES[kind], 3)["train"]
     n, views = len(made.inputs), 25
     index, view = np.repeat(np.arange(n), views), np.tile(np.arange(views), n).astype(np.uint64)
@@ -100,7 +102,8 @@ def test_a_view_is_a_function_of_seed_index_and_number_alone():
 
 
 def test_all_parts_of_the_augmentation_happen():
-    """Of a board whose cells all differ in kind: rows leave their band, digits are renamed, some boards are transposed."""
+    """Of a board whose cells all differ in kind: rows leave their band, digits are renamed, some
+    boards are transposed."""
     k = 4000
     cells = np.tile((np.arange(81) % 9 + 2).astype(np.uint8), (k, 1))
     (digits,) = sudoku.augment("sudoku", 0, np.arange(k), np.ones(k, np.uint64), cells)
@@ -396,7 +399,8 @@ def test_boards_have_the_cells_of_their_kind(tmp_path, kind, shape):
 
 
 def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
-    """Two groups: puzzles 0 and 1 with three rows together, puzzle 2 with two. Ids choose the embedding."""
+    """Two groups: puzzles 0 and 1 with three rows together, puzzle 2 with two. Ids choose the
+    embedding."""
     inputs = np.arange(5 * 16, dtype=np.uint8).reshape(5, 16) % 5 + 1
     for split in ("train", "test"):
         folder = tmp_path / split

@@ -1,4 +1,5 @@
-"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay what they are."""
+"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay what they
+are."""
 
 import ast
 import json
@@ -13,7 +14,8 @@ from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.tokenizer import open_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Casts to integers of at most 32 bits that hold neither ids nor counts, or cannot overflow: file -> how many, and why.
+# Casts to integers of at most 32 bits that hold neither ids nor counts, or cannot overflow: file ->
+# how many, and why.
 CASTS = {
     "loaders/film/fmri.py": (1, "a mask of 0 and 1"),
     "loaders/film/demo_film.py": (2, "pixels and samples, clipped before"),

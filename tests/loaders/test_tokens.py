@@ -1,4 +1,5 @@
-"""Packing loses and cuts nothing that fits; rows are a pure function of position; text is read as nanoGPT reads it."""
+"""Packing loses and cuts nothing that fits; rows are a pure function of position; text is read as
+nanoGPT reads it."""
 
 from dataclasses import replace
 
@@ -64,7 +65,8 @@ def test_an_epoch_holds_every_prediction_of_every_document_once(tmp_path):
 
 
 def test_rows_speak_for_themselves(tmp_path):
-    """Segments are documents side by side; a target is the next token of its own; no document that fits is cut."""
+    """Segments are documents side by side; a target is the next token of its own; no document that
+    fits is cut."""
     documents = corpus(tmp_path / "x")
     rows = read(config_of(tmp_path / "x"), n=20)
     texts = {d.tobytes() for d in documents}

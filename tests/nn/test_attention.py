@@ -1,4 +1,5 @@
-"""Every kernel of attention against the formula in numpy float64: causal, windows, documents, few key heads."""
+"""Every kernel of attention against the formula in numpy float64: causal, windows, documents, few
+key heads."""
 
 import functools
 import types
@@ -176,7 +177,8 @@ def lowered(f, *args):
 
 
 def test_what_a_gpu_is_given():
-    """From a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels or Triton's."""
+    """From a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels or
+    Triton's."""
 
     def loss(**case):
         def f(*args):
@@ -230,7 +232,8 @@ def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(platform, capab
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_a_tpu_is_given_splash():
-    """Compiled by XLA for four chips, with heads and rows split over them: the kernel is in the program, forward and back."""
+    """Compiled by XLA for four chips, with heads and rows split over them: the kernel is in the
+    program, forward and back."""
     devices = plan.tpu_devices(plan.parse_target("tpu:v5e:2x2"))
     shard = make_layout(make_mesh(1, 2, 2, devices=devices), {}).shard
     c = transformer.Decoder(embed=512, heads=8, kv_heads=1, head_dim=64)

@@ -26,7 +26,8 @@ def shard_on(data, fsdp, model, **rules):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
-    """Logits are x times the identity, so that the golden gradient by logits is the one by x; labels outside count nothing."""
+    """Logits are x times the identity, so that the golden gradient by logits is the one by x;
+    labels outside count nothing."""
     g = np.load(DATA / "ce" / "ce.npz")
     logits, labels = np.tile(g["logits"], (4, 1, 1)).astype("f4"), np.tile(g["labels"], (4, 1))
     pad = -logits.shape[1] % 8
@@ -56,7 +57,8 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
 
 
 def test_cross_entropy_never_holds_all_logits():
-    """Bytes that XLA plans beside the arguments: gradients, and a chunk's logits instead of 2048 × 4096 of them."""
+    """Bytes that XLA plans beside the arguments: gradients, and a chunk's logits instead of 2048 ×
+    4096 of them."""
     n, d, v = 2048, 8, 4096
     shard = shard_on(1, 1, 1)
 
@@ -189,7 +191,8 @@ def test_on_cpus_attention_copies_none_of_its_weights():
 
 
 def copied(f, *arrays):
-    """Sizes of the arrays that a program of f's gradients copies or transposes, as it is compiled for a CPU."""
+    """Sizes of the arrays that a program of f's gradients copies or transposes, as it is compiled
+    for a CPU."""
     text = jax.jit(jax.grad(f, range(len(arrays)))).lower(*arrays).compile().as_text()
     shapes = re.findall(r"= f32\[([\d,]*)\]\S* (?:copy|transpose)\(", text)
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]

@@ -84,7 +84,8 @@ def kept(jaxpr):
 
 
 ONE, WIDE, HALF = ("bfloat16", D), ("bfloat16", M), ("bfloat16", D // 2)
-# Inputs of both parts, q, k and v as attention reads them, what it gives, and what the activation reads.
+# Inputs of both parts, q, k and v as attention reads them, what it gives, and what the activation
+# reads.
 KEPT = {
     "vit, gelu": [WIDE, *[ONE] * 6],
     # And q and k before their norms, both parts before they are scaled.
@@ -102,7 +103,8 @@ def test_a_loop_of_16_bit_layers_keeps_what_norms_and_activations_read_and_nothi
 
 @pytest.mark.parametrize("name", STACKS)
 def test_float32_layers_and_those_that_are_recomputed_whole_are_as_they_were(name):
-    """Their numbers are compared bit by bit; and what is recomputed twice has its matrices gathered once more."""
+    """Their numbers are compared bit by bit; and what is recomputed twice has its matrices gathered
+    once more."""
 
     def depth(jaxpr):
         """How many checkpoints lie in each other."""

@@ -1,4 +1,5 @@
-"""Continuations: the cache gives what the whole sequence gives; draws follow the distribution; environments score them."""
+"""Continuations: the cache gives what the whole sequence gives; draws follow the distribution;
+environments score them."""
 
 import dataclasses
 
@@ -19,7 +20,8 @@ from tests.support.cases import language as language_case
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt2", "window"])
 def test_the_cache_gives_what_the_whole_sequence_gives(kind):
-    """The likeliest token again and again, for prompts of several lengths, against logits of everything so far."""
+    """The likeliest token again and again, for prompts of several lengths, against logits of
+    everything so far."""
     changes = {
         "gpt2": dict(norm="layer", activation="gelu", positions="learned", bias=True, qkv_bias=True, tied=True, kv_heads=0),
         "window": dict(window=3),

@@ -1,4 +1,5 @@
-"""Optimizers and schedules that a config names as module:factory: trained on meshes, saved and resumed."""
+"""Optimizers and schedules that a config names as module:factory: trained on meshes, saved and
+resumed."""
 
 import functools
 import sys
@@ -103,7 +104,8 @@ MATRIX = [(name, mesh) for name in NAMES for mesh in MESHES]
     [pytest.param(n, m, marks=() if (n, m) in zip(NAMES, MESHES, strict=True) else pytest.mark.slow) for n, m in MATRIX],
 )
 def test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit(name, mesh, tmp_path):
-    """Parameters follow optax's own loop on one device, and the state is split as its parameters are."""
+    """Parameters follow optax's own loop on one device, and the state is split as its parameters
+    are."""
     run = Run(NAMES[name], MESHES[mesh])
     state = run.take(run.init(), 0, 1)
     for planned, found in zip(jax.tree.leaves(run.made.abstract.state), jax.tree.leaves(state), strict=True):

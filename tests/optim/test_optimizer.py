@@ -1,4 +1,5 @@
-"""Update rules against golden numbers; which parameters decay, are frozen, have their own rate or rule."""
+"""Update rules against golden numbers; which parameters decay, are frozen, have their own rate or
+rule."""
 
 import pathlib
 from dataclasses import replace
@@ -164,7 +165,8 @@ def test_groups_with_rules_of_their_own_move_as_if_alone_and_keep_only_their_mom
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_sparse_table_moves_only_its_touched_rows(devices):
-    """Duplicates are summed; a sum of zero still decays; a row that no id names keeps its bits. Split over devices too."""
+    """Duplicates are summed; a sum of zero still decays; a row that no id names keeps its bits.
+    Split over devices too."""
     ids, grads, expected = (RULES[f"sparse/{name}"] for name in ("ids", "grads", "table_float64"))
     layout = make_layout(make_mesh(1, devices, 1, devices=jax.devices()[:devices]), {})
     rows = layout.sharding(("item", None), expected[0].shape)
@@ -302,7 +304,8 @@ def test_moments_in_few_bits_train_alike_and_take_their_bytes(name):
 
 
 def test_masters_keep_what_bfloat16_would_lose():
-    """Updates of a thousandth of a bfloat16's step get lost without masters; the parameters are the masters, rounded."""
+    """Updates of a thousandth of a bfloat16's step get lost without masters; the parameters are the
+    masters, rounded."""
     specs = {"w": Spec((4, 4), ("embed", "mlp"), zeros, "bfloat16")}
     params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
     optim = Optim(name="sign_sgd", lr=1e-5, weight_decay=0.0, schedule="constant", clip=0.0)
@@ -318,7 +321,8 @@ def test_masters_keep_what_bfloat16_would_lose():
 
 
 def test_layers_below_move_less():
-    """Rates of d^(n - i) in a stack of n, d^(n + 1) below it, 1 above (BEiT's rule), and decay along with them."""
+    """Rates of d^(n - i) in a stack of n, d^(n + 1) below it, 1 above (BEiT's rule), and decay
+    along with them."""
     specs = {
         "w_patch": Spec((4, 4), ("patch", "embed"), zeros),
         "blocks": {"w": Spec((3, 4, 4), ("layer", "embed", "mlp"), zeros)},

@@ -1,4 +1,5 @@
-"""The lease of a workdir: real processes, killed and delayed, on disks and in a stand-in for an object store."""
+"""The lease of a workdir: real processes, killed and delayed, on disks and in a stand-in for an
+object store."""
 
 import contextlib
 import errno

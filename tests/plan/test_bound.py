@@ -16,7 +16,8 @@ slow = pytest.mark.slow
 
 
 def compare(config, mesh, target, versions=""):
-    """Compiles a step. Asserts that its bound is one, and that the bytes of its arguments are exact.
+    """Compiles a step. Asserts that its bound is one, and that the bytes of its arguments are
+    exact.
 
     Returns the bound's temporaries as a share of the compiler's, and the compiler's figures.
     """
@@ -71,7 +72,8 @@ def test_a_step_takes_no_less_on_cpus(workload, mesh, changes, share, tmp_path, 
     ],
 )
 def test_a_step_takes_no_less_on_tpus(workload, topology, mesh, tpu_compiler, tmp_path, monkeypatch):
-    # Large: a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small step.
+    # Large: a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small
+    # step.
     rows = 16 if "language" in workload else 768 if workload == "trm, recomputed" else 192
     batch = ("train.batch", str(rows * math.prod(mesh)))
     config = load(workload, tmp_path, monkeypatch, *LARGE[workload], batch)

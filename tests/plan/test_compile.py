@@ -11,7 +11,8 @@ from jaxtrain.plan import compile as compile_lib
 
 @pytest.mark.usefixtures("libtpu")
 def test_what_a_tpus_compiler_lets_fit_is_told_to_fit():
-    """Four layers that are computed again, 4 M rows of 128: libtpu calls 16.4 GB temporaries, which with x are 18 of 17 GB."""
+    """Four layers that are computed again, 4 M rows of 128: libtpu calls 16.4 GB temporaries, which
+    with x are 18 of 17 GB."""
 
     def loss(w, x):
         x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None)), x, w)

@@ -1,4 +1,5 @@
-"""The compilers' environments: what is fetched, that only a whole one counts, and what is said where none can be had."""
+"""The compilers' environments: what is fetched, that only a whole one counts, and what is said
+where none can be had."""
 
 import concurrent.futures
 import importlib.metadata

@@ -21,7 +21,8 @@ def test_a_topology_that_there_is_not_is_an_error():
 
 
 def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
-    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows, by hand."""
+    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows, by
+    hand."""
     monkeypatch.chdir(ROOT)
     few = ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)")
     config = config_lib.load("configs/trm_sudoku.py", [few, ("workdir", str(tmp_path))])
@@ -32,7 +33,8 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert f"{flops:.3e} FLOP" in text
     assert f"{1e3 * flops / (8 * 989e12):.2f} ms at the peak" in text
     assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
-    # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows, on eight devices.
+    # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows,
+    # on eight devices.
     for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
         assert line in text
     assert "data          train has 1 batch, read in" in text
@@ -155,7 +157,8 @@ def with_memory(monkeypatch, memory):
 
 
 def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
-    """A run is not refused, and a plan finds no problem, unless the compiler finds it too large as well."""
+    """A run is not refused, and a plan finds no problem, unless the compiler finds it too large as
+    well."""
     changes = ("model.dtype", "float32"), ("train.steps", "1"), ("optim.warmup", "0")
     config = load("trm", tmp_path, monkeypatch, *changes)
     assembly = plan.assemble(config, on((8, 1, 1), jax.devices()))

@@ -1,4 +1,5 @@
-"""Classes of an evaluation: what is kept of the counts, what intervals mean, what of others' lines is believed."""
+"""Classes of an evaluation: what is kept of the counts, what intervals mean, what of others' lines
+is believed."""
 
 import json
 

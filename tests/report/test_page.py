@@ -1,4 +1,5 @@
-"""`jaxtrain report`: the page says what the files say, draws it in a browser, fetches nothing and believes no text of a run."""
+"""`jaxtrain report`: the page says what the files say, draws it in a browser, fetches nothing and
+believes no text of a run."""
 
 import html
 import json
@@ -23,7 +24,8 @@ LINK = '<a href="https:evil.example">b'  # for plotly.js
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with everything that a page can show, begun three times, with texts that would like to be markup."""
+    """A run with everything that a page can show, begun three times, with texts that would like to
+    be markup."""
     path = make(
         tmp_path_factory.mktemp("page") / "run",
         steps=5000,

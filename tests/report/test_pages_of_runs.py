@@ -1,4 +1,5 @@
-"""Pages of real runs: each workload at a tiny size, and a run that ended fourteen times before its end."""
+"""Pages of real runs: each workload at a tiny size, and a run that ended fourteen times before its
+end."""
 
 import os
 import pathlib
@@ -49,7 +50,8 @@ def test_every_workload_has_its_page(name, tmp_path, corpus):
 
 
 def test_a_run_that_ended_fourteen_times(tmp_path):
-    """Twelve times by SIGKILL, twice by SIGTERM: the page shows each end, with its reason, and where it was resumed."""
+    """Twelve times by SIGKILL, twice by SIGTERM: the page shows each end, with its reason, and
+    where it was resumed."""
     trm = small_runs.trm(tmp_path)
     command = (trm, "trm.py", f"--config.train.steps={EVERY * (KILLS + 2)}", f"--config.checkpoint.every={EVERY}")
     for i in range(1, KILLS + 1):

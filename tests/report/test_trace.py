@@ -97,7 +97,8 @@ with jax.profiler.trace(sys.argv[1]):
 
 
 def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
-    """Its operations have the number that it had where it was compiled; here that is another program's."""
+    """Its operations have the number that it had where it was compiled; here that is another
+    program's."""
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for others in (0, 12):
         command = [sys.executable, "-c", FROM_THE_CACHE, str(tmp_path / str(others)), str(others)]
@@ -107,7 +108,8 @@ def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
 
 
 def test_operations_that_run_side_by_side_share_their_time():
-    """Forward from 0 to 10 on two threads, backward from 6 to 10 on one, nothing until 16, then 4 of the optimizer."""
+    """Forward from 0 to 10 on two threads, backward from 6 to 10 on one, nothing until 16, then 4
+    of the optimizer."""
     forward, backward, update = (
         "jit(f)/loss_and_grad/jvp(x)/dot",
         "jit(f)/loss_and_grad/transpose(jvp(x))/dot",

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven through its pipe (the DevTools protocol: JSON between zero bytes), without any driver."""
+"""A headless Chromium, driven through its pipe (the DevTools protocol: JSON between zero bytes),
+without any driver."""
 
 import base64
 import json

@@ -30,7 +30,8 @@ def encode(wave: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None =
 
 
 def decoded(data: bytes, **options) -> tuple[np.ndarray, int]:
-    """What libsndfile reads, from a file: of MP3 in memory libsndfile 1.2.2 sometimes reads nothing."""
+    """What libsndfile reads, from a file: of MP3 in memory libsndfile 1.2.2 sometimes reads
+    nothing."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()

@@ -1,9 +1,11 @@
-"""`python -m jaxtrain.main` as forks of one process, which has imported what takes two seconds of every start.
+"""`python -m jaxtrain.main` as forks of one process, which has imported what takes two seconds of
+every start.
 
-A fork is a process of its own: it has its devices, environment, working directory and end. What a start does before (the
-interpreter, its imports, what is set by an environment alone) is tested where `starts` is false, and where tests call Python.
-As a script, with a socket's descriptor, this is that process: a request is JSON with the descriptor to write to; answers are
-a process's number and, later, the code or signal by which it has ended.
+A fork is a process of its own: it has its devices, environment, working directory and end. What a
+start does before (the interpreter, its imports, what is set by an environment alone) is tested
+where `starts` is false, and where tests call Python. As a script, with a socket's descriptor, this
+is that process: a request is JSON with the descriptor to write to; answers are a process's number
+and, later, the code or signal by which it has ended.
 """
 
 import gc
@@ -110,7 +112,8 @@ class Process:
 
 
 def serve(descriptor: int) -> list[str] | None:
-    """Forks until the other side is gone. Returns the arguments of a start in each fork, None in the end."""
+    """Forks until the other side is gone. Returns the arguments of a start in each fork, None in
+    the end."""
     server, children = socket.socket(fileno=descriptor), set()
     while True:
         if select.select([server], [], [], 0.01)[0]:

@@ -1,7 +1,9 @@
-"""A stand-in for an object store on loopback: what Google's JSON API does for the clients that checkpoints go through.
+"""A stand-in for an object store on loopback: what Google's JSON API does for the clients that
+checkpoints go through.
 
-Objects are whole or not there, there are no folders and no renames, a read may ask for a range, and a write may demand
-that nobody wrote in between. ``python object_store.py PORT FOLDER`` serves until it is killed; the objects outlive it.
+Objects are whole or not there, there are no folders and no renames, a read may ask for a range, and
+a write may demand that nobody wrote in between. ``python object_store.py PORT FOLDER`` serves until
+it is killed; the objects outlive it.
 """
 
 import base64
@@ -17,7 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Store:
-    """Objects by (bucket, name): a file each, named by the hash of its name, with the name in its first line."""
+    """Objects by (bucket, name): a file each, named by the hash of its name, with the name in its
+    first line."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
@@ -229,7 +232,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def environment(port: int) -> dict[str, str]:
-    """What makes the clients ask the stand-in: those of Orbax's files, of its arrays, and of Google's own library."""
+    """What makes the clients ask the stand-in: those of Orbax's files, of its arrays, and of
+    Google's own library."""
     return {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",

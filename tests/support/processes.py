@@ -1,4 +1,5 @@
-"""Runs as a user starts them, in processes of their own: their start, their end, and what they leave."""
+"""Runs as a user starts them, in processes of their own: their start, their end, and what they
+leave."""
 
 import hashlib
 import json
@@ -28,9 +29,11 @@ def xla_flags(devices: int) -> str:
 def command(
     folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
 ) -> subprocess.Popen | forked.Process:
-    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside`` another command.
+    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside``
+    another command.
 
-    It is a fork that has its imports (forked.py), but inside another command, or where JAXTRAIN_TESTS_FORK=0 says otherwise.
+    It is a fork that has its imports (forked.py), but inside another command, or where
+    JAXTRAIN_TESTS_FORK=0 says otherwise.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
@@ -132,7 +135,8 @@ def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
 
 
 def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
-    """Recordings of every global batch, in row order; what was read again after a kill must be the same again."""
+    """Recordings of every global batch, in row order; what was read again after a kill must be the
+    same again."""
     found: dict[int, dict[tuple, list[int]]] = {}
     for line in (folder / name).read_text().splitlines():
         split, position, rows, index, *_ = json.loads(line)

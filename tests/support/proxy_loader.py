@@ -3,7 +3,8 @@
 PROXIED            the module of the loader behind it; default: loaders.audio.spectrogram
 IDS                a file for what it hands out, a JSON line for each range of rows
 PAUSE              seconds that each training batch takes longer
-KILL_AT, KILL_AFTER, KILL_SIGNAL   a training position, a folder that is waited for there, and the signal; default: SIGKILL
+KILL_AT, KILL_AFTER, KILL_SIGNAL   a training position, a folder that is waited for there, and the
+                                   signal; default: SIGKILL
 STALL_AT, STALLED  a training position, and a file that is made there before nothing comes any more
 POISON             training positions, by commas, whose last row is not a number
 """

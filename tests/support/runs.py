@@ -28,7 +28,8 @@ SPECS = {"w_patch": ("fsdp", "model"), "w_qkv": (None, "fsdp", "model"), "b_qkv"
 
 
 def params(seed: int) -> Any:
-    """Random parameters on a mesh of all devices, (data, fsdp, model) = (n / 4, 2, 2), split as a model would be."""
+    """Random parameters on a mesh of all devices, (data, fsdp, model) = (n / 4, 2, 2), split as a
+    model would be."""
     mesh = jax.make_mesh((len(jax.devices()) // 4, 2, 2), ("data", "fsdp", "model"))
     leaves = jax.tree.leaves_with_path(SHAPES, is_leaf=lambda x: isinstance(x, tuple))
     made = []

@@ -1,4 +1,5 @@
-"""Shapes of functions by the suffixes of their arguments' names, checked by jaxtyping: ``x_btd`` is [b, t, d].
+"""Shapes of functions by the suffixes of their arguments' names, checked by jaxtyping: ``x_btd`` is
+[b, t, d].
 
 Dimensions of one letter have the same size in all arguments of a call.
 """
@@ -57,7 +58,8 @@ class Checked:
 def check(
     modules: Sequence[types.ModuleType], monkeypatch: Any, results: Mapping[str, str] | None = None
 ) -> dict[str, Checked]:
-    """Put every function of some modules with such arguments in place of itself. ``results``: name -> its result's shape."""
+    """Put every function of some modules with such arguments in place of itself. ``results``: name
+    -> its result's shape."""
     found = {}
     for module in modules:
         for name, function in vars(module).items():

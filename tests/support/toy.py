@@ -1,6 +1,8 @@
-"""A workload for tests of the trainer, whose step is traced and compiled in a fraction of a real model's time.
+"""A workload for tests of the trainer, whose step is traced and compiled in a fraction of a real
+model's time.
 
-Two layers on 16 numbers: stacked parameters, noise by row, a metric, counts of classes. tests.support.toy_rows has its data.
+Two layers on 16 numbers: stacked parameters, noise by row, a metric, counts of classes.
+tests.support.toy_rows has its data.
 """
 
 from dataclasses import dataclass

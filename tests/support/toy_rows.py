@@ -1,4 +1,5 @@
-"""Rows for tests of the trainer: 16 numbers around a centre for each class, computed from seed, epoch and index."""
+"""Rows for tests of the trainer: 16 numbers around a centre for each class, computed from seed,
+epoch and index."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""Runs the benchmark in its smallest form: what it prints, and that what it compares is the same thing."""
+"""Runs the benchmark in its smallest form: what it prints, and that what it compares is the same
+thing."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The table of steps compared with PyTorch: its figures, and that the page's is one of this form. No PyTorch is needed."""
+"""The table of steps compared with PyTorch: its figures, and that the page's is one of this form.
+No PyTorch is needed."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,5 @@
-"""The image and the Kubernetes job: read by their linters, and the job's pods find each other. Neither was run on a cluster."""
+"""The image and the Kubernetes job: read by their linters, and the job's pods find each other.
+Neither was run on a cluster."""
 
 import importlib.util
 import pathlib

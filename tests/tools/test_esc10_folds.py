@@ -49,7 +49,8 @@ def test_what_was_trained_with_other_overrides_is_not_taken_for_it(tmp_path, cap
 
 
 def test_a_margin_is_of_the_same_recordings():
-    """Two classifiers that are right on nearly the same recordings differ by less than either's own interval is wide."""
+    """Two classifiers that are right on nearly the same recordings differ by less than either's own
+    interval is wide."""
     rng = np.random.default_rng(0)
     random = rng.random(400) < 0.6
     better = random | (rng.random(400) < 0.1)

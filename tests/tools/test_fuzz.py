@@ -1,4 +1,5 @@
-"""The targets of `make fuzz`: their seeds are what they say, and in the long form they are built and find nothing."""
+"""The targets of `make fuzz`: their seeds are what they say, and in the long form they are built
+and find nothing."""
 
 import pathlib
 import shutil

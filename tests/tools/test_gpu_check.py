@@ -1,4 +1,5 @@
-"""tools.gpu_check in its small form, and what decides in it: bounds, traces, processes that fail, what README may say."""
+"""tools.gpu_check in its small form, and what decides in it: bounds, traces, processes that fail,
+what README may say."""
 
 import json
 import math
@@ -145,8 +146,8 @@ def test_of_a_cpus_operations_the_products_are_products():
 def test_what_ynnpack_computes_is_in_its_scope(tmp_path):
     """Its fusions have one name, whether of a product or a sum.
 
-    The programs have names of their own: of two with one name, the trace of a program that came from the compilation cache has
-    the number it was compiled under, and may be taken for the other.
+    The programs have names of their own: of two with one name, the trace of a program that came
+    from the compilation cache has the number it was compiled under, and may be taken for the other.
     """
 
     def product(x):

@@ -24,7 +24,8 @@ PYTHON = """#!/bin/sh
 
 @pytest.fixture
 def environment(tmp_path):
-    """One that has the pip of the Python below it, which may have none, and a wheel to install there."""
+    """One that has the pip of the Python below it, which may have none, and a wheel to install
+    there."""
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=True)
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:

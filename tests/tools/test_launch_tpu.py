@@ -12,7 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "launch_tpu.sh"
 
-# Answers are files: <nth call of its kind>, or <kind>; the last line is the exit code, the others are printed.
+# Answers are files: <nth call of its kind>, or <kind>; the last line is the exit code, the others
+# are printed.
 GCLOUD = f"""#!{sys.executable}
 import json, os, pathlib, sys
 here = pathlib.Path(os.environ["FAKE"])
@@ -200,7 +201,8 @@ def test_mistakes_are_told_before_anything_is_called(launch, arguments, told):
 
 
 def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
-    """With the workers' own Python where it is new enough, else with one that uv fetches; no worker compiles anything."""
+    """With the workers' own Python where it is new enough, else with one that uv fetches; no worker
+    compiles anything."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.py").write_text("1")
     keep = tmp_path / "kept.tar.gz"

@@ -1,4 +1,5 @@
-"""The crates that are compiled into the extension, and the packages that pip installs with it: the licences that they state."""
+"""The crates that are compiled into the extension, and the packages that pip installs with it: the
+licences that they state."""
 
 import importlib.metadata
 import json
@@ -60,7 +61,8 @@ def test_each_version_of_a_crate_is_looked_at():
 
 
 def installed_with(requirements):
-    """The packages, by name, that pip installs for some requirements: those, what they require, and so on."""
+    """The packages, by name, that pip installs for some requirements: those, what they require, and
+    so on."""
     found, waiting = {}, [(Requirement(text), "") for text in requirements]
     while waiting:
         requirement, extra = waiting.pop()

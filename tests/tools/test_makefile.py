@@ -1,4 +1,5 @@
-"""`make train` and `make test`: a mistake is one line before anything is installed, and the console is for who reads it."""
+"""`make train` and `make test`: a mistake is one line before anything is installed, and the console
+is for who reads it."""
 
 import os
 import pathlib
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Stands for a Python: it does nothing, but says its version where that is asked, and that it trains.
+# Stands for a Python: it does nothing, but says its version where that is asked, and that it
+# trains.
 PYTHON = """#!/bin/sh
 case "$2" in
     *print*) echo "{version}" ;;
@@ -50,7 +52,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_an_environment_of_another_python_is_one_line(tmp_path, stamped):
-    """Also where everything has been installed in it, and the tests would run with the other Python."""
+    """Also where everything has been installed in it, and the tests would run with the other
+    Python."""
     python(tmp_path / "env" / "bin" / "python", "(3, 11)")
     other = python(tmp_path / "other" / "python3.13", "(3, 13)")
     if stamped:

@@ -1,4 +1,5 @@
-"""The parts of the slow proofs: each slow test is in one of them, and their results are kept in the page."""
+"""The parts of the slow proofs: each slow test is in one of them, and their results are kept in the
+page."""
 
 import ast
 import pathlib
@@ -12,7 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def slow_tests(path: pathlib.Path) -> set[str]:
-    """The names of a file's tests of which some case is slow: marked so itself, or by a constant of its module that is."""
+    """The names of a file's tests of which some case is slow: marked so itself, or by a constant of
+    its module that is."""
     tree = ast.parse(path.read_text())
 
     def is_slow(node: ast.AST, names: set[str]) -> bool:

@@ -1,4 +1,5 @@
-"""`make soak`: what a lap left is compared with the first one's; in the long form, real faults in a real run."""
+"""`make soak`: what a lap left is compared with the first one's; in the long form, real faults in a
+real run."""
 
 import json
 import subprocess
@@ -111,7 +112,8 @@ def test_a_link_is_slow_by_what_the_kernel_can_do(monkeypatch, can, how):
 
 
 def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
-    """The language model has text; either has checkpoints enough for damage, and is split over four processes."""
+    """The language model has text; either has checkpoints enough for damage, and is split over four
+    processes."""
     assert len(soak.pages()) > 100_000
     (tmp_path / "text.txt").write_text(soak.pages())
     workloads = set()

@@ -1,4 +1,5 @@
-"""tools.trm_table: the steps of equal CPU time, and the table, from runs that are played; what is done is not done again."""
+"""tools.trm_table: the steps of equal CPU time, and the table, from runs that are played; what is
+done is not done again."""
 
 import csv
 import json
@@ -11,7 +12,8 @@ from tools import trm_table
 
 @pytest.fixture
 def played(monkeypatch):
-    """Commands that are recorded. A training of n steps costs 10 s and 2 s a step of "deep", 4 s of "last"."""
+    """Commands that are recorded. A training of n steps costs 10 s and 2 s a step of "deep", 4 s of
+    "last"."""
     commands, clock = [], [0.0]
 
     class Usage:

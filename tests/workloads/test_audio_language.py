@@ -1,4 +1,5 @@
-"""The audio language model against the original's numbers, on meshes, with adapters, and as it generates."""
+"""The audio language model against the original's numbers, on meshes, with adapters, and as it
+generates."""
 
 import dataclasses
 import json
@@ -218,7 +219,8 @@ def exported(c, params):
 
 
 def test_the_published_size():
-    """5.77 billion; without the audio's part, the text model's; and what the published adapters train."""
+    """5.77 billion; without the audio's part, the text model's; and what the published adapters
+    train."""
     c = config_lib.section(audio_language.Config, {**higgs.PRESETS["v2"], "context": 0})
     assert not list(c.problems()) and not (c.average_codes or c.audio_attention)
     table = audio_language.make_specs(c)
@@ -232,7 +234,8 @@ def test_the_published_size():
 
 
 def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
-    """Logits that say, with certainty, what each place itself is: right wherever a label stood at its own place."""
+    """Logits that say, with certainty, what each place itself is: right wherever a label stood at
+    its own place."""
     rows = laid_out(numbers)
     n = IDS["<|begin_of_text|>"] + 1
     width = n + K * (SIZE + 2)
@@ -257,7 +260,8 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
 
 @pytest.mark.parametrize("changes", [{}, {"average_codes": True}, {"audio_attention": True}])
 def test_switches_change_what_is_computed(folders, numbers, changes):
-    """The release's choices are the defaults; each of the others gives other logits, and tables of their own sizes."""
+    """The release's choices are the defaults; each of the others gives other logits, and tables of
+    their own sizes."""
     c, params = open_folder(folders["audio_attention" if "audio_attention" in changes else "plain_rope"])
     c = dataclasses.replace(c, **changes)
     batch = batch_of(laid_out(numbers)[:1])
@@ -279,7 +283,8 @@ def test_a_step_is_the_same_in_parts(mesh):
 
 
 def test_adapters_move_and_the_base_keeps_its_bytes():
-    """In bfloat16, split over fsdp and model; adapters are float32, and what is reduced over data, once a step, is theirs."""
+    """In bfloat16, split over fsdp and model; adapters are float32, and what is reduced over data,
+    once a step, is theirs."""
     adapters = config_lib.section(config_lib.Lora, {**higgs.ADAPTERS, "rank": 2})
     run = Run(CASE._replace(adapters=adapters), (2, 2, 2), 2)
     before = run.init().variables
@@ -318,7 +323,8 @@ def prompts(rows, n):
 
 @pytest.mark.parametrize("run", ["llama3_rope", "audio_attention"])
 def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run):
-    """From a cache, begun within text and behind a recording, of rows of different lengths in one batch."""
+    """From a cache, begun within text and behind a recording, of rows of different lengths in one
+    batch."""
     c, params = open_folder(folders[run])
     rows, starts = laid_out(numbers), (15, 40)
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
@@ -336,7 +342,8 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
 
 
 def test_what_is_generated_is_a_conversation_again(folders, numbers):
-    """Greedy: laid out anew and run through the training forward, each place is what its logits say. Ends come delayed."""
+    """Greedy: laid out anew and run through the training forward, each place is what its logits
+    say. Ends come delayed."""
     c, params = open_folder(folders["plain_rope"])
     rows, starts = laid_out(numbers), (47, 47)
     # Both prompts end with the token that opens a recording.
@@ -408,7 +415,8 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
 
 @pytest.mark.slow
 def test_the_plan_of_the_published_size_says_its_tokens_a_second(tmp_path, monkeypatch):
-    """At 40 % of the peak; eight GPUs make eight times as many of one's, and the weights are an eighth on each."""
+    """At 40 % of the peak; eight GPUs make eight times as many of one's, and the weights are an
+    eighth on each."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     rates = {}

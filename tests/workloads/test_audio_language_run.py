@@ -1,4 +1,5 @@
-"""The audio language model as a user runs it: frozen weights from safetensors, several shapes, stopped, resumed, exported."""
+"""The audio language model as a user runs it: frozen weights from safetensors, several shapes,
+stopped, resumed, exported."""
 
 import json
 
@@ -25,7 +26,8 @@ def folder(tmp_path):
 
 
 def base_of(folder):
-    """A base in the original's format: what a first run made, as it is exported, and its config.json."""
+    """A base in the original's format: what a first run made, as it is exported, and its
+    config.json."""
     processes.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
     assert export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
     text = dict(
@@ -39,7 +41,8 @@ def base_of(folder):
 
 
 def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, capsys):
-    """The same bytes at the end; what was trained goes out as adapters and merged, under the original's names."""
+    """The same bytes at the end; what was trained goes out as adapters and merged, under the
+    original's names."""
     monkeypatch.chdir(folder)
     base = base_of(folder)
     bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
@@ -121,7 +124,8 @@ def lines(folder, i):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_several_processes_share_the_samples_and_one_writes(folder, number, monkeypatch):
-    """Training and evaluation cover each sample once over all devices; the slow one is waited for; one file of each kind."""
+    """Training and evaluation cover each sample once over all devices; the slow one is waited for;
+    one file of each kind."""
     monkeypatch.setenv("PROXIED", "loaders.chat.chat_audio")
     overrides = ("--config.train.eval_every=0", "--config.train.accumulate=2", "--config.loader=tests.support.proxy_loader")
     slow = {"only1": {"PAUSE": "0.3"}}

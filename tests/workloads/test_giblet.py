@@ -1,4 +1,5 @@
-"""The autoencoder against the original's numbers; its batch norm and its shards on meshes and in parts; its size."""
+"""The autoencoder against the original's numbers; its batch norm and its shards on meshes and in
+parts; its size."""
 
 import functools
 import json
@@ -30,7 +31,8 @@ WHOLE = giblet.Config(
 OUTPUTS = {"bottleneck": "bottleneck", "fmri": "predicted_fmri", "video": "video_recon", "text": "text_recon"}
 FIELDS = ("video", "audio", "text", "fmri")
 
-# Ours <- the original's, encoder and decoder; "." ends a name that its matrix and its norm continue differently.
+# Ours <- the original's, encoder and decoder; "." ends a name that its matrix and its norm continue
+# differently.
 NAMES = {
     **{f"encoder/{m}/{i}": (f"encoder.{m}_encoder.fc{i + 1}", f"encoder.{m}_encoder.bn{i + 1}")
        for m, n in (("video", 3), ("audio", 2), ("text", 2)) for i in range(n)},
@@ -69,7 +71,8 @@ def task_of(config, batch=GOLDEN["batch"]):
 
 
 def original(path):
-    """The original's name of one of our parameters or running statistics, and whether it is transposed."""
+    """The original's name of one of our parameters or running statistics, and whether it is
+    transposed."""
     where, name = path.rsplit("/", 1)
     matrix, norm = NAMES[where]
     theirs = {"w": "weight", "b": "bias", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}[name]
@@ -258,7 +261,8 @@ def averages(y, t, other, has):
 
 
 def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
-    """Predictions far from zero, a voxel that is constant, one whose prediction is: against numpy's correlations."""
+    """Predictions far from zero, a voxel that is constant, one whose prediction is: against numpy's
+    correlations."""
     rng = np.random.default_rng(0)
     t = rng.standard_normal((60, 30)).astype("f4")
     y = (0.5 * t + rng.standard_normal(t.shape) + 30).astype("f4")
@@ -310,7 +314,8 @@ def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
 
 
 def test_statistics_of_groups_are_those_of_as_many_devices():
-    """Two groups, on any mesh, are what two devices compute alone, with the mean of their running values."""
+    """Two groups, on any mesh, are what two devices compute alone, with the mean of their running
+    values."""
     c = replace(SMALL, dropout=0.0)
     table = giblet_loss.make_task(config_lib.Config(model=c), same, ROWS).specs
     params, carry = (specs_lib.materialise(t, jax.random.key(0)) for t in (table.params, table.carry))

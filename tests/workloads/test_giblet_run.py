@@ -1,4 +1,5 @@
-"""The autoencoder as a user runs it: it ends when it learns no more, keeps its best step, draws what it predicts."""
+"""The autoencoder as a user runs it: it ends when it learns no more, keeps its best step, draws
+what it predicts."""
 
 import json
 

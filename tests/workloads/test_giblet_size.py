@@ -1,4 +1,5 @@
-"""The autoencoder at its full size, of which nothing is ever made: what it holds where, and that its step compiles."""
+"""The autoencoder at its full size, of which nothing is ever made: what it holds where, and that
+its step compiles."""
 
 import pathlib
 
@@ -31,7 +32,8 @@ def load(tmp_path, monkeypatch):
 
 
 def per_device(config, target):
-    """Bytes of one device for parameters, gradients and moments: the rest is small at a batch of 16."""
+    """Bytes of one device for parameters, gradients and moments: the rest is small at a batch of
+    16."""
     assembly = plan_lib.abstractly(config, target)
     parts = plan_lib.held(assembly.abstract, assembly.layout, tiled=False)
     assert sum(parts.values()) - parts["parameters"] - parts["optimizer"] < 0.2e9
@@ -72,7 +74,8 @@ def test_bytes_are_the_known_ones(load):
     ],
 )
 def test_state_and_gradients_fit_where(load, target, overrides, fits):
-    """A necessary condition, with which the plan's report begins: what the update needs beside comes on top."""
+    """A necessary condition, with which the plan's report begins: what the update needs beside
+    comes on top."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
     assert (plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False)) <= where.memory) == fits
@@ -133,7 +136,8 @@ def test_without_a_compiler_the_command_says_what_certainly_does_not_fit(
     ids=["float32", "bfloat16", "masters", "int8", "adafactor", "remat"],
 )
 def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything(load, overrides, beside):
-    """On 31 GiB chips: the state is donated, no matrix is gathered, and beside it is little more than the gradients.
+    """On 31 GiB chips: the state is donated, no matrix is gathered, and beside it is little more
+    than the gradients.
 
     beside: the compiler's temporaries in units of the parameters, whose type gradients have.
     """
@@ -164,7 +168,8 @@ def test_the_start_makes_every_part_where_it_stays(load):
 
 
 def test_the_first_matrix_is_split_wherever_it_lives(load):
-    """Parameter, moments and batch on 8 devices: an eighth of the rows each, and of every array as large."""
+    """Parameter, moments and batch on 8 devices: an eighth of the rows each, and of every array as
+    large."""
     assembly = plan_lib.abstractly(load(), plan_lib.parse_target("gpu:h100x8"))
     large = [x for x in jax.tree.leaves(assembly.abstract.state) if x.size >= FIRST]
     assert len(large) == 3

@@ -1,4 +1,5 @@
-"""The language model against transformers' numbers, on meshes, and its way from Hugging Face and back."""
+"""The language model against transformers' numbers, on meshes, and its way from Hugging Face and
+back."""
 
 import dataclasses
 
@@ -123,7 +124,8 @@ def test_a_step_is_the_same_in_parts(alone_two, mesh, accumulate, rules):
     "changes", [{}, dict(norm="layer", activation="gelu", tied=True, kv_heads=0), dict(window=48)], ids=str
 )
 def test_flops_are_those_that_the_compiler_counts(changes):
-    """Of loss and gradients, within 5 %; XLA computes masked places too. What it does besides matrix products is the rest."""
+    """Of loss and gradients, within 5 %; XLA computes masked places too. What it does besides
+    matrix products is the rest."""
     c = dataclasses.replace(
         TINY, embed=128, depth=2, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=1000, context=128, qk_norm=False, unroll=2,
         chunk=10_000,
@@ -147,7 +149,8 @@ def test_flops_are_those_that_the_compiler_counts(changes):
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(("mesh", "kernels"), [((1, 2, 2), 4), ((1, 4, 1), 4), ((2, 2, 1), 0), ((4, 1, 1), 0)])
 def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(mesh, kernels):
-    """The real one, by XLA for four chips that are not here: forward, recomputed, and the two kernels backward."""
+    """The real one, by XLA for four chips that are not here: forward, recomputed, and the two
+    kernels backward."""
     devices = list(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)
     sizes = dict(embed=256, heads=4, head_dim=64, mlp=512, vocab=1024, context=256, depth=2)
     c = dataclasses.replace(TINY, **sizes, dtype="bfloat16", remat="full")

@@ -1,4 +1,5 @@
-"""The language model as a user runs it: on from weights of Hugging Face, with adapters, stopped and resumed, and out again."""
+"""The language model as a user runs it: on from weights of Hugging Face, with adapters, stopped and
+resumed, and out again."""
 
 import json
 import pathlib
@@ -23,7 +24,8 @@ def folder(tmp_path):
 
 
 def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
-    """The frozen weights, which no checkpoint holds, are read again; the end is the same bit for bit."""
+    """The frozen weights, which no checkpoint holds, are read again; the end is the same bit for
+    bit."""
     whole = processes.run(folder, "lm.py", "--config.workdir=whole")
     assert "parameters loaded" in whole
     processes.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")

@@ -1,4 +1,5 @@
-"""The recursive model against the original's numbers, its halting, and its carry on meshes and in parts."""
+"""The recursive model against the original's numbers, its halting, and its carry on meshes and in
+parts."""
 
 import json
 import pathlib
@@ -49,7 +50,8 @@ def golden_config(variant):
 
 
 def from_original(c, w, prefix=""):
-    """Our parameters from arrays under the original's names: its matrices are (out, in), one per layer."""
+    """Our parameters from arrays under the original's names: its matrices are (out, in), one per
+    layer."""
     d, h, k = c.embed, c.heads, c.embed // c.heads
 
     def layers(name, f):
@@ -311,7 +313,8 @@ def test_only_touched_rows_of_the_table_move(alone):
 
 
 def test_cycles_without_gradient_keep_no_activations():
-    """Bytes that a step needs besides its arguments, as XLA plans them: the same for 2 and for 6 high cycles."""
+    """Bytes that a step needs besides its arguments, as XLA plans them: the same for 2 and for 6
+    high cycles."""
 
     def bytes_of(**cycles):
         run = Run(CASE._replace(model=replace(TINY, **cycles)), (1, 1, 1))
@@ -341,7 +344,8 @@ def test_curriculum_grows_to_the_full_cycles():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (2, 4, 1)])
 def test_pictures_are_of_the_first_boards_on_every_mesh(mesh):
-    """Rows that do not divide over the devices were refused: the first evaluation on eight of them ended the run."""
+    """Rows that do not divide over the devices were refused: the first evaluation on eight of them
+    ended the run."""
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in random_batch(0).items()}
     config = config_lib.Config(model=TINY, optim=OPTIM, train=config_lib.Train(batch=WIDE))
     devices = jax.devices()[: np.prod(mesh)]

@@ -1,4 +1,5 @@
-"""Contracts of training of the recursive model: gradients by NumPy, depths, floating-point operations, meshes and parts."""
+"""Contracts of training of the recursive model: gradients by NumPy, depths, floating-point
+operations, meshes and parts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Rollouts of the recursive model: noise, stops, the choice, on any number of devices; confidence and intervals."""
+"""Rollouts of the recursive model: noise, stops, the choice, on any number of devices; confidence
+and intervals."""
 
 from dataclasses import replace
 
@@ -39,7 +40,8 @@ def whole(variables):
 
 
 def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
-    """Step by step, without a loop on the device: noise of the given size in both states, none in the first rollout."""
+    """Step by step, without a loop on the device: noise of the given size in both states, none in
+    the first rollout."""
     batch = {name: random_batch(0)[name] for name in ("inputs", "puzzle")}
     z = start(TINY, variables.carry, WIDE, stored_params.one_device().shard)
     step = jax.jit(lambda z: refine(TINY, variables.params, {**batch, **z}, TINY.cycles, stored_params.one_device().shard))
@@ -124,7 +126,8 @@ def test_options_are_refused_by_name():
 
 
 def test_a_confidence_is_as_often_right():
-    """Of logits that are too sure: the scale that made the answers is found, and the error of the rest is small."""
+    """Of logits that are too sure: the scale that made the answers is found, and the error of the
+    rest is small."""
     rng = np.random.default_rng(0)
     q = rng.normal(0, 6, 4000)
     right = rng.random(4000) < 1 / (1 + np.exp(-(0.4 * q - 1)))

@@ -1,14 +1,19 @@
 """The accelerator against the CPU of its machine, kernels against formulas, bfloat16 against float32, a run against itself.
 
-Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`), on any machine.
+Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`),
+on any machine.
 
-- A workload's loss and gradients (with --quick of birds and language alone), the same parameters and batch on both. The
-  error of the loss is relative to it. That of a gradient is the norm of the difference over the norm, and the largest
-  counts. Products of float32 are exact on both sides (matmul precision "highest"; an accelerator's own default rounds
-  to TF32). In bfloat16 a GPU takes cuDNN's attention.
-- Attention, the kernel of this platform, against the formula with all weights at once, in float32 from the same 16-bit numbers.
-- Loss curves over 50 steps, all in bfloat16 and all in float32: the mean distance relative to the mean loss.
-- The same steps twice, compiled twice, with deterministic operations (XLA_FLAGS of `gpu_check`): every bit of the state.
+- A workload's loss and gradients (with --quick of birds and language alone), the same parameters
+  and batch on both. The error of the loss is relative to it. That of a gradient is the norm of the
+  difference over the norm, and the largest counts. Products of float32 are exact on both sides
+  (matmul precision "highest"; an accelerator's own default rounds to TF32). In bfloat16 a GPU takes
+  cuDNN's attention.
+- Attention, the kernel of this platform, against the formula with all weights at once, in float32
+  from the same 16-bit numbers.
+- Loss curves over 50 steps, all in bfloat16 and all in float32: the mean distance relative to the
+  mean loss.
+- The same steps twice, compiled twice, with deterministic operations (XLA_FLAGS of `gpu_check`):
+  every bit of the state.
 """
 
 import concurrent.futures
@@ -33,7 +38,8 @@ from tools.chip import cases
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-2}  # relative
 GRADIENT = {"float32": 1e-3, "bfloat16": 1e-1}  # relative, of the worst parameter
-# Gradients of a handful of bfloat16 numbers differ by more than their own rounding; such small parameters are left out of it.
+# Gradients of a handful of bfloat16 numbers differ by more than their own rounding; such small
+# parameters are left out of it.
 LEAST = {"float32": 0.0, "bfloat16": 1e-3}  # share of all gradients' norm that a parameter must have to be compared
 ATTENTION = 2e-2  # of values of about 1, forward and backward, in bfloat16: eps is 8e-3
 CURVES = 0.03  # mean distance of two loss curves over the mean loss

@@ -1,13 +1,16 @@
 """From Arrow shards on disk to the step: the loader's rate on all cores, the step's rate, and that of both together.
 
-The recordings are the demo's, read again and again, so they come from the page cache. For each form of a row (spectrograms of
-float32 and of bfloat16, and 16-bit waveforms, of which the step makes the spectrograms itself):
+The recordings are the demo's, read again and again, so they come from the page cache. For each form
+of a row (spectrograms of float32 and of bfloat16, and 16-bit waveforms, of which the step makes the
+spectrograms itself):
 
     loader      rows/s of the loader alone, on every core that this process may use
     demand      rows/s of the step alone, on a batch that stays on the device
-    together    rows/s of `jaxtrain.data.feed` and the step, and the share of the time that the step waits for data
-    overlap     of the copies to the device, the share that overlaps computation, by a trace of a few of those steps; a CPU has
-                no copies: the rows are used where the loader wrote them
+    together    rows/s of `jaxtrain.data.feed` and the step, and the share of the time that the step
+                waits for data
+    overlap     of the copies to the device, the share that overlaps computation, by a trace of a
+                few of those steps; a CPU has no copies: the rows are used where the loader wrote
+                them
 """
 
 import contextlib

@@ -26,7 +26,10 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
 
 
 def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
-    """``parts``: "speed", "profile" or both. A size that does not fit though the plan says so is halved, which is reported."""
+    """``parts``: "speed", "profile" or both.
+
+    A size that does not fit though the plan says so is halved, which is reported.
+    """
     chosen = cases.choose(case, data, device)
     refused: list[dict[str, Any]] = []
     while True:

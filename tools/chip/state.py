@@ -1,7 +1,8 @@
 """The cost of a run's state: a save while it trains, a restore, and the time from the command to the first step.
 
-Three runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache of compiled programs, that
-saves a few times, one that resumes from it, and one that goes as far without a break. The last two must end with the same
+Three runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache
+of compiled programs, that saves a few times, one that resumes from it, and one that goes as far
+without a break. The last two must end with the same
 bits: XLA adds in a fixed order here, which it does not by itself on GPUs.
 """
 

@@ -2,8 +2,9 @@
 
     python -m tools.chip.trace FOLDER       # as jax.profiler.trace(FOLDER) or start_trace wrote it
 
-Read are the XSpace files (``plugins/profile/*/*.xplane.pb``) by `jaxtrain.telemetry.report.trace`. On a GPU an operation is a
-kernel of a stream, on a TPU an event of the line ``XLA Ops``, on a CPU any event that names an instruction.
+Read are the XSpace files (``plugins/profile/*/*.xplane.pb``) by `jaxtrain.telemetry.report.trace`.
+On a GPU an operation is a kernel of a stream, on a TPU an event of the line ``XLA Ops``, on a CPU
+any event that names an instruction.
 """
 
 import pathlib
@@ -14,8 +15,9 @@ from typing import NamedTuple
 
 from jaxtrain.telemetry.report import trace as scoped
 
-# What a name says of where the work is done; the first that matches counts. Kernels of cuBLAS, CUTLASS, cuDNN and XLA's Triton
-# on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs that only takes products).
+# What a name says of where the work is done; the first that matches counts. Kernels of cuBLAS,
+# CUTLASS, cuDNN and XLA's Triton on GPUs; HLO names elsewhere ("onednn" is XLA's library for CPUs
+# that only takes products).
 KINDS = (
     ("copy to the device", re.compile(r"memcpyh2d|infeed", re.I)),
     ("copy from the device", re.compile(r"memcpyd2h|outfeed", re.I)),

@@ -79,7 +79,10 @@ def parameter(x: np.ndarray) -> torch.nn.Parameter:
 
 
 def linear(w_io: np.ndarray, b_o: np.ndarray | None = None, *, transposed: bool = False) -> torch.nn.Linear:
-    """Return a linear layer of a matrix [inputs, outputs], or transposed [outputs, inputs]. The caller flattens heads."""
+    """Return a linear layer of a matrix [inputs, outputs], or transposed [outputs, inputs].
+
+    The caller flattens heads.
+    """
     w_oi = w_io if transposed else w_io.T
     layer = torch.nn.utils.skip_init(torch.nn.Linear, w_oi.shape[1], w_oi.shape[0], bias=b_o is not None)
     layer.weight = parameter(np.ascontiguousarray(w_oi))
@@ -107,7 +110,8 @@ def adamw_step(
     """Return a training step: the loss that the model returns, its gradients clipped by their norm, AdamW.
 
     Args:
-      o: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters by their names.
+      o: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters by
+      their names.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in spared]

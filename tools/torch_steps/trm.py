@@ -1,8 +1,9 @@
 """The recursive model: its step, and the formulas as tests/data/trm was computed by, one PyTorch operation after another.
 
-Both take a step of the published recipe. The slots are refilled, then come high cycles of low + 1 applications of the net,
-of which the last is differentiated. The loss is stable-max cross-entropy (in float64 here, as the original has it) and the
-q-head's. Halting, AdamATan2 and the average of the parameters follow.
+Both take a step of the published recipe. The slots are refilled, then come high cycles of low + 1
+applications of the net, of which the last is differentiated. The loss is stable-max cross-entropy
+(in float64 here, as the original has it) and the q-head's. Halting, AdamATan2 and the average of
+the parameters follow.
 """
 
 import itertools
@@ -155,6 +156,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     def make(compiled: bool) -> steps.Step:
         return make_theirs(c, params, carry, batch, compiled=compiled)
 
-    # Weights that are one rounding off give losses 2e-4 apart in the third step and 1.2e-2 in the sixth: AdamATan2's first
-    # updates are the signs of gradients, also of those that are rounding. PyTorch's are 2e-4 and 7e-3 off.
+    # Weights that are one rounding off give losses 2e-4 apart in the third step and 1.2e-2 in the
+    # sixth: AdamATan2's first updates are the signs of gradients, also of those that are rounding.
+    # PyTorch's are 2e-4 and 7e-3 off.
     return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-3, steps=3)

@@ -34,7 +34,10 @@ PORTS = range(20_000, 32_000)
 
 
 class ClusterError(ValueError):
-    """An environment that does not determine the processes of a run. The message lists all reasons."""
+    """An environment that does not determine the processes of a run.
+
+    The message lists all reasons.
+    """
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(problems)

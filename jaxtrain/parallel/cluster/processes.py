@@ -46,8 +46,8 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
 
     Raises:
       ClusterError: processes on several hosts have no JAXTRAIN_SECRET.
-      RendezvousError: ``refusal``, or the port is taken, or processes, by number, are late or differ in
-        the config, a package or the devices.
+      RendezvousError: ``refusal``, or the port is taken, or processes, by number, are late or
+        differ in the config, a package or the devices.
       Stopped: ``leave()`` returned true during the wait for others.
     """
     if membership.note:
@@ -104,10 +104,10 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
-        # Only process 0 would write programs there and read them back, since a program has another key in
-        # each process (jax 0.10.2). A program that was read back may run its collectives in another order
-        # than one just compiled, and the processes then wait for each other without end.
-        # `jaxtrain.compile.program_cache` keeps the programs of each process.
+        # Only process 0 would write programs there and read them back, since a program has another
+        # key in each process (jax 0.10.2). A program that was read back may run its collectives in
+        # another order than one just compiled, and the processes then wait for each other without
+        # end. `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
 
 

@@ -13,8 +13,8 @@ class StopSignals:
       asked: the name of the signal, "" before it.
       notice: another reason to stop, such as announced maintenance, "" before it.
 
-    Ctrl-C is also remembered until `check`, since a KeyboardInterrupt could interrupt a library in the
-    middle of a save.
+    Ctrl-C is also remembered until `check`, since a KeyboardInterrupt could interrupt a library in
+    the middle of a save.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -54,7 +54,10 @@ class StopSignals:
         self.notice = self.notice or why
 
     def check(self) -> bool:
-        """Tell whether a signal or a notice asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
+        """Tell whether a signal or a notice asked to stop.
+
+        Raises KeyboardInterrupt after Ctrl-C.
+        """
         if self._interrupted:
             raise KeyboardInterrupt
         return bool(self.asked or self.notice)

@@ -25,8 +25,8 @@ class Watchdog:
     """A thread that ends a process whose run makes no progress.
 
     Every process reports its progress in ``folder``/alive-N.json. If a process has no `beat` for
-    ``timeout`` seconds (``start_timeout`` before the first one), it compares all reports. It blames the
-    process that is behind the others, or has stopped reporting. It writes its own stacks to
+    ``timeout`` seconds (``start_timeout`` before the first one), it compares all reports. It blames
+    the process that is behind the others, or has stopped reporting. It writes its own stacks to
     ``folder``/stacks-N.txt and stderr, and exits with `EXIT_CODE`.
     """
 

@@ -1,8 +1,8 @@
 """Counts of classes in an evaluation, as a line of workdir/classes.jsonl, and as tables of a page.
 
-A line has the step, ``n`` rows, and three lists with a number for each class: ``rows`` of it, ``right`` ones that were
-answered with it, and ``answers`` that were it. If confusions are counted, the pairs [class, answer, rows] that were
-``confused`` most.
+A line has the step, ``n`` rows, and three lists with a number for each class: ``rows`` of it,
+``right`` ones that were answered with it, and ``answers`` that were it. If confusions are counted,
+the pairs [class, answer, rows] that were ``confused`` most.
 """
 
 import json

@@ -1,7 +1,8 @@
 """One HTML file of a run, or of several: curves, time, pictures, samples, trouble, configs.
 
-Nothing is fetched when it is opened: the plotting library is in it, compressed. Curves are thinned so that the whole stays
-small, and keep their peaks. All texts of a run are escaped, or reach the script as JSON.
+Nothing is fetched when it is opened: the plotting library is in it, compressed. Curves are thinned
+so that the whole stays small, and keep their peaks. All texts of a run are escaped, or reach the
+script as JSON.
 """
 
 import base64
@@ -37,7 +38,10 @@ WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
 
 
 def library() -> str:
-    """Return the plotting library's code, compressed, as base64. Raises RunError if it is not installed."""
+    """Return the plotting library's code, compressed, as base64.
+
+    Raises RunError if it is not installed.
+    """
     try:
         code = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -66,7 +70,8 @@ class Page:
 
         Args:
           plotly: of `library`.
-          every: seconds after which the page asks its server whether there is another ``version``; 0 = never, it has none.
+          every: seconds after which the page asks its server whether there is another ``version``;
+          0 = never, it has none.
         """
         sections = [(name, text) for name, text in self._sections() if text]
         more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""

@@ -78,7 +78,10 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
 
 
 def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
-    """Parse with pyarrow, which is ten times as fast and takes no odd lines. Return None if there is one."""
+    """Parse with pyarrow, which is ten times as fast and takes no odd lines.
+
+    Return None if there is one.
+    """
     try:
         return _table(arrow.read_json(io.BytesIO(text), arrow.ReadOptions(block_size=len(text) + 1)))
     except (pa.ArrowException, ValueError, OSError):  # ValueError: names that are not UTF-8
@@ -122,7 +125,8 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int, float, float]]:
     """Find (step, loss, usual loss) of the losses far above the `USUAL` records before them, the largest first.
 
-    The usual loss is their median. A spike is more than `FAR` of their deviations above it (1.4826 times the median one).
+    The usual loss is their median. A spike is more than `FAR` of their deviations above it (1.4826
+    times the median one).
     """
     step, loss = (columns.get(name, np.zeros(0)) for name in ("step", "loss"))
     known = np.isfinite(loss)

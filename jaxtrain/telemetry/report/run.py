@@ -15,7 +15,8 @@ from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
 
-# Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to them.
+# Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to
+# them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
 EXPORTED = "jaxtrain.json"  # of an export, which has a config.json, too
@@ -81,7 +82,10 @@ class Run:
 
     @functools.cached_property
     def command(self) -> tuple[str, set[str]]:
-        """The source of the newest start's config, and the fields of its command line. "" for an older version."""
+        """The source of the newest start's config, and the fields of its command line.
+
+        "" for an older version.
+        """
         facts = self.starts[-1].facts if self.starts else {}
         source, overrides = facts.get("source"), facts.get("overrides")
         return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()

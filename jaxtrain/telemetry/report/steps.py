@@ -12,8 +12,8 @@ from loaders.io import files
 
 FIELDS = ("loss", "grad_norm")  # that each record of a training step has
 DIGEST = ("digest_high", "digest_low")  # the halves of `jaxtrain.step.digest` in a record with one
-# The digest of each array at each record: {"step": 10, "arrays": 16 hexadecimal digits for each, "names": of the arrays}. A
-# start of the run writes the names in its first line.
+# The digest of each array at each record: {"step": 10, "arrays": 16 hexadecimal digits for each,
+# "names": of the arrays}. A start of the run writes the names in its first line.
 DIGESTS = "digests.jsonl"
 SHOWN = 3  # arrays that a line names
 
@@ -88,7 +88,10 @@ class Compared:
         return [f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y] + different
 
     def arrays(self, step: int) -> list[str]:
-        """List the arrays of a step that differ, if both runs have their digests. Those of the batch come first."""
+        """List the arrays of a step that differ, if both runs have their digests.
+
+        Those of the batch come first.
+        """
         a, b = self._a.arrays.get(step, {}), self._b.arrays.get(step, {})
         return [name for name in a if name in b and a[name] != b[name]]
 

@@ -1,7 +1,8 @@
 """The time of traced steps by the scopes of the program: read from an XSpace file (*.xplane.pb), without jax.
 
-The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of lines of events, and with the programs that ran
-(xla/service/hlo.proto), whose instructions carry the scope that they were traced in. An operation names its instruction.
+The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of lines of events, and
+with the programs that ran (xla/service/hlo.proto), whose instructions carry the scope that they
+were traced in. An operation names its instruction.
 """
 
 import collections
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 from loaders.io import files
 
 MOST = 1 << 30  # [bytes] of a file that is read
-# Parts of a step. The first whose pattern is in the scope, or in the operation's name for the first, counts.
+# Parts of a step. The first whose pattern is in the scope, or in the operation's name for the
+# first, counts.
 PARTS = (
     ("collectives", re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I)),
     ("optimizer", re.compile(r"/update(/|$)")),
@@ -37,7 +39,10 @@ class Trace(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Trace | None:
-    """Read an XSpace file, or return None if it names no operation. Raises FileError: it cannot be read, or is none."""
+    """Read an XSpace file, or return None if it names no operation.
+
+    Raises FileError: it cannot be read, or is none.
+    """
     return _summary(operations(path))
 
 
@@ -52,7 +57,10 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
 
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
-    """Return the trace below a folder, as JAX's profiler wrote it, or None without one. Raises FileError."""
+    """Return the trace below a folder, as JAX's profiler wrote it, or None without one.
+
+    Raises FileError.
+    """
     found = sorted(path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file())
     return read(files.inside(folder, str(found[-1].relative_to(folder)))) if found else None
 
@@ -142,9 +150,11 @@ def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, modul
     """Return the scope of each instruction in a program, of which a trace has the number, the name or neither.
 
     Args:
-      programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of instructions and their own.
-      seen: instructions that ran. They decide, and the number only between equals: a program that a CPU read from the cache
-        keeps the number of its compilation, which is another program's here.
+      programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of
+      instructions and their own.
+      seen: instructions that ran. They decide, and the number only between equals: a program that a
+        CPU read from the cache keeps the number of its compilation, which is another program's
+        here.
     """
     numbered = f"{module}({number})"
     titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]
@@ -179,8 +189,8 @@ def _plane(data: memoryview) -> dict[str, Any]:
 def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str, int | None, str]:
     """(kind, offset, length, instruction, program's number, program's name).
 
-    XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1, uint64_value = 3, int64_value = 4,
-    str_value = 5, ref_value = 7).
+    XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1,
+    uint64_value = 3, int64_value = 4, str_value = 5, ref_value = 7).
     """
     kind = offset = length = 0
     program = None
@@ -202,7 +212,10 @@ def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str,
 
 
 def _scopes(program: memoryview) -> dict[str, str]:
-    """Instruction -> scope. HloProto: hlo_module = 1; its computations = 3; their instructions = 2: name = 1, metadata = 7."""
+    """Instruction -> scope.
+
+    HloProto: hlo_module = 1; its computations = 3; their instructions = 2: name = 1, metadata = 7.
+    """
     found = {}
     for module in (v for n, v in _fields(program) if n == 1):
         for computation in (v for n, v in _fields(module) if n == 3):

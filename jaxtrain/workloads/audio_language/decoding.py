@@ -63,7 +63,10 @@ def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Sh
 def extend(
     c: Config, params: PyTree, token_b: Array, codes_bk: Array, is_audio_b: Array, place_b: Array, cache: PyTree, shard: Shard
 ) -> tuple[Array, PyTree]:
-    """State [B, D] of one more place of each row, a token or a column, and the cache with it. Both nets run: rows differ."""
+    """State [B, D] of one more place of each row, a token or a column, and the cache with it.
+
+    Both nets run: rows differ.
+    """
     (shared, columns), is_audio_bu = cache
     u = is_audio_bu.shape[1]
     is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
@@ -134,12 +137,14 @@ def generate(
 ) -> Written:
     """Continues each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
 
-    Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column; with a delay, codebook k
-    follows k columns later. Then ``closes`` is written. A row draws by its own key, fold_in(key, row), place and stream: a
-    prompt's continuation does not depend on the others.
+    Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column;
+    with a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by its
+    own key, fold_in(key, row), place and stream: a prompt's continuation does not depend on the
+    others.
 
     Args:
-      prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid places.
+      prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid
+      places.
       n_new: [places] that are written at most.
       ends: the token after which a row is done.
       longest: [columns] of codes at most, after which a recording is ended; 0 = as many as fit.

@@ -39,7 +39,8 @@ class Answer(NamedTuple):
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
     """Read the model of a run, a step or an export, with the tokenizer and the codec that it was trained with, or others.
 
-    Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError, ConfigError, DataError.
+    Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError,
+    ConfigError, DataError.
     """
     source = source_lib.find(run, step)
     run_config = source.config(__package__)

@@ -24,7 +24,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         codebook_size=1024, rope=dict(theta=5e5, factor=32.0, low=1.0, high=4.0, original=8192),
     )
 }  # fmt: skip
-# Section `lora` of a run that adapts every matrix of every layer, both nets', and leaves tables, heads and norms alone.
+# Section `lora` of a run that adapts every matrix of every layer, both nets', and leaves tables,
+# heads and norms alone.
 ADAPTERS: dict[str, Any] = dict(
     rank=32,
     alpha=64.0,
@@ -68,7 +69,10 @@ _FILES = ("config.json", "generation_config.json", "preprocessor_config.json")
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Return the released weights' names of a parameter. ``config`` is the saved section ``model``."""
+    """Return the released weights' names of a parameter.
+
+    ``config`` is the saved section ``model``.
+    """
     return _NAMES.of(path, config["depth"])
 
 
@@ -80,7 +84,10 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """Return the run's tokenizer, and config.json of the weights that it began with. ``config`` is the whole run's."""
+    """Return the run's tokenizer, and config.json of the weights that it began with.
+
+    ``config`` is the whole run's.
+    """
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found, _ = hugging_face.tokenizer_files(
         (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files
@@ -93,7 +100,8 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
             sizes = {"audio_num_codebooks": about["num_codebooks"], "audio_codebook_size": about["codebook_size"] - N_SPECIAL}
             about = {"model_type": "higgs_audio", "text_config": {**about, "model_type": "llama"}, **sizes}
         found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
-        # Of a model of Hugging Face, not of our own export, which has a run's config, or of another program.
+        # Of a model of Hugging Face, not of our own export, which has a run's config, or of another
+        # program.
         if "model_type" not in about:
             found.pop("config.json")
     return found

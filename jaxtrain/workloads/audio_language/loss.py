@@ -1,7 +1,7 @@
 """The task of an audio language model: its loss, its evaluation, and the fields of a batch.
 
-A row has U = S + A places, S of them text and A of them columns: those of a bucket, the same for all
-its rows. A row's spare places are its last. The fields of a row:
+A row has U = S + A places, S of them text and A of them columns: those of a bucket, the same for
+all its rows. A row's spare places are its last. The fields of a row:
 
     text          int32 [S]     tokens, in order
     codes         int32 [A, K]  columns, in order
@@ -11,8 +11,9 @@ its rows. A row's spare places are its last. The fields of a row:
     text_target   int32 [N]     the token, negative = nothing
     audio_at      int32 [M]     places whose state predicts a column, and
     audio_target  int32 [M, K]  its codes, negative = nothing
-    label_scale   float32 [1 + K]  rows of the global batch over its labels: text, then codebooks (these
-                                   again over the number of codebooks that have labels); 0 without labels
+    label_scale   float32 [1 + K]  rows of the global batch over its labels: text, then codebooks
+                                   (these again over the number of codebooks that have labels); 0
+                                   without labels
 
 Loss = mean over text labels of their cross-entropy + mean over codebooks of the mean over their
 labels. Both denominators are the global batch's, which no microbatch knows. Hence ``label_scale``,

@@ -6,7 +6,8 @@ before it, and the feed-forward net with its norm, are chosen by the kind of a p
 column is the sum of its codes' embeddings. `loss` has the fields of a batch.
 
 A batch has text and columns apart. A row is permuted to text first and columns last, and back, so
-that each net computes its own places alone: two copies of [U, D] cost less than both nets everywhere.
+that each net computes its own places alone: two copies of [U, D] cost less than both nets
+everywhere.
 
 Shapes: B rows, U places, S text tokens, A columns, N and M labels, K codebooks, C codes of a
 codebook, D embed, V vocabulary, L layers.
@@ -164,7 +165,8 @@ def layer(
 def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False) -> Any:
     """Last hidden states [B, U, D], after the last norm. Times a head they are logits.
 
-    With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the columns' own attention.
+    With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the
+    columns' own attention.
     """
     (b, u), s = batch["place"].shape, batch["text"].shape[1]
     place_bu, slot_bu = batch["place"], batch["slot"]
@@ -228,7 +230,8 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
     """FLOPs of one row of a bucket, forward and backward: each place through its own net, labelled ones alone through heads.
 
-    Matrices that are ``frozen`` have no derivative of their own. Their adapters' products are left out.
+    Matrices that are ``frozen`` have no derivative of their own. Their adapters' products are left
+    out.
     """
     s, a, n, m, _ = bucket
 

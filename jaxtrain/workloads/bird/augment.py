@@ -1,12 +1,13 @@
 """Augmentation of log-mel spectrograms on the device, inside the step.
 
-All that is drawn for a view is a pure function of (seed, epoch, recording, view): neither batch, mesh nor microbatches change
-it. A recording is mixed with the row next to it in the batch: rows 2 k and 2 k + 1 are partners. They follow each other
-in the data's order, so the partner is a function of (seed, epoch, recording) too, on every mesh that gives each device an
-even number of rows. With train.accumulate = n it is the next row of the microbatch, n further on.
+All that is drawn for a view is a pure function of (seed, epoch, recording, view): neither batch,
+mesh nor microbatches change it. A recording is mixed with the row next to it in the batch: rows 2 k
+and 2 k + 1 are partners. They follow each other in the data's order, so the partner is a function
+of (seed, epoch, recording) too, on every mesh that gives each device an even number of rows. With
+train.accumulate = n it is the next row of the microbatch, n further on.
 
-In order: crop, shift, background, mixup, gain, noise, masks. Recordings add up as sound does: in energy, not in its logarithm.
-docs/workloads/augmentations.png has each alone.
+In order: crop, shift, background, mixup, gain, noise, masks. Recordings add up as sound does: in
+energy, not in its logarithm. docs/workloads/augmentations.png has each alone.
 
 Shapes: B batch, V views of a recording, F frames, W mels.
 """

@@ -39,7 +39,10 @@ def scores(params: PyTree, x_rd: Array) -> Array:
 
 
 def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -> Array:
-    """-sum_c target_c log softmax(logits)_c, [B]. The target is one-hot, with ``smoothing`` of it spread evenly."""
+    """-sum_c target_c log softmax(logits)_c, [B].
+
+    The target is one-hot, with ``smoothing`` of it spread evenly.
+    """
     log_p_bc = jax.nn.log_softmax(logits_bc)
     # A masked sum, not a gather: classes may be split over devices, and each then adds its own.
     picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
@@ -72,7 +75,10 @@ MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
 
 
 def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
-    """`jaxtrain.types.COUNTS` of an evaluation's rows. Of several classes, those with a score above 1/2 are answers."""
+    """`jaxtrain.types.COUNTS` of an evaluation's rows.
+
+    Of several classes, those with a score above 1/2 are answers.
+    """
     if c.multilabel:
         own_bc, answer_bc = labels.own > 0, logits_bc > 0
     else:
@@ -87,7 +93,10 @@ def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
 
 
 def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
-    """Whether the largest score is of the recording's own class, or of one of its classes. Rows without any are left out."""
+    """Whether the largest score is of the recording's own class, or of one of its classes.
+
+    Rows without any are left out.
+    """
     best_r = logits_rc.argmax(-1)
     if not c.multilabel:
         return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())
@@ -104,7 +113,8 @@ def probe_specs(c: Settings) -> PyTree:
 
 def probe_scores(params: PyTree, pooled_rd: Array) -> Array:
     """Logits [R, C]."""
-    # Without this the probe's loss trains the encoder, and every objective becomes half a supervised one.
+    # Without this the probe's loss trains the encoder, and every objective becomes half a
+    # supervised one.
     pooled_rd = jax.lax.stop_gradient(pooled_rd)
     return scores(params, layer_norm(pooled_rd, params["scale"], params["bias"], vit.EPS))
 

@@ -14,7 +14,10 @@ from loaders.audio import spectrogram
 
 
 def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
-    """Draw the first view of each row. The sound is read again, at the same place of the same recordings."""
+    """Draw the first view of each row.
+
+    The sound is read again, at the same place of the same recordings.
+    """
     c, n = config.model, len(batch["index"])
     made = views.with_spectrograms(c, batch, one_device.shard)["spectrogram"]
     pictures = np.asarray(views.as_picture(views.flat(c, made)[:: c.n_views]))

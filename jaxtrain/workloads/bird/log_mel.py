@@ -1,9 +1,10 @@
 """The spectrogram of a waveform on the device, inside the step: the numbers of the loader's (rust/core/src/fbank.rs).
 
-Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by default 800 samples every 320
-at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i] = x[i] - 0.97 x[i - 1], a symmetric Hann window, zeros up
-to a power of two, |FFT|², triangles in mel(f) = 1127 ln(1 + f / 700), and ln(max(energy, 2⁻²³)). Tables are made in float64,
-everything else is float32.
+Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by
+default 800 samples every 320 at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i]
+= x[i] - 0.97 x[i - 1], a symmetric Hann window, zeros up to a power of two, |FFT|², triangles in
+mel(f) = 1127 ln(1 + f / 700), and ln(max(energy, 2⁻²³)). Tables are made in float64, everything
+else is float32.
 
 Shapes: … any, R waveforms, N samples, F whole frames of them, W mels.
 """
@@ -28,7 +29,8 @@ PARTS = 16  # slices of a frame, at most, given by samples that window and hop s
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
     """Return samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
 
-    The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2 std).
+    The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2
+    std).
     """
     x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
     missing = n_frames - x_rfw.shape[1]
@@ -38,7 +40,10 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
 
 
 def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> Array:
-    """`spectrogram` of rows [B, …] that devices share: each makes its own. XLA would gather them for the transform."""
+    """`spectrogram` of rows [B, …] that devices share: each makes its own.
+
+    XLA would gather them for the transform.
+    """
     axes = ("batch", *(None,) * (wave.ndim - 1))
     shape = (*wave.shape[:-1], n_frames, of.n_mels)
     make = functools.partial(spectrogram, n_frames=n_frames, of=of)

@@ -1,8 +1,12 @@
-"""Prediction of masked patches from visible ones (He et al. 2022): the masks, the decoder, the error.
+"""Prediction of masked patches from visible ones (He et al.
 
-The caller chooses the decoder's targets: a patch's own values (a masked autoencoder), or another encoder's features of it.
+2022): the masks, the decoder, the error.
 
-Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values predicted for a patch.
+The caller chooses the decoder's targets: a patch's own values (a masked autoencoder), or another
+encoder's features of it.
+
+Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values
+predicted for a patch.
 """
 
 from collections.abc import Iterator
@@ -50,7 +54,8 @@ class Masks(NamedTuple):
 def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
     """Masks of exactly ``n_masked`` patches, of blocks of ``block`` × ``block`` at random places as far as possible.
 
-    As many blocks as would fill the number without overlap, then single patches until it is reached.
+    As many blocks as would fill the number without overlap, then single patches until it is
+    reached.
     """
     rows, columns = grid
     n = rows * columns
@@ -76,7 +81,10 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
 
 
 def rank(x_n: Array) -> Array:
-    """int32 [N]: each value's place in ascending order, equal ones by their own. It compares, since sorting gathers."""
+    """int32 [N]: each value's place in ascending order, equal ones by their own.
+
+    It compares, since sorting gathers.
+    """
     i = jnp.arange(x_n.shape[0])
     before_nm = (x_n[None] < x_n[:, None]) | ((x_n[None] == x_n[:, None]) & (i[None] < i[:, None]))
     return before_nm.sum(1)

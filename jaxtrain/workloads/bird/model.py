@@ -1,19 +1,24 @@
 """Bird sound: a vision transformer over log-mel spectrograms, trained with labels or without, and an online probe.
 
-The loss is a weighted sum of objectives, each on if its weight is above 0; each is one file of `objectives`:
+The loss is a weighted sum of objectives, each on if its weight is above 0; each is one file of
+`objectives`:
 
     supervised  cross-entropy with the class, or the asymmetric loss of several (Ridnik et al. 2021)
-    lejepa      views of a recording agree, and embeddings are spread like a Gaussian (Balestriero & LeCun 2025)
+    lejepa      views of a recording agree, and embeddings are spread like a Gaussian (Balestriero &
+                LeCun 2025)
     diet        which of all recordings it is (Ibrahim et al. 2024)
     mae         the values of masked patches, from the visible ones (He et al. 2022)
-    teacher     the features of masked patches by an average of the encoder, from the visible ones (Assran et al. 2023)
+    teacher     the features of masked patches by an average of the encoder, from the visible ones
+                (Assran et al. 2023)
 
-mae and teacher share masks and the pass over visible patches. The others share one over all patches. The probe (layer norm,
-linear) reads the same features without passing gradients back: it has its own learning rate, and is comparable between
-objectives. A row of the batch may hold several views of its recording (data.views); every view is encoded.
+mae and teacher share masks and the pass over visible patches. The others share one over all
+patches. The probe (layer norm, linear) reads the same features without passing gradients back: it
+has its own learning rate, and is comparable between objectives. A row of the batch may hold several
+views of its recording (data.views); every view is encoded.
 
-The section ``model`` of a run comes first, then its parameters, then the functions of its `Task`. Modules of this folder, each
-of which imports only those before it: vit, log_mel, augment, masked, settings, classes, objective, views, objectives, model.
+The section ``model`` of a run comes first, then its parameters, then the functions of its `Task`.
+Modules of this folder, each of which imports only those before it: vit, log_mel, augment, masked,
+settings, classes, objective, views, objectives, model.
 
 Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, N patches, C classes.
 """
@@ -196,7 +201,10 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    """Scores are averaged over the views of a recording. Terms that only a training batch has are left out."""
+    """Scores are averaged over the views of a recording.
+
+    Terms that only a training batch has are left out.
+    """
     c, weight_b = model.c, batch["weight"]
     batch = views.with_spectrograms(c, batch, model.shard)
     labels = views.labels_of_rows(c, batch) if c.n_classes else None

@@ -1,10 +1,12 @@
 """An objective is one term of the loss, as a value.
 
-A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is the name of everything that
-belongs to it: its section of the config (model.mae.weight), its parameters (objective/mae/…), its carry (mae/…) and its metric
-(mae_loss). It is part of the loss if its weight is above 0.
+A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is
+the name of everything that belongs to it: its section of the config (model.mae.weight), its
+parameters (objective/mae/…), its carry (mae/…) and its metric (mae_loss). It is part of the loss if
+its weight is above 0.
 
-Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, H hidden values, N patches.
+Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, H hidden values,
+N patches.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +69,8 @@ class Inputs(NamedTuple):
 class Objective(NamedTuple):
     """One term of the loss: its parameters, its computation, its cost, and the checks of its config.
 
-    Every function takes the objective's own section of the config. Functions without `Inputs` also take the model's settings.
+    Every function takes the objective's own section of the config. Functions without `Inputs` also
+    take the model's settings.
     """
 
     section: type[Section]

@@ -1,13 +1,14 @@
 """A vision transformer over log-mel spectrograms: the encoder of recordings, and stacks of its blocks for others.
 
-Pre-norm (Dosovitskiy et al. 2021). A spectrogram [time, mel] is cut into patches, rows first. The sequence is
-[CLS …, patches …, registers …]. Registers (Darcet et al. 2024) are tokens that nothing reads. Positions are learned and added
-to the patches, or rotary along both axes of the grid (Heo et al. 2024), which CLS and registers are spared.
+Pre-norm (Dosovitskiy et al. 2021). A spectrogram [time, mel] is cut into patches, rows first. The
+sequence is [CLS …, patches …, registers …]. Registers (Darcet et al. 2024) are tokens that nothing
+reads. Positions are learned and added to the patches, or rotary along both axes of the grid (Heo et
+al. 2024), which CLS and registers are spared.
 
 Only numpy and JAX are needed to compute with it, so that an exported encoder runs anywhere.
 
-Shapes: B batch, F frames, W mels, N patches, V visible patches, P values in a patch, T tokens, D embed, H heads, K head
-dimension, M mlp, L layers.
+Shapes: B batch, F frames, W mels, N patches, V visible patches, P values in a patch, T tokens, D
+embed, H heads, K head dimension, M mlp, L layers.
 """
 
 import json
@@ -212,7 +213,8 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
     """Return the encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
 
-    With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the requirements of checkpoints.
+    With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the
+    requirements of checkpoints.
     """
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -355,14 +357,18 @@ def patchify(c: Config, x_bfw: Array) -> Array:
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:
-    """Return the patches [B, V, D] that a one-hot matrix names. A product can be split over devices, and a gather cannot."""
+    """Return the patches [B, V, D] that a one-hot matrix names.
+
+    A product can be split over devices, and a gather cannot.
+    """
     return jnp.einsum("bvn,bnd->bvd", visible_bvn, x_bnd, precision=EXACT)
 
 
 def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
     """cos and sin [B or 1, T, 1, K / 2] of the angles by which pairs turn: half of them by the place in time, half by mel's.
 
-    Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and registers do not turn.
+    Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and
+    registers do not turn.
     """
     axis = c.embed // c.heads // 2
     f = c.rope_base ** (-np.arange(0, axis, 2) / axis)
@@ -378,7 +384,8 @@ def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
 def survival(c: Config, key_b: Key) -> Array | None:
     """float32 [L, 2, B]: the factors of the outputs of attention and MLP of each layer for each row, 0 or 1 / (1 - rate).
 
-    The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016). None without it.
+    The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016). None
+    without it.
     """
     if not c.drop_path:
         return None

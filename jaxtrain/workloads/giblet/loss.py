@@ -148,7 +148,8 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
     """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri", and the weighted "total".
 
-    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are the undivided ones.
+    With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are
+    the undivided ones.
 
     Raises ValueError when an output and its target differ in shape.
     """

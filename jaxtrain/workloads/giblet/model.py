@@ -1,17 +1,19 @@
 """The Giblet autoencoder: a window of film in, through a bottleneck, the brain's response and the window again out.
 
-A row is one moment of one viewer: the frames, codec codes and text embeddings of the window before it, and the fMRI volume
-measured then. Three encoders of flattened vectors, a trunk to the bottleneck, a head to the voxels, a decoder with three heads.
-Every hidden layer is a matrix product, batch norm, ReLU, dropout (which commutes with a ReLU: its place does not matter).
-Integers become floats in one place, `entry`.
+A row is one moment of one viewer: the frames, codec codes and text embeddings of the window before
+it, and the fMRI volume measured then. Three encoders of flattened vectors, a trunk to the
+bottleneck, a head to the voxels, a decoder with three heads. Every hidden layer is a matrix
+product, batch norm, ReLU, dropout (which commutes with a ReLU: its place does not matter). Integers
+become floats in one place, `entry`.
 
-The batch is small and the matrices are not: of 8.36 billion parameters the first matrix alone (1,641,600 × 4,096) has 6.7.
-So weights stay in place and activations move. A matrix is split over its input rows ("input" or "embed", by fsdp) and
-each device multiplies its slice of the inputs of *all* rows of its group along "data"; the devices exchange sums [B, width]. No
-matrix is gathered, forward or backward.
+The batch is small and the matrices are not: of 8.36 billion parameters the first matrix alone
+(1,641,600 × 4,096) has 6.7. So weights stay in place and activations move. A matrix is split over
+its input rows ("input" or "embed", by fsdp) and each device multiplies its slice of the inputs of
+*all* rows of its group along "data"; the devices exchange sums [B, width]. No matrix is gathered,
+forward or backward.
 
-Batch norm takes its statistics over the global batch (`jaxtrain.nn.batch_norm` defines it with train.accumulate), or,
-with ``groups``, of runs of the batch's rows, as the original's devices do.
+Batch norm takes its statistics over the global batch (`jaxtrain.nn.batch_norm` defines it with
+train.accumulate), or, with ``groups``, of runs of the batch's rows, as the original's devices do.
 
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
@@ -188,7 +190,10 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform in ±``bound``. 1 / sqrt(inputs) is the default of torch.nn.Linear, for weights and biases."""
+    """Uniform in ±``bound``.
+
+    1 / sqrt(inputs) is the default of torch.nn.Linear, for weights and biases.
+    """
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
@@ -312,10 +317,12 @@ def run_chain(
     for i, layer in enumerate(chain):
         path, w = f"{name}/{i}", params[str(i)]
         with jax.named_scope(path):
-            # "rows" and not "batch": every device has its slice of the inputs of all its group's rows.
+            # "rows" and not "batch": every device has its slice of the inputs of all its group's
+            # rows.
             x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
             y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
-            # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the matrix instead.
+            # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the
+            # matrix instead.
             y_bo = shard(y_bo, "rows", layer.axes[1])
             y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
             if layer.norm:
@@ -332,7 +339,10 @@ def run_chain(
 
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
-    """Dropout (Srivastava et al. 2014). A row's mask is a function of the key and its place in the global batch alone."""
+    """Dropout (Srivastava et al.
+
+    2014). A row's mask is a function of the key and its place in the global batch alone.
+    """
     keep_bd = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:]))(row_b)
     return jnp.where(keep_bd, x_bd / (1 - rate), 0)
 

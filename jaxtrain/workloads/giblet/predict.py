@@ -38,7 +38,8 @@ class Predictor(NamedTuple):
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
     """Read a run of jaxtrain.workloads.giblet, for the film in a folder of `jaxtrain prepare-giblet`.
 
-    Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than the model's.
+    Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than
+    the model's.
     """
     source = source_lib.find(run, step)
     config = source.config(__package__)
@@ -110,7 +111,10 @@ class Brain(NamedTuple):
 
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
-    """Return the mask that `jaxtrain prepare-giblet` wrote. Raises DataError: there is none, or it has other voxels."""
+    """Return the mask that `jaxtrain prepare-giblet` wrote.
+
+    Raises DataError: there is none, or it has other voxels.
+    """
     sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with sources.reading(place):

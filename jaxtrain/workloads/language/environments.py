@@ -3,12 +3,12 @@
 An environment is a module with ``load_environment(**arguments)``, which returns an object with
 
     dataset           rows with "prompt" (text) and, if the functions read them, "answer" and "info"
-    rubric.funcs      functions of keyword arguments among prompt, completion, answer, info and state (the whole row), which
-                      return a number, also as coroutines
+    rubric.funcs      functions of keyword arguments among prompt, completion, answer, info and
+                      state (the whole row), which return a number, also as coroutines
     rubric.weights    the weight of each number in the sum
 
-as environments of one turn of plain text have it in the package ``verifiers``, which is not needed: `Environment` and `Rubric`
-are of the same shape. configs/sums.py has one.
+as environments of one turn of plain text have it in the package ``verifiers``, which is not needed:
+`Environment` and `Rubric` are of the same shape. configs/sums.py has one.
 """
 
 import asyncio

@@ -95,8 +95,8 @@ def generate(
 ) -> Iterator[Continuation]:
     """Continues each prompt once for each seed, in order, from continuation number ``first`` on.
 
-    A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the other prompts, their order or
-    ``batch``.
+    A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the
+    other prompts, their order or ``batch``.
 
     Raises DataError: a prompt too long for the model's context, or without tokens.
     """

@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: published sizes, folders that a run begins with, and exports.
 
-`from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain export` write one.
+`from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain
+export` write one.
 """
 
 import contextlib
@@ -60,7 +61,8 @@ _NAMES = Names(
 _FAMILIES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-# The values that transformers takes for fields that a config.json leaves out, where they are not those of Llama.
+# The values that transformers takes for fields that a config.json leaves out, where they are not
+# those of Llama.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096}, "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -78,7 +80,10 @@ def _family(model: Mapping[str, Any]) -> str | None:
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Hugging Face's names if it has this architecture, else paths with dots. ``config`` is the saved section ``model``."""
+    """Hugging Face's names if it has this architecture, else paths with dots.
+
+    ``config`` is the saved section ``model``.
+    """
     if _family(config) is not None:
         return _NAMES.of(path, config["depth"])
     name = path.removeprefix("blocks/")
@@ -93,9 +98,12 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json, and the tokenizer's files if the run knows them. ``config`` is the whole run's, ``dtype`` the arrays'.
+    """config.json, and the tokenizer's files if the run knows them.
 
-    Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for one) are kept.
+    ``config`` is the whole run's, ``dtype`` the arrays'.
+
+    Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for
+    one) are kept.
     """
     model, family = config["model"], _family(config["model"])
     base = _folder(config["warm_start"]["source"])
@@ -151,7 +159,8 @@ def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, 
     fields |= {"eos_token_id": theirs, "bos_token_id": fields.get("bos_token_id")}
     more |= {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        # Else transformers makes one of the architecture's own kind from it, which splits texts in another way.
+        # Else transformers makes one of the architecture's own kind from it, which splits texts in
+        # another way.
         about = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": named} if named else {})}
         more["tokenizer_config.json"] = _json(about)
     return more
@@ -190,7 +199,10 @@ def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the head, if the embedding takes its place. ``config`` is the saved section ``model``."""
+    """Return the head, if the embedding takes its place.
+
+    ``config`` is the saved section ``model``.
+    """
     return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
 
 
@@ -226,7 +238,8 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
     """Return the fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
 
     Raises:
-      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window that this model lacks.
+      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window
+      that this model lacks.
     """
     path = pathlib.Path(path).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -280,7 +293,10 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 
 
 def _unused(folder: str | pathlib.Path, tied: bool) -> tuple[str, ...]:
-    """config.warm_start.unused: arrays that transformers does not read either. Raises HuggingFaceError."""
+    """config.warm_start.unused: arrays that transformers does not read either.
+
+    Raises HuggingFaceError.
+    """
     try:
         there = stored.open_safetensors(folder)
     except stored.StoredError as error:

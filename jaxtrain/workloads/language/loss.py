@@ -5,7 +5,8 @@ A row of a batch is S tokens of one or several documents. Its fields, all [B, S]
     tokens     int32    the inputs
     targets    int32    the token after each, any value if ``mask`` is 0
     positions  int32    places within the document
-    segments   int32    documents, numbered from 1 in a row; 0 is padding. Attention stays within them
+    segments   int32    documents, numbered from 1 in a row; 0 is padding. Attention stays within
+                        them
     mask       float32  1 if the target is valid: not padding, not after a document's last token
 
 Shapes: B batch, S tokens, D embed, V vocabulary.

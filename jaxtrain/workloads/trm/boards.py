@@ -11,14 +11,16 @@ import numpy as np
 from jaxtrain.types import Array
 from jaxtrain.workloads.trm.model import IGNORED
 
-# Symbols 2 … 10 are the digits 1 … 9, of 3 × 5 points each, a hexadecimal digit for a row of a symbol.
+# Symbols 2 … 10 are the digits 1 … 9, of 3 × 5 points each, a hexadecimal digit for a row of a
+# symbol.
 GLYPHS = ("00000", "00000", "26227", "71747", "71717", "55711", "74717", "74757", "71122", "75757", "75717")
 
 
 def draw(inputs_bs: Array, labels_bs: Array, guess_kbs: Array) -> Array:
     """Boards side by side, [B, height, width] in 0..1: the puzzle, the guess after each step, the solution.
 
-    A given cell is grey, a wrong one white on black. Rows are counted from the bottom, as `write_pictures` does.
+    A given cell is grey, a wrong one white on black. Rows are counted from the bottom, as
+    `write_pictures` does.
     """
     n_symbols = len(GLYPHS)
     points = np.array([[[int(h, 16) >> (2 - x) & 1 for x in range(3)] for h in glyph] for glyph in GLYPHS], np.float32)

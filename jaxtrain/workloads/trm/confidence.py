@@ -23,7 +23,10 @@ class Scale(NamedTuple):
 
 
 def fit(q: np.ndarray, right: np.ndarray) -> Scale:
-    """Fit a scale to boards whose answers are known (Platt 1999). Raises DataError for fewer than 20 of them."""
+    """Fit a scale to boards whose answers are known (Platt 1999).
+
+    Raises DataError for fewer than 20 of them.
+    """
     if len(q) < MIN_BOARDS:
         raise DataError(f"{len(q)} boards calibrate no confidence; expected at least {MIN_BOARDS} with answers")
     return _fit(q, right)

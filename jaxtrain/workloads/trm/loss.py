@@ -5,9 +5,10 @@ them until the q-head says that the answer is right, or ``halt_steps`` are over.
 the row that the batch brings. Rows that the batch brings to the other slots are dropped. All of it
 happens on the device.
 
-That is the contract "deep". The contract "last" (the recursive stem model, Hakimi 2026) has no slots: each training step takes
-its rows from their beginning through a number of supervision steps, which is drawn, and has a loss after the last one alone.
-The steps before it are a detached warm-up, so that the model learns to go on from any depth.
+That is the contract "deep". The contract "last" (the recursive stem model, Hakimi 2026) has no
+slots: each training step takes its rows from their beginning through a number of supervision steps,
+which is drawn, and has a loss after the last one alone. The steps before it are a detached warm-up,
+so that the model learns to go on from any depth.
 
 Shapes: as in `model`.
 """
@@ -54,7 +55,10 @@ def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
-    """int32 [B]: exploration. With ``probability``, uniform in 2 … halt_steps, else 0, drawn from the key and the row alone."""
+    """int32 [B]: exploration.
+
+    With ``probability``, uniform in 2 … halt_steps, else 0, drawn from the key and the row alone.
+    """
 
     def steps_of(row: Array) -> Array:
         key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
@@ -67,9 +71,10 @@ def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -
 def cross_entropy(logits: Array, label: Array, kind: str) -> Array:
     """-log p(label) over the last axis, 0 if the label is `IGNORED`.
 
-    stablemax (Prieto et al. 2025): p = s / sum s with s(x) = 1 + x for x >= 0 and 1 / (1 - x) below. It is written as
-    log1p(sum of the other s / s(label)): all terms are positive, so that float32 keeps its relative precision even if p
-    is close to 1, and log s of large and small numbers never cancel.
+    stablemax (Prieto et al. 2025): p = s / sum s with s(x) = 1 + x for x >= 0 and 1 / (1 - x)
+    below. It is written as log1p(sum of the other s / s(label)): all terms are positive, so that
+    float32 keeps its relative precision even if p is close to 1, and log s of large and small
+    numbers never cancel.
     """
     valid = label != IGNORED
     picked = jnp.arange(logits.shape[-1])[(None,) * label.ndim] == jnp.where(valid, label, 0)[..., None]
@@ -88,7 +93,10 @@ def binary_cross_entropy(logit: Array, target: Array) -> Array:
 
 
 def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
-    """Losses and accuracies of each row, [B]. A row without a valid label is exact, and not ``valid``."""
+    """Losses and accuracies of each row, [B].
+
+    A row without a valid label is exact, and not ``valid``.
+    """
     valid_bs = labels_bs != IGNORED
     right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
     n_b = valid_bs.sum(-1)
@@ -163,7 +171,8 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
     carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
     each = scores(c, logits_bsv, q_b2, rows["labels"])
     if c.q_continue:
-        # The value of another step: the better of that step's two values, but at the end only its first.
+        # The value of another step: the better of that step's two values, but at the end only its
+        # first.
         *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
         each["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
@@ -171,7 +180,10 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
 
 
 def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
-    """Take supervision steps of each row from its beginning, with a loss after the last one. ``stage`` as of `loss`."""
+    """Take supervision steps of each row from its beginning, with a loss after the last one.
+
+    ``stage`` as of `loss`.
+    """
     c, cycles = model.c, stage or model.c.cycles
     n_steps = depth(c, variables.carry["step"], key)
     z = start(c, variables.carry, batch["inputs"].shape[0], model.shard)

@@ -220,7 +220,8 @@ def make_carry(c: Config, batch: int) -> PyTree:
 def start(c: Config, carry: PyTree, n: int, shard: Shard) -> dict[str, Array]:
     """Return the states of rows that begin, z_h and z_l, [B, T, D]."""
     z = {f"z_{k}": jnp.broadcast_to(carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
-    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself, and another for the logits.
+    # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself,
+    # and another for the logits.
     return {name: shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}
 
 
@@ -231,7 +232,10 @@ def rms_norm(x: Array, axis: int) -> Array:
 
 
 def angles(c: Config) -> tuple[Array, Array]:
-    """cos and sin [1, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2i/K) (Su et al. 2021)."""
+    """cos and sin [1, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2i/K) (Su et al.
+
+    2021).
+    """
     k = c.embed // c.heads
     angle_tf = np.arange(c.n_tokens)[:, None] * c.rope_theta ** (-np.arange(0, k, 2) / k)[None]
     cos, sin = (jnp.asarray(f(angle_tf), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
@@ -241,8 +245,8 @@ def angles(c: Config) -> tuple[Array, Array]:
 def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
     """`product` with each of the matrices that lie side by side along w's dimension c.
 
-    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to its size and added up there.
-    Elsewhere one product fills the device better.
+    For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to
+    its size and added up there. Elsewhere one product fills the device better.
 
     Args:
       axes: the logical axes of a result.
@@ -327,8 +331,9 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
 def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: Shard) -> Array:
     """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, padded with zeros, then the cells."""
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
-    # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather inside a manual axis.
-    # Pinned on both sides: else XLA's partitioner splits the widths, and exchanges rows for them.
+    # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather
+    # inside a manual axis. Pinned on both sides: else XLA's partitioner splits the widths, and
+    # exchanges rows for them.
     hot_bsv = shard(jax.nn.one_hot(inputs_bs, c.vocab, dtype=dtype), "batch", None, None)
     x_btd = shard(hot_bsv @ shard(params["w_cells"].astype(dtype), None, None), "batch", None, None)
     if c.puzzle_tokens:
@@ -353,8 +358,8 @@ def net_flops(c: Config) -> int:
 def train_flops(c: Config, cycles: Cycles) -> int:
     """Floating-point operations of one row in one training step.
 
-    The backward pass costs twice the forward one, and only the last cycle has one. Of the contract "last", the supervision
-    steps before it are forward alone: their mean, if their number is drawn.
+    The backward pass costs twice the forward one, and only the last cycle has one. Of the contract
+    "last", the supervision steps before it are forward alone: their mean, if their number is drawn.
     """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2

@@ -1,8 +1,9 @@
 """Rollouts: passes over the same board with noise in the states, of which the best is taken (Sghaier et al. 2026).
 
-Before each supervision step, Gaussian noise is added to both states. It leads passes that would settle on a wrong board to
-others. The q-head, or the rules of the puzzle, choose among the boards. The first pass has no noise: it is the model's own.
-The norms keep the root mean square of a state at 1, so that noise is in its units.
+Before each supervision step, Gaussian noise is added to both states. It leads passes that would
+settle on a wrong board to others. The q-head, or the rules of the puzzle, choose among the boards.
+The first pass has no noise: it is the model's own. The norms keep the root mean square of a state
+at 1, so that noise is in its units.
 
 Shapes: as in `model`; R rollouts, N = B × R rows, the rollouts of a board next to each other.
 """
@@ -59,7 +60,9 @@ def search_of(c: Config) -> Search:
 def explore(
     c: Config, variables: Variables, rows: Mapping[str, Array], search: Search, noise: Array | float, key: Key, shard: Shard
 ) -> Found:
-    """Search boards. The noise of a row follows from the key, its board, its rollout and the step alone.
+    """Search boards.
+
+    The noise of a row follows from the key, its board, its rollout and the step alone.
 
     Args:
       rows: ``inputs`` [B, S] and ``puzzle`` [B], among others.

@@ -82,7 +82,10 @@ class Solved(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
-    """Read a run of jaxtrain.workloads.trm, or an export of one. Raises StoredError, WarmStartError."""
+    """Read a run of jaxtrain.workloads.trm, or an export of one.
+
+    Raises StoredError, WarmStartError.
+    """
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)
@@ -123,7 +126,8 @@ def need_head(solver: Solver) -> None:
 def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     """Return the puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
 
-    Raises DataError, with the line and the cell: another size, other symbols, no solution or several.
+    Raises DataError, with the line and the cell: another size, other symbols, no solution or
+    several.
     """
     text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
     lines = files.lines(text)

@@ -1,4 +1,6 @@
-"""An index, which the loader reads, of people's own recordings and annotations. See docs/recordings.md.
+"""An index, which the loader reads, of people's own recordings and annotations.
+
+See docs/recordings.md.
 
 annotations  the annotations of a source, and the list of mistakes
 tables       text with columns, of any separator and encoding

@@ -14,7 +14,8 @@ from loaders.io import atomic_write, checks
 REFUSE, DROP, KEEP = "refuse", "drop", "keep"
 SHOWN = 3  # examples of a kind that are printed
 
-# Kind -> what it is, what is done about it unless an option says otherwise, and whether it may be kept.
+# Kind -> what it is, what is done about it unless an option says otherwise, and whether it may be
+# kept.
 KINDS: Mapping[str, tuple[str, str, bool]] = {
     "absent-recording": ("a line about a recording, or a part of one, that the embeddings do not have", DROP, False),
     "missing-file": ("a table names a recording that is not there", REFUSE, False),
@@ -129,7 +130,10 @@ class Mistakes:
     """Every mistake by its kind, and the action for each kind."""
 
     def __init__(self, policies: Iterable[str] = ()):
-        """``policies``: "KIND=drop", "KIND=keep" or "KIND=refuse"; "all=drop" for every kind. Raises DataError."""
+        """``policies``: "KIND=drop", "KIND=keep" or "KIND=refuse"; "all=drop" for every kind.
+
+        Raises DataError.
+        """
         self._policy = {kind: policy for kind, (_, policy, _) in KINDS.items()}
         for text in policies:
             kind, _, policy = text.partition("=")
@@ -145,7 +149,10 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Count a mistake, in one line: names of files may hold anything. Return whether its row is kept."""
+        """Count a mistake, in one line: names of files may hold anything.
+
+        Return whether its row is kept.
+        """
         self.counts[kind] += 1
         self.lines.append((kind, shown(text)))
         return self._policy[kind] == KEEP

@@ -11,7 +11,8 @@ from loaders.audio.recordings.annotations import Mistakes
 from loaders.base import DataError
 from loaders.io import files
 
-# Between labels in a field: it is enough that it is there, that one part is a label of its own, or that all are.
+# Between labels in a field: it is enough that it is there, that one part is a label of its own, or
+# that all are.
 SEPARATORS: Sequence[tuple[str, Callable[[Iterable[bool]], bool]]] = (
     *((text, lambda parts: True) for text in (";", "|", " / ", "\uff1b", "\u3001", "\uff0c")),
     *((text, any) for text in (" + ", " & ", " and ", ",", "/", "+")),

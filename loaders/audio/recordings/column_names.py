@@ -1,7 +1,8 @@
 """The meaning of a table's columns by their names, in one table, `NAMES`, for every command that reads tables.
 
-Names are compared without case, accents, blanks, points, underscores and brackets: "Begin Time (s)", `begin_time_s` and R's
-`Begin.Time..s.` are one name. A unit at the end scales the values: s, ms, min and h, Hz and kHz.
+Names are compared without case, accents, blanks, points, underscores and brackets: "Begin Time
+(s)", `begin_time_s` and R's `Begin.Time..s.` are one name. A unit at the end scales the values: s,
+ms, min and h, Hz and kHz.
 """
 
 import re
@@ -61,8 +62,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "score": ("score", "confidence"),
     "clock": ("clock",),
     "embeddings": ("embeddings",),
-    # Those other than the first are used if all their values are names of splits. Columns without a meaning are used if one
-    # of them is train, too.
+    # Those other than the first are used if all their values are names of splits. Columns without a
+    # meaning are used if one of them is train, too.
     "split": ("split", "set", "subset", "partition", "data split", "dataset split", "split name"),
     "recording": ("recording id",),
     "site": ("site", "location", "station", "site name", "site id", "locality", "loc", "deployment"),
@@ -106,8 +107,9 @@ DENYING = set(
     "rejected falsepositive fp isfp isfalsepositive negative isnegative deleted exclude excluded ignore ignored discard "
     "discarded delete remove removed reject".split()
 )
-# Columns of numbers of which 0 says that the label is absent: counts of animals and calls, and weights in [0, 1].
-# The confidence of a detector is none: it lists what it found at a threshold of 0, too.
+# Columns of numbers of which 0 says that the label is absent: counts of animals and calls, and
+# weights in [0, 1]. The confidence of a detector is none: it lists what it found at a threshold of
+# 0, too.
 COUNTS = set(
     "count counts individualcount individuals numberofindividuals nindividuals abundance ncalls ncall numcalls calls callcount "
     "numberofcalls anzahl individuen nombre effectif cantidad".split()

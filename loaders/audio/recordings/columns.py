@@ -1,8 +1,9 @@
 """The columns of one table by their meaning: by their names, their values, and the columns next to them.
 
-A name alone does not decide: `fin` is an end in Spanish and a whale, and `low` may be a class of a wide table. So a column of
-0 and 1 next to others is a class. A table that would lose its times or labels is refused: one with a column that looks like
-either by its name or values, while no column is recognised. Every option for a column also takes "none".
+A name alone does not decide: `fin` is an end in Spanish and a whale, and `low` may be a class of a
+wide table. So a column of 0 and 1 next to others is a class. A table that would lose its times or
+labels is refused: one with a column that looks like either by its name or values, while no column
+is recognised. Every option for a column also takes "none".
 """
 
 import dataclasses
@@ -155,7 +156,10 @@ def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
 
 
 def _as_named(table: Table, options: Options, used: Used, scales: dict[str, float]) -> list[str]:
-    """Put the columns that options name into their places. Return the columns of classes that they name."""
+    """Put the columns that options name into their places.
+
+    Return the columns of classes that they name.
+    """
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
         if option := getattr(options, f"{meaning}_column"):
@@ -200,7 +204,10 @@ def _named(table: Table, option: str, flag: str) -> list[str]:
 
 
 def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[str, float]) -> None:
-    """Decide which columns are start, end and duration. Raises DataError if two say different things."""
+    """Decide which columns are start, end and duration.
+
+    Raises DataError if two say different things.
+    """
     if any(plain(name) == "infile" for name in used["file"]):  # Kaleidoscope's Dur is of a bat's pulses
         used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
     for meaning in ("start", "end", "duration"):

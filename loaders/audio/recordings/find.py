@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from loaders.audio.recordings.annotations import Mistakes
 
-# Folders that systems make, besides those whose names begin with a point: bins, thumbnails, halves of files of other systems.
+# Folders that systems make, besides those whose names begin with a point: bins, thumbnails, halves
+# of files of other systems.
 SYSTEM = {"$recycle.bin", "recycler", "@eadir", "#recycle", "@recycle", "__macosx", "system volume information", "lost+found"}
 SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave").split()
 
@@ -19,7 +20,9 @@ def is_audio(name: str) -> bool:
 
 
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
-    """Yield every file below a folder, by name, links followed. A folder that cannot be entered is a mistake.
+    """Yield every file below a folder, by name, links followed.
+
+    A folder that cannot be entered is a mistake.
 
     The recordings in hidden folders, and in those that systems make, are counted.
     """
@@ -82,8 +85,8 @@ class Names:
     def match(self, name: str) -> tuple[list[str], list[str]]:
         """Return the recordings that a name may mean, and others of the same file name, whose folders contradict it.
 
-        Folders are compared from the right, as far as both names have some. Of several that agree, those count that agree
-        longest. The file name may lack its ending, or have another one.
+        Folders are compared from the right, as far as both names have some. Of several that agree,
+        those count that agree longest. The file name may lack its ending, or have another one.
         """
         parts = _parts(name)
         if not parts:
@@ -128,7 +131,10 @@ class Finder:
         self._names: dict[pathlib.Path, Names] = {}
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
-        """Return the absolute path of a recording. None for none or several, which is counted once for each name."""
+        """Return the absolute path of a recording.
+
+        None for none or several, which is counted once for each name.
+        """
         key = (name, str(table.parent))
         if key not in self._found:
             name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
@@ -142,10 +148,12 @@ class Finder:
         folders = [self.folder] if self.folder else []
         for folder in (*folders, table.parent):
             path = os.path.normpath(os.path.join(os.path.abspath(folder), name))
-            # A table may come from anyone: its files are below the folder that the user named, or next to the table.
+            # A table may come from anyone: its files are below the folder that the user named, or
+            # next to the table.
             if "\0" not in name and os.path.isfile(path) and pathlib.Path(path).is_relative_to(os.path.abspath(folder)):
                 return path
-        # Tables hold the paths of the machine that they were made on, and names without their ending.
+        # Tables hold the paths of the machine that they were made on, and names without their
+        # ending.
         folder = (folders or [table.parent])[0]
         found, others = self._of(folder).match(name)
         if not found and not others and "%" in name:
@@ -170,7 +178,10 @@ class Finder:
         return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
 
     def _is_elsewhere(self, folder: pathlib.Path, path: str, name: str, where: str) -> bool:
-        """Whether a name means a file next to the folder of recordings. A relative one in another folder is counted."""
+        """Whether a name means a file next to the folder of recordings.
+
+        A relative one in another folder is counted.
+        """
         ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
         pairs = zip(reversed(ours), reversed(theirs), strict=False)
         at = next((n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0)

@@ -112,7 +112,10 @@ def fault(path: str, start: float, end: float) -> str:
 
 
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
-    """Group of recordings with the same bytes, each by name. Only candidates of one size and a few equal bytes are read."""
+    """Group of recordings with the same bytes, each by name.
+
+    Only candidates of one size and a few equal bytes are read.
+    """
     candidates: dict[tuple[int, str], list[str]] = defaultdict(list)
     for path, header in headers.items():
         candidates[header.size, header.digest].append(path)

@@ -230,7 +230,10 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the parts of a list: between commas, or in quotes. An apostrophe inside a word is no quote."""
+    """Return the parts of a list: between commas, or in quotes.
+
+    An apostrophe inside a word is no quote.
+    """
     quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
     text = text.replace("\\'", "'")
     return [each["quoted"] or each["plain"] or "" for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)]
@@ -331,7 +334,9 @@ def _file(layout: Layout, row: Row) -> str:
 
 
 def _answer(layout: Layout, row: Row, letters: bool) -> str:
-    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label. Raises _WrongLine.
+    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label.
+
+    Raises _WrongLine.
 
     Args:
       letters: the column of answers holds P and A.

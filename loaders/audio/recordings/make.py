@@ -45,18 +45,20 @@ def make(
     note: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Read sources, check them and write the index ``out``. Return its index.json, and counts of recordings.
+    """Read sources, check them and write the index ``out``.
+
+    Return its index.json, and counts of recordings.
 
     They are "n_read", headers read now, "n_used", and "n_without", recordings without a label.
 
     Args:
-      root: the folder that names in the index are relative to; empty = that of --audio, a folder that is the only source, or
-        the folder that all recordings lie in.
+      root: the folder that names in the index are relative to; empty = that of --audio, a folder
+        that is the only source, or the folder that all recordings lie in.
       note: is called with a line of progress.
 
     Raises:
-      DataError: a source that is none, mistakes that no option says to drop or keep (`IndexMistakes`), or an ``out`` that
-        holds other things. Nothing is written then.
+      DataError: a source that is none, mistakes that no option says to drop or keep
+        (`IndexMistakes`), or an ``out`` that holds other things. Nothing is written then.
     """
     out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
@@ -97,9 +99,12 @@ def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
-    """Unpacks the files of tar archives into a folder. Files of the same size are left. Returns their number.
+    """Unpacks the files of tar archives into a folder.
 
-    Raises DataError: an archive that cannot be read, or holds anything but files and folders below it.
+    Files of the same size are left. Returns their number.
+
+    Raises DataError: an archive that cannot be read, or holds anything but files and folders below
+    it.
     """
     n = 0
     for archive in archives:

@@ -77,10 +77,12 @@ class Plan:
 class Splitter:
     """Which split a recording is in.
 
-    recording=0.2           a fifth of the recordings, by a hash of their names, is "test"; recording=test:0.2,valid:0.1
+    recording=0.2           a fifth of the recordings, by a hash of their names, is "test";
+                            recording=test:0.2,valid:0.1
     site=0.2                the same for whole sites
     date=2024-05-01         from that day on, "test"
-    column=NAME             the column of a table names the split; column=fold:5: rows with 5 are "test"
+    column=NAME             the column of a table names the split; column=fold:5: rows with 5 are
+                            "test"
     folder                  the first folder of a recording's name is its split
     """
 
@@ -152,7 +154,9 @@ def plan(
     splitter: Splitter,
     mistakes: Mistakes,
 ) -> Plan:
-    """Check annotations, and decides classes and splits. Mistakes are counted, and dropped rows are left out.
+    """Check annotations, and decides classes and splits.
+
+    Mistakes are counted, and dropped rows are left out.
 
     Raises DataError: recordings whose decisive value for the split is unknown.
     """

@@ -324,7 +324,10 @@ def _audacity(
 
 
 def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
-    """Whether a JSON file holds xeno-canto's metadata. One outside the folder, to which a link leads, is not opened."""
+    """Whether a JSON file holds xeno-canto's metadata.
+
+    One outside the folder, to which a link leads, is not opened.
+    """
     if led := leads_out(path, str(folder)):
         mistakes.add("link-outside", f"{path} leads to {led}")
         return False

@@ -65,7 +65,8 @@ def schema(names: list[str]) -> pa.Schema:
 def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write an index into a folder next to ``out`` and rename it. Return its index.json.
 
-    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk is full.
+    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk
+    is full.
     """
     refuse_other(out)
     fresh = out.with_name(f".{out.name}.new")
@@ -111,7 +112,10 @@ def _replace(
 
 
 def refuse_other(out: pathlib.Path) -> None:
-    """Raise DataError if a folder holds anything but an index. Put back one whose replacement was interrupted."""
+    """Raise DataError if a folder holds anything but an index.
+
+    Put back one whose replacement was interrupted.
+    """
     old = out.with_name(f".{out.name}.old")
     if not out.exists() and (old / "index.json").is_file():
         os.rename(old, out)

@@ -18,7 +18,8 @@ MARKS = (
     (b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"),
 )  # fmt: skip
 ENCODINGS = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8", "cp1252": "Windows-1252", "utf-32": "UTF-32"}
-# Letters of Windows-1252 by language. Others, or others together, are of another encoding: its Ÿ is the ü of Mac Roman.
+# Letters of Windows-1252 by language. Others, or others together, are of another encoding: its Ÿ is
+# the ü of Mac Roman.
 LANGUAGES = tuple(
     map(set, "äöüßéáíóúñàçåãâô àâçèéêëîïôùûüœæ áéíñóúü àáâãçéêíóôõúü åäöæøéü áéíóúýðþæö àèéìòù àçèéíïòóúü".split())
 )
@@ -94,7 +95,10 @@ def _not_western(text: str) -> str:
 
 
 def said_separator(line: str) -> str | None:
-    """Return the separator in a table's first line, as Excel writes it: "sep=;". None for every other line."""
+    """Return the separator in a table's first line, as Excel writes it: "sep=;".
+
+    None for every other line.
+    """
     found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
     return found[1] if found else None
 
@@ -105,7 +109,10 @@ def separator(header: str) -> str:
 
 
 class Table:
-    """A table's columns and rows. A column is found by its name in any case, without blanks, points and underscores."""
+    """A table's columns and rows.
+
+    A column is found by its name in any case, without blanks, points and underscores.
+    """
 
     def __init__(self, path: pathlib.Path, text: str, encoding: str = "UTF-8"):
         """Open the table. Raises DataError: a quoted field does not end."""

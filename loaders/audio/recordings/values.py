@@ -1,4 +1,7 @@
-"""The values in a table's cells: numbers, times, dates, answers. A text that is none is an error, never another value."""
+"""The values in a table's cells: numbers, times, dates, answers.
+
+A text that is none is an error, never another value.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -117,7 +120,10 @@ def minutes(text: str) -> float | None:
 
 
 def span(text: str) -> tuple[float, float] | None:
-    """Return start and end of "0_5", "0.0-5.0" and "00:05-00:10", None for an empty field. Raises ValueError."""
+    """Return start and end of "0_5", "0.0-5.0" and "00:05-00:10", None for an empty field.
+
+    Raises ValueError.
+    """
     if not given(text):
         return None
     time = r"(\d+(?:[.:]\d+)*) ?s?"
@@ -130,7 +136,10 @@ def span(text: str) -> tuple[float, float] | None:
 
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
-    """Return a time in s of 12, 12 s, 500 ms, h:mm:ss or 0 days h:mm:ss; None for an empty field. Raises ValueError."""
+    """Return a time in s of 12, 12 s, 500 ms, h:mm:ss or 0 days h:mm:ss; None for an empty field.
+
+    Raises ValueError.
+    """
     text = (text or "").strip()
     if ":" in text and (found := re.fullmatch(r"(?:(\d+) days? )?(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text)):
         whole = int(found[1] or 0) * 86400 + int(found[2]) * 3600 + int(found[3]) * 60
@@ -168,7 +177,10 @@ def are_clocks(texts: Iterable[str]) -> bool:
 
 
 def like_times(texts: Iterable[str]) -> bool:
-    """Whether most are times in any form, such as ca. 2 or 12:00:02 AM: a number is first, and all words are of times."""
+    """Whether most are times in any form, such as ca.
+
+    2 or 12:00:02 AM: a number is first, and all words are of times.
+    """
     found = [re.sub(r"^[^\w]*((ca|approx|about|at)\b[^\w]*)?", "", text.casefold()) for text in texts if given(text)]
     like = [text for text in found if text[:1].isdigit() and set(re.findall(r"[^\W\d_]+", text)) <= TIME_WORDS]
     return 2 * len(like) >= len(found) > 0
@@ -348,7 +360,10 @@ class Dates:
         return re.match(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)", text)
 
     def read(self, text: str) -> tuple[str, str]:
-        """Date "2024-05-23" and time of day of a text, "" if it has none. Raises ValueError: it is none, or is impossible."""
+        """Date "2024-05-23" and time of day of a text, "" if it has none.
+
+        Raises ValueError: it is none, or is impossible.
+        """
         text = whole(text.strip())  # 20240523.0
         if re.fullmatch(r"\d{4}[-/]\d\d[-/]00|0000.*|\d{4}[-/]00[-/]00", text):  # xeno-canto's unknown days
             return "", ""

@@ -31,7 +31,8 @@ PLACES = ("recording", "site", "latitude", "longitude", "score", "clock", "datet
 def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list[str]:
     """Return the columns of a wide table whose names are labels: they hold yes and no alone.
 
-    Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other classes.
+    Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other
+    classes.
 
     Raises DataError: a column may be a class or not.
     """

@@ -1,4 +1,7 @@
-"""Recordings of any length cut into windows, which the loader reads as rows. Nothing but headers is read."""
+"""Recordings of any length cut into windows, which the loader reads as rows.
+
+Nothing but headers is read.
+"""
 
 import dataclasses
 import hashlib
@@ -114,8 +117,8 @@ def cut(
 
     Args:
       seconds, hop: of the windows.
-      root: the folder that names are relative to, those in tables, too; empty = a folder or index that is alone given, or the
-        nearest that holds all.
+      root: the folder that names are relative to, those in tables, too; empty = a folder or index
+        that is alone given, or the nearest that holds all.
       reading: the columns of tables.
       links: whether links may lead out of the root.
       mistakes: takes every recording that cannot be read.
@@ -191,5 +194,8 @@ def _first_mistake(mistakes: Mistakes) -> str:
 
 
 def lenient() -> Mistakes:
-    """Mistakes of which none ends a command. Rows with one are left out, and a truncated recording is read to its end."""
+    """Mistakes of which none ends a command.
+
+    Rows with one are left out, and a truncated recording is read to its end.
+    """
     return Mistakes(["all=drop", *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels"))])

@@ -1,7 +1,7 @@
 """Makes the recordings in this folder: `python tests/data/decode/make.py`.
 
-They are kept because the Rust tests and benches have no encoders. tests/loaders/test_decode.py compares them, and many more,
-with libsndfile.
+They are kept because the Rust tests and benches have no encoders. tests/loaders/test_decode.py
+compares them, and many more, with libsndfile.
 """
 
 from pathlib import Path

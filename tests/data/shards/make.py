@@ -1,4 +1,5 @@
-"""Makes the shards beside it, which rust/core/tests/broken.rs damages: python tests/data/shards/make.py"""
+"""Makes the shards beside it, which rust/core/tests/broken.rs damages: python
+tests/data/shards/make.py"""
 
 import json
 import pathlib

@@ -1,9 +1,13 @@
-"""Writes the golden numbers of timm's vision transformers: python make.py, with timm 1.0.31 and torch 2.15.0 (CPU).
+"""Writes the golden numbers of timm's vision transformers: python make.py, with timm 1.0.31 and
+torch 2.15.0 (CPU).
 
-image/, pooled/    a folder as timm, and one as Bird-MAE is published: model.safetensors, config.json
-image.npz, pooled.npz    x float32 [B, 1, frames, mels]; tokens float32 [B, 1 + registers + N, D], and features [B, D], by timm
-out.npz            of the export that test_timm.py makes: x, features and logits by timm, which loaded it; what
-                   it loaded: config.json, and the shapes of its arrays by their names
+image/, pooled/    a folder as timm, and one as Bird-MAE is published: model.safetensors,
+                   config.json
+image.npz, pooled.npz    x float32 [B, 1, frames, mels]; tokens float32 [B, 1 + registers + N, D],
+                         and features [B, D], by timm
+out.npz            of the export that test_timm.py makes: x, features and logits by timm, which
+                   loaded it; what it loaded: config.json, and the shapes of its arrays by their
+                   names
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A workload's real step on a mesh, for tests: put together as a run does it, compiled, and taken on numpy batches."""
+"""A workload's real step on a mesh, for tests: put together as a run does it, compiled, and taken
+on numpy batches."""
 
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ class Run:
         return host(step.lower(variables, batch).compile(SOON)(variables, batch))
 
     def take(self, n):
-        """States and metrics after each of n steps, and what an evaluation of the last batch then says."""
+        """States and metrics after each of n steps, and what an evaluation of the last batch then
+        says."""
         state, found = self.init(), []
         for seed in range(n):
             batch = self.put(self.case.batch(seed))
@@ -91,7 +93,8 @@ def host(tree):
 
 
 def assert_alike(expected, found, *, rtol=1e-3, share=1e-3, least=1e-3):
-    """Leaf by leaf: ``rtol`` of each number and ``share`` of its array's largest, which counts for ``least`` at the least."""
+    """Leaf by leaf: ``rtol`` of each number and ``share`` of its array's largest, which counts for
+    ``least`` at the least."""
     for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         x, y = np.asarray(x, "f4"), np.asarray(y, "f4")
         np.testing.assert_allclose(y, x, rtol=rtol, atol=share * max(least, np.abs(x).max(initial=0)), err_msg=path)

@@ -17,7 +17,8 @@ TINY = trm.Config(
 )  # fmt: skip
 LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
 GROUPS = (config_lib.Group("^puzzle/", lr=0.01, name="sign_sgd"),)
-# Lion and signs make rounding noise as large as any gradient; AdamATan2 divides by it: only the table's own rule is by signs.
+# Lion and signs make rounding noise as large as any gradient; AdamATan2 divides by it: only the
+# table's own rule is by signs.
 OPTIM = config_lib.Optim(lr=0.003, schedule="constant", clip=0.0, eps=1e-3, groups=GROUPS)
 WIDE = 32
 
@@ -29,7 +30,8 @@ def awake(params):
 
 
 def calm(params):
-    """Weights of a recursion that amplifies the rounding of numbers little: those of the last products are halved."""
+    """Weights of a recursion that amplifies the rounding of numbers little: those of the last
+    products are halved."""
     params = awake(params)
     halves = {name: x / 2 if name.endswith("down") else x for name, x in params["net"].items()}
     return {**params, "net": halves}

@@ -88,7 +88,8 @@ def test_shift_rotates_in_time_gain_is_one_number_and_noise_is_new_everywhere(ba
 
 
 def test_a_crop_is_a_box_stretched_to_the_whole(batch):
-    """Of a picture of its own coordinates: corners tell the box, and everything between is a straight line."""
+    """Of a picture of its own coordinates: corners tell the box, and everything between is a
+    straight line."""
     t, w = np.meshgrid(np.arange(64.0), np.arange(32.0), indexing="ij")
     crops = []
     for plane in (t, w):

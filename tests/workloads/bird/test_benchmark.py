@@ -1,4 +1,5 @@
-"""Benchmarks by name: torchmetrics' numbers, archives as they are published, classes by name, five folds."""
+"""Benchmarks by name: torchmetrics' numbers, archives as they are published, classes by name, five
+folds."""
 
 import csv
 import json

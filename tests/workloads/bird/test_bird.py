@@ -1,4 +1,5 @@
-"""The bird workload: FLOPs, what reaches which gradient, its formulas, and steps with every objective on every mesh."""
+"""The bird workload: FLOPs, what reaches which gradient, its formulas, and steps with every
+objective on every mesh."""
 
 import functools
 from dataclasses import replace
@@ -63,7 +64,8 @@ def variables():
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_flops_are_those_that_xla_counts(pool):
-    """Depth 1, since XLA counts the body of a scan once; wide, so that products outweigh norms and softmax."""
+    """Depth 1, since XLA counts the body of a scan once; wide, so that products outweigh norms and
+    softmax."""
     c = bird.Config(n_classes=16, n_frames=128, n_mels=64, embed=256, depth=1, heads=4, n_cls=2, pool=pool, dtype="float32")
     task = make_task(c)
     abstract = jax.eval_shape(lambda: specs.materialise(task.specs, jax.random.key(0)))
@@ -74,7 +76,8 @@ def test_flops_are_those_that_xla_counts(pool):
     }
     forward = jit(task.evaluate).lower(abstract, rows).compile().cost_analysis()["flops"]
     assert bird.forward_flops(c) * BATCH == pytest.approx(forward, rel=0.05)
-    # The first product needs no gradient of its input, which the factor 3 for a training step counts.
+    # The first product needs no gradient of its input, which the factor 3 for a training step
+    # counts.
     grad = jit(jax.grad(lambda v, b: task.loss(v, b, None).loss.total)).lower(abstract, rows)
     assert task.flops == pytest.approx(grad.compile().cost_analysis()["flops"], rel=0.05)
 
@@ -201,7 +204,8 @@ def test_a_model_that_goes_with_its_data_has_no_problems():
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])
 def test_an_evaluation_draws_rows_for_every_device(mesh):
-    """Four rows of one view do not divide over eight: the first evaluation of a masked autoencoder ended the run there."""
+    """Four rows of one view do not divide over eight: the first evaluation of a masked autoencoder
+    ended the run there."""
     model = replace(TINY, mask=Mask(0.5, 2), mae=Mae(1.0, DECODER))
     rows = {name: x[:, 0] if name == "spectrogram" else x for name, x in every_batch(0).items()}
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in rows.items()}
@@ -277,7 +281,8 @@ def test_the_probe_reads_any_objective_and_trains_none():
 
 @pytest.mark.parametrize(("norm", "temperature"), [("batch", 0.1), ("layer", 0.0), ("none", 0.0)])
 def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, temperature):
-    """diet's loss against its formula, whole: hundreds of thousands of logits at once, smoothing, both recordings."""
+    """diet's loss against its formula, whole: hundreds of thousands of logits at once, smoothing,
+    both recordings."""
     n = 300_001
     c = replace(
         TINY,

@@ -1,4 +1,5 @@
-"""jaxtrain detect: scores equal the head's, tables that come back as the same rows, resuming, broken files, refusals."""
+"""jaxtrain detect: scores equal the head's, tables that come back as the same rows, resuming,
+broken files, refusals."""
 
 import json
 import os
@@ -95,7 +96,8 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
     before = contents(found / "scores")
     run_detect(run, recordings, "--out", found, "--overlap", CLIP - HOP, "--threshold", tmp_path / "bounds.csv")
     assert contents(found / "scores") == before, "another threshold needs no other scores"
-    # By hand: neighbouring windows above the threshold are one detection, whose score is the best of theirs.
+    # By hand: neighbouring windows above the threshold are one detection, whose score is the best
+    # of theirs.
     expected = []
     for file in sorted({row["file"] for row in rows}):
         for name in NAMES:
@@ -135,7 +137,8 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
 
 
 def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_path, monkeypatch):
-    """SIGKILL in the middle; a part that was cut off is made again; three processes without each other's knowledge."""
+    """SIGKILL in the middle; a part that was cut off is made again; three processes without each
+    other's knowledge."""
     run_detect(run, recordings, "--out", tmp_path / "whole", "--overlap", 0.4, "--threshold", 0.3)
     small = "from jaxtrain.workloads.bird.inference import detect; detect.PART = 8"
     small += "; import sys; from jaxtrain import cli; sys.exit(cli.main())"

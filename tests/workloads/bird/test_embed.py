@@ -1,4 +1,5 @@
-"""Embeddings of a dataset: what they are of, resuming, refusals; the exported encoder on one recording."""
+"""Embeddings of a dataset: what they are of, resuming, refusals; the exported encoder on one
+recording."""
 
 import json
 import os
@@ -134,7 +135,8 @@ def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
 
 
 def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, capsys):
-    """By embed's data section, by a config that says two things, by an export of it, and between folders of a probe."""
+    """By embed's data section, by a config that says two things, by an export of it, and between
+    folders of a probe."""
     model = encoder.load(str(trained))
     assert model.config.n_mels == 64 and model.config.front_end == spectrogram.FrontEnd(**FRONT_END)
     with pytest.raises(InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
@@ -189,7 +191,8 @@ BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_coll
 
 
 def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
-    """Its example, alone in a process with nothing else, prints what `jaxtrain embed` writes; embed reads the export too."""
+    """Its example, alone in a process with nothing else, prints what `jaxtrain embed` writes; embed
+    reads the export too."""
     line = safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()

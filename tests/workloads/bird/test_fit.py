@@ -1,4 +1,5 @@
-"""jaxtrain fit: a head from few examples that detect takes; what it says of held-out rows; labels of tables; refusals."""
+"""jaxtrain fit: a head from few examples that detect takes; what it says of held-out rows; labels
+of tables; refusals."""
 
 import csv
 import json
@@ -31,7 +32,8 @@ def call(name: str, seconds: float, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A run; recordings of 4 s in which each window of 0.5 s holds a tone, the other, or none; their embeddings."""
+    """A run; recordings of 4 s in which each window of 0.5 s holds a tone, the other, or none;
+    their embeddings."""
     folder = tmp_path_factory.mktemp("world")
     run = birds.make_run(folder, embed=64, patch=(16, 16))
     truth = []
@@ -108,7 +110,8 @@ def test_a_full_disk_leaves_no_head(world, tmp_path, capsys, small_disk):
 
 
 def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
-    """fit INDEX --run embeds its rows, each the part that was annotated; the embeddings stay, and are not made again."""
+    """fit INDEX --run embeds its rows, each the part that was annotated; the embeddings stay, and
+    are not made again."""
     folder, run, truth = world
     rows = [("file", "start", "end", "label"), *((f"old/{f}", a, b, what) for f, a, b, what in truth if what and int(f[0]) < 5)]
     with open(tmp_path / "events.csv", "w", newline="") as file:
@@ -172,7 +175,8 @@ def fake(folder, x, y, names, groups=None, **about):
 
 
 def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
-    """Two classes that overlap: scores are chances, and a threshold reaches the precision on rows that nothing saw."""
+    """Two classes that overlap: scores are chances, and a threshold reaches the precision on rows
+    that nothing saw."""
     rng = np.random.default_rng(0)
     n = 1200
     label = rng.integers(0, 2, n)
@@ -251,7 +255,8 @@ def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y
 
 
 def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
-    """A table of other names of its columns, half of which is about recordings that the embeddings do not have."""
+    """A table of other names of its columns, half of which is about recordings that the embeddings
+    do not have."""
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6)
     lines = ["Begin File,Start (ms),End (ms),Species", "0.wav,0,1000,owl", "0.wav,2000,3000,wren"]
@@ -391,7 +396,8 @@ def by_keys(items, out, judge) -> None:
     ids=["answers", "keys in a browser"],
 )
 def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
-    """fit, detect, review, fit: with answers to what was found, average precision on new recordings rises."""
+    """fit, detect, review, fit: with answers to what was found, average precision on new recordings
+    rises."""
     folder, run, truth = world
     emb, old, new = str(folder / "emb"), folder / "recordings" / "old", folder / "recordings" / "new"
     expected = {(file, start): what for file, start, _, what in truth}

@@ -1,4 +1,5 @@
-"""Spectrograms made on the device: Kaldi's numbers, the loader's, on any mesh, and a whole run that is fed waveforms."""
+"""Spectrograms made on the device: Kaldi's numbers, the loader's, on any mesh, and a whole run that
+is fed waveforms."""
 
 import json
 import math
@@ -36,7 +37,8 @@ def load(case):
 
 @pytest.mark.parametrize("case", TOLERANCES)
 def test_it_is_kaldis_filter_bank_and_the_loaders(case):
-    """Within the tolerances that the loader's filter bank has, to Kaldi's reference and to the loader's rows."""
+    """Within the tolerances that the loader's filter bank has, to Kaldi's reference and to the
+    loader's rows."""
     wave, reference = load(case)
     assert wave.dtype == np.int16
     off = np.abs(np.asarray(jax.jit(log_mel.log_mel)(wave[None]))[0] - reference)
@@ -89,7 +91,8 @@ def test_rows_stay_where_they_are(sizes):
 
 
 def test_a_run_on_waveforms_has_the_loss_of_spectrograms(tmp_path):
-    """Recordings of 16 bits at 32 kHz, which lose nothing on the way: views, a background, an evaluation, pictures."""
+    """Recordings of 16 bits at 32 kHz, which lose nothing on the way: views, a background, an
+    evaluation, pictures."""
     for name, n in (("birds", 12), ("noise", 4)):
         encoded = [corpus.wav(i + 100 * n, 0.2) for i in range(n)]
         corpus.save_to_disk(tmp_path / name, [corpus.table(encoded, [i % 2 for i in range(n)])])

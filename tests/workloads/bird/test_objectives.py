@@ -1,4 +1,5 @@
-"""Objectives: their folder; and against reference values: SIGReg and LeJEPA, masks, errors, the cross-entropy of recordings."""
+"""Objectives: their folder; and against reference values: SIGReg and LeJEPA, masks, errors, the
+cross-entropy of recordings."""
 
 import ast
 import functools
@@ -50,7 +51,8 @@ def test_sigreg_and_lejepa_equal_the_reference(name):
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_sigreg_is_of_the_global_batch_where_data_is_split(name):
-    """Two groups with half the rows each: the value of all rows, and not the mean of their own values; gradients too."""
+    """Two groups with half the rows each: the value of all rows, and not the mean of their own
+    values; gradients too."""
     g = golden(f"sigreg/{name}.npz")
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
 
@@ -129,7 +131,8 @@ def test_rank_is_the_place_in_order_and_ties_keep_theirs():
 
 
 def test_the_decoder_sees_its_masks():
-    """A prediction hangs on which patches are masked, and on what is visible; what is masked was never seen."""
+    """A prediction hangs on which patches are masked, and on what is visible; what is masked was
+    never seen."""
     c = vit.Config(n_frames=64, n_mels=64, embed=16, depth=1, heads=2, dtype="float32")
     d = masked.Decoder(16, 2, 2)
     params = specs.materialise(masked.decoder_specs(c, d, 5), jax.random.key(0))
@@ -146,7 +149,8 @@ def test_the_decoder_sees_its_masks():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4)])
 def test_smoothed_labels_over_a_part_of_a_table(mesh):
-    """Loss and gradients over the first 37 of 40 rows, in chunks, and with the table split, against the formula in float64."""
+    """Loss and gradients over the first 37 of 40 rows, in chunks, and with the table split, against
+    the formula in float64."""
     shard = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), {}).shard
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(4, 3, 8)), rng.normal(size=(40, 8))
@@ -234,7 +238,8 @@ def run_in(folder, program):
 
 
 def test_a_new_file_is_a_new_objective(tmp_path):
-    """It has a section of the config, parameters, a metric and a share of the loss, and nothing else was edited."""
+    """It has a section of the config, parameters, a metric and a share of the loss, and nothing
+    else was edited."""
     root = FOLDER.parents[3]
     for name in ("jaxtrain", "loaders"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,5 @@
-"""The ONNX file of a bird run gives our features and scores, computed by onnx's reference in NumPy, and by onnxruntime."""
+"""The ONNX file of a bird run gives our features and scores, computed by onnx's reference in NumPy,
+and by onnxruntime."""
 
 import functools
 import io
@@ -33,7 +34,8 @@ SIZES = dict(
 MODELS = {
     # A head of its own that gives a softmax; everything that timm's transformers have.
     "supervised": dict(pool="patches", n_registers=2, qk_norm=True, layer_scale=0.5, mlp="gelu"),
-    # Several classes, by the probe; what timm's have not, and a front end that hears nothing above 6 kHz.
+    # Several classes, by the probe; what timm's have not, and a front end that hears nothing above
+    # 6 kHz.
     "probe": dict(n_cls=2, positions="rope", mlp="swiglu", supervised=dict(weight=0.0), diet=dict(weight=1.0)),
     "pooled": dict(norm="pooled", mlp="gelu_exact", eps=1e-6, pool="patches"),
 }
@@ -73,7 +75,8 @@ def waves(n: int) -> np.ndarray:
 
 
 def ours(folder: pathlib.Path, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Features and scores as `jaxtrain embed` and `detect` compute them, from the loader's spectrograms."""
+    """Features and scores as `jaxtrain embed` and `detect` compute them, from the loader's
+    spectrograms."""
     model = encoder.load(str(folder))
     head = detect.head_of(model)
     made = np.stack([spectrogram.front_end(each, 16_000, clip_seconds=0.6, n_frames=64, of=model.front_end) for each in x])

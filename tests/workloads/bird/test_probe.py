@@ -1,4 +1,5 @@
-"""Measures against their definitions, row by row; classifiers on features whose answer is known; reports."""
+"""Measures against their definitions, row by row; classifiers on features whose answer is known;
+reports."""
 
 import importlib.util
 import json
@@ -50,7 +51,8 @@ def test_measures_equal_their_definitions_for_every_bootstrap_draw(fast, slow, t
 
 
 def test_classes_without_a_positive_do_not_count_and_no_call_rows_do():
-    """As BirdSet has it: a recording without a bird is a negative of each class, and no row of the accuracy."""
+    """As BirdSet has it: a recording without a bird is a negative of each class, and no row of the
+    accuracy."""
     score = np.array([[0.9, 0.1, 0.5], [0.8, 0.7, 0.5], [0.3, 0.2, 0.5], [0.95, 0.1, 0.5]])
     y = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]], "u1")
     found = {name: v[0] for name, v in measures.measure(score, y, np.ones((1, 4))).items()}

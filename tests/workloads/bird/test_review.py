@@ -1,4 +1,5 @@
-"""jaxtrain review: who may ask, what is shown, answers that are there at each key; the page in a real browser."""
+"""jaxtrain review: who may ask, what is shown, answers that are there at each key; the page in a
+real browser."""
 
 import contextlib
 import csv
@@ -96,7 +97,8 @@ def test_sound_and_picture_are_of_the_window(table, tmp_path):
 
 @pytest.mark.parametrize(("rate", "tone"), [(8_000, 1_000.0), (44_100, 20_000.0), (384_000, 150_000.0)])
 def test_a_picture_holds_all_that_the_recording_does(tmp_path, rate, tone):
-    """Bats, too: what is drawn does not end where an encoder stops to hear. A window of 20 ms has a picture."""
+    """Bats, too: what is drawn does not end where an encoder stops to hear. A window of 20 ms has a
+    picture."""
     soundfile.write(tmp_path / "x.wav", 0.5 * np.sin(2 * np.pi * tone / rate * np.arange(rate // 2)), rate)
     for end in (0.5, 0.02):
         item = review.Item(str(tmp_path / "x.wav"), "x.wav", 0.0, end, "bat", 0.5, "")
@@ -138,7 +140,8 @@ def test_what_comes_first(table):
 
 
 def test_what_sounds_alike_is_shown_with_what_was_said_of_it(table, tmp_path, capsys):
-    """By the cosine of embeddings of the same recordings, cut into other windows; no part of the window itself."""
+    """By the cosine of embeddings of the same recordings, cut into other windows; no part of the
+    window itself."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(24, 8))
     paths = [name for name in ("a/x.wav", "b/y.flac") for _ in range(12)]

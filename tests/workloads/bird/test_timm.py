@@ -1,4 +1,5 @@
-"""timm's vision transformers in and out: the same features, misfits with their remedy, and back in as a start."""
+"""timm's vision transformers in and out: the same features, misfits with their remedy, and back in
+as a start."""
 
 import json
 import pathlib
@@ -71,7 +72,8 @@ def features(c, params, x):
 
 @pytest.mark.parametrize("name", ["image", "pooled"])
 def test_features_of_weights_from_elsewhere_are_timms(name, tmp_path):
-    """Registers, positions of CLS, queries' norms, scales, exact GELU; and the norm behind the pooling, as Bird-MAE has it."""
+    """Registers, positions of CLS, queries' norms, scales, exact GELU; and the norm behind the
+    pooling, as Bird-MAE has it."""
     folder = shutil.copytree(DATA / name, tmp_path / name)
     (folder / "front_end.json").write_text(json.dumps({"sample_rate": 16_000, "clip_seconds": 0.65}))
     model = encoder.load(str(folder))
@@ -166,7 +168,8 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     ):
         timm.from_folder(folder)
 
-    # A run that would compute something else of the arrays, and one whose positions are of another grid.
+    # A run that would compute something else of the arrays, and one whose positions are of another
+    # grid.
     wrong = dict(BIRD, model=dict(MODEL, heads=4, n_frames=32, n_mels=64))
     wrong["data"] = dict(train=str(out.parent / "shards"), label="label")
     wrong["warm_start"] = dict(source=str(DATA / "image"), skip=("^(objective|probe)/",))

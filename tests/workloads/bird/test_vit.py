@@ -58,7 +58,8 @@ def reference(c, params, x, visible=None):
     k = c.embed // c.heads
 
     def turned(z, place):
-        """Rotated by the angles of its row in the first half of the pairs, and of its column in the second."""
+        """Rotated by the angles of its row in the first half of the pairs, and of its column in the
+        second."""
         if c.positions != "rope" or place is None:
             return z
         half = k // 2
@@ -187,7 +188,8 @@ def test_half_precision_keeps_norms_in_float32():
 
 
 def test_every_parameter_has_its_place_in_the_optimizer():
-    """Decay for matrices alone, the rate of the lowest layer for what is below the layers, Muon for each layer's matrices."""
+    """Decay for matrices alone, the rate of the lowest layer for what is below the layers, Muon for
+    each layer's matrices."""
     table = vit.make_specs(replace(FULL, positions="learned"))
     for name in ("adamw", "muon"):
         make_optimizer(Optim(name=name, layer_decay=0.75), table, steps=2)

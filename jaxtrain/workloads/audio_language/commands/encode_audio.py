@@ -3,8 +3,9 @@
     jaxtrain encode-audio MANIFEST --codec CODEC [--cache DIR] [--threads N]
     jaxtrain encode-audio --listen AUDIO --codec CODEC --out WAV
 
-    jaxtrain encode-audio manifest.json --codec codec.npz                      as training would do first
-    jaxtrain encode-audio --listen clip.wav --codec codec.npz --out again.wav  through the codec and back
+    jaxtrain encode-audio manifest.json --codec codec.npz  as training would do first
+    jaxtrain encode-audio --listen clip.wav --codec codec.npz --out again.wav
+        through the codec and back
 
 Codes are written for `loaders.chat.chat_audio`: next to the recordings, or in
 --cache. Codes that are newer than their
@@ -56,7 +57,10 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def listen(args: argparse.Namespace) -> int:
-    """Write ``args.listen`` as the codec reproduces it. Return the exit code. Raises DataError and ValueError."""
+    """Write ``args.listen`` as the codec reproduces it.
+
+    Return the exit code. Raises DataError and ValueError.
+    """
     made = codec.open_codec(args.codec, codebooks=args.codebooks, size=args.codebook_size, frame_rate=codec.FRAME_RATE)
     if not isinstance(made, codec.Rvq):
         raise DataError(f"--codec is {args.codec!r}, which gives codes alone; --listen needs a codec.npz")

@@ -4,17 +4,17 @@
 
     jaxtrain generate-audio merged "a dog" "rain" --out played
 
-RUN is a run of jaxtrain.workloads.audio_language: its workdir, a step directory of it, or a folder of `jaxtrain export` (of a
-run with adapters the folder, which has them merged). Tokenizer, codec and delay are those of the training, unless
---tokenizer and --codec name others.
+RUN is a run of jaxtrain.workloads.audio_language: its workdir, a step directory of it, or a folder
+of `jaxtrain export` (of a run with adapters the folder, which has them merged). Tokenizer, codec
+and delay are those of the training, unless --tokenizer and --codec name others.
 
     DIR/000-0.npy      int16 [K, T]: the codes of prompt 0's first answer
     DIR/000-0.wav      decoded by a codec.npz (another codec's codes are only written)
     DIR/000-0.png      its log-mel spectrogram, low bands at the bottom
     DIR/answers.jsonl  {"prompt", "text", "file", "seconds"} of each answer
 
-A prompt is a user's turn, which an assistant answers with a recording, or, with --text, with text first. --temperature and
---top-k take one number for all codebooks, or one for each.
+A prompt is a user's turn, which an assistant answers with a recording, or, with --text, with text
+first. --temperature and --top-k take one number for all codebooks, or one for each.
 """
 
 import argparse

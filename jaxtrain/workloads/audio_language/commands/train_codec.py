@@ -4,9 +4,10 @@
 
     jaxtrain train-codec codec.npz sounds/ manifest.json
 
-SOUND are audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests (loaders/chat/chatml.py). A share of the
-recordings (--test-share) is kept apart to measure on. The error is the root mean square of log-mel values, in nats of power
-(0.23 is 1 dB), after one codebook, two, and so on. Of ESC-10 with the defaults, 5.43 with none, then 1.61, 1.38, 1.27, 1.21,
+SOUND are audio files (WAV, FLAC, MP3, OGG, Opus), folders of them, or manifests
+(loaders/chat/chatml.py). A share of the recordings (--test-share) is kept apart to measure on. The
+error is the root mean square of log-mel values, in nats of power (0.23 is 1 dB), after one
+codebook, two, and so on. Of ESC-10 with the defaults, 5.43 with none, then 1.61, 1.38, 1.27, 1.21,
 1.16, 1.12, 1.10, 1.07 (learned from 346 of the 400 recordings, 25 s on two cores).
 """
 
@@ -80,7 +81,10 @@ def train(args: argparse.Namespace) -> str:
 
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
-    """Find the recordings of files, folders and manifests, each once. Raises DataError without any."""
+    """Find the recordings of files, folders and manifests, each once.
+
+    Raises DataError without any.
+    """
     by_name: dict[str, codec.Source] = {}
     for text in paths:
         path = pathlib.Path(text).expanduser()

@@ -6,15 +6,16 @@
     jaxtrain benchmark birdset HSN runs/xcm --data /path/to/HSN --out bench/hsn --probe
     jaxtrain benchmark esc10 runs/xcm --data /path/to/esc10 --out bench/esc10
 
-SET is one of POW, PER, NES, UHH, HSN, NBP, SSW, SNE. RUN is a run of jaxtrain.workloads.bird, a step of it, a folder of
-`jaxtrain export`, or one under timm's names (AudioMAE, Bird-MAE).
+SET is one of POW, PER, NES, UHH, HSN, NBP, SSW, SNE. RUN is a run of jaxtrain.workloads.bird, a
+step of it, a folder of `jaxtrain export`, or one under timm's names (AudioMAE, Bird-MAE).
 The folder of --data is that of the published archive, of
 shards of Hugging Face `datasets`, or an index of `jaxtrain index`.
 
-BirdSet: cmAP, AUROC and top-1 on the segments of 5 s, by the run's own head (of the set's classes alone) or with --probe by a
-linear probe on the set's train split. ESC: the accuracy of a linear probe and of nearest neighbours, in five folds. Each has an
-interval of 95 % over bootstrap draws. DIR gets results.json and the embeddings, from which the same command resumes. ESC
-and --probe need scikit-learn: pip install 'jaxtrain[probe]'.
+BirdSet: cmAP, AUROC and top-1 on the segments of 5 s, by the run's own head (of the set's classes
+alone) or with --probe by a linear probe on the set's train split. ESC: the accuracy of a linear
+probe and of nearest neighbours, in five folds. Each has an interval of 95 % over bootstrap draws.
+DIR gets results.json and the embeddings, from which the same command resumes. ESC and --probe need
+scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse

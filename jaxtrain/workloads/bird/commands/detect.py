@@ -4,21 +4,24 @@
 
     jaxtrain detect runs/xcm recordings --out found --overlap 2.5 --threshold 0.4
 
-RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. RECORDING is a
-file, a folder, an index of `jaxtrain index`, or a table or list that names some. Each recording is cut into windows as long as
-the clips that the run was trained on, with the last one at its end. Scores are softmax or sigmoid, as the run was
-trained, or those of a head by `jaxtrain fit` (--model).
+RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of
+`jaxtrain export`. RECORDING is a file, a folder, an index of `jaxtrain index`, or a table or list
+that names some. Each recording is cut into windows as long as the clips that the run was trained
+on, with the last one at its end. Scores are softmax or sigmoid, as the run was trained, or those of
+a head by `jaxtrain fit` (--model).
 
     DIR/
-      detections.csv                 BirdNET-Analyzer's columns, and the time of day if header or name tell it
+      detections.csv                 BirdNET-Analyzer's columns, and the time of day if header or
+                                     name tell it
       raven/NAME.selections.txt      selection tables
       audacity/NAME.txt              label tracks
       recordings.csv                 every recording, with its windows and detections
       scores/part-*.parquet          the scores of all windows, a column a class
       mistakes.csv                   unreadable recordings: the command continues, then exits with 1
 
-Rerun the same command to resume after an interruption: the result has the same bytes. With another --threshold, --min-duration
-or --formats only the tables are made again. Under srun or mpirun the processes share the windows.
+Rerun the same command to resume after an interruption: the result has the same bytes. With another
+--threshold, --min-duration or --formats only the tables are made again. Under srun or mpirun the
+processes share the windows.
 """
 
 import argparse

@@ -5,24 +5,28 @@
     jaxtrain embed runs/xcm --data /data/esc10 --split train --out embeddings
     jaxtrain embed runs/xcm --recordings recordings --overlap 2.5 --out embeddings
 
-RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of `jaxtrain export`. Every recording
-of the split is read once, in order, as a test split is: its centre, or with --views several views evenly over it, whose
-features are averaged. With --recordings, files, folders, indexes or lists of recordings of any length are cut into windows as
+RUN is a run of jaxtrain.workloads.bird: its workdir, a step directory of it, or a folder of
+`jaxtrain export`. Every recording of the split is read once, in order, as a test split is: its
+centre, or with --views several views evenly over it, whose features are averaged. With
+--recordings, files, folders, indexes or lists of recordings of any length are cut into windows as
 long as the run's clips, and each is a row.
 
     DIR/
-      mean.npy      float32 [n, D]         mean of the patches                     (--kinds mean,cls,patches: which of these)
+      mean.npy      float32 [n, D]         mean of the patches                     (--kinds
+                                           mean,cls,patches: which of these)
       cls.npy       float32 [n, D]         mean of the CLS tokens
       patches.npy   float16 [n, V, N, D]   every patch of every view
       scores.npy    float32 [n, C]         of the run's supervised head, if it has one
       label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
       rows.parquet  path, start, end [s], clock of every row, as far as the data say them
       index.npy     int64 [n]              the recording's row in its split's shards
-      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features mean nothing
+      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features
+                                           mean nothing
       NAME.npy                             any other column of integers: --columns fold,site
       embeddings.json                      model, data and options, class names, and the progress
 
-Rerun the same command to resume after an interruption; DIR is refused when it was made of something else.
+Rerun the same command to resume after an interruption; DIR is refused when it was made of something
+else.
 """
 
 import argparse
@@ -105,7 +109,10 @@ def _embed(args: argparse.Namespace) -> int:
 def _embed_windows(
     args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[str, Any], str, int]:
-    """Embed windows of recordings. Return the content of embeddings.json, counts, and 1 if a recording cannot be read."""
+    """Embed windows of recordings.
+
+    Return the content of embeddings.json, counts, and 1 if a recording cannot be read.
+    """
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}

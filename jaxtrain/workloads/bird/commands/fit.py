@@ -5,18 +5,21 @@
 
     jaxtrain fit emb/windows --labels labels.csv --background 200 --out wren.npz
 
-EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain index` into the folder
-MODEL-embeddings (without .npz). `search` reads it too. Their own labels are taken, or those of a table with the columns
-file, start, end, label, and answer (yes, no, skip), as `jaxtrain index` reads them. Lines about other recordings are counted,
-and listed in MODEL's name with -mistakes.csv behind it. A row that has a label is taken to have no
+EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain
+index` into the folder MODEL-embeddings (without .npz). `search` reads it too. Their own labels are
+taken, or those of a table with the columns file, start, end, label, and answer (yes, no, skip), as
+`jaxtrain index` reads them. Lines about other recordings are counted, and listed in MODEL's name
+with -mistakes.csv behind it. A row that has a label is taken to have no
 other; --background adds rows that the table does not name as counter-examples.
 
     linear       logistic regression on standardised features
     prototypes   cosine with the mean direction of a class
-    patches      cosine of the nearest patch with learned prototypes (arXiv 2504.12880); embed with --kinds patches
+    patches      cosine of the nearest patch with learned prototypes (arXiv 2504.12880); embed with
+                 --kinds patches
 
-The penalty is chosen by cross-validation over recordings, whose held-out rows also calibrate the scores and give each class the
-threshold that reaches --precision. The command needs scikit-learn: pip install 'jaxtrain[probe]'.
+The penalty is chosen by cross-validation over recordings, whose held-out rows also calibrate the
+scores and give each class the threshold that reaches --precision. The command needs scikit-learn:
+pip install 'jaxtrain[probe]'.
 """
 
 import argparse

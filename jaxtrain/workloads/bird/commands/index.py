@@ -1,20 +1,21 @@
 """Makes an index of recordings that the loader reads, from folders, tables of annotations and metadata. Audio is not copied.
 
     jaxtrain index SOURCE… --out DIR
-    jaxtrain index SOURCE… --dry-run                                                the columns, and five rows
+    jaxtrain index SOURCE… --dry-run  the columns, and five rows
     jaxtrain index --show DIR [--pictures FOLDER]
 
-    jaxtrain index recordings --out index --split recording=0.2                     a folder; labels by subfolder
-    jaxtrain index labels.csv --audio recordings --out index                        a table: file, start, end, label
+    jaxtrain index recordings --out index --split recording=0.2  a folder; labels by subfolder
+    jaxtrain index labels.csv --audio recordings --out index  a table: file, start, end, label
     jaxtrain index tables/*.selections.txt --audio recordings --out index --windows 5 --hop 2.5
-    jaxtrain index HSN --unpack HSN --out index                                     BirdSet: train, test, test_5s
+    jaxtrain index HSN --unpack HSN --out index  BirdSet: train, test, test_5s
 
-SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidoscope, AudioSet, BirdNET, opensoundscape),
-BirdSet's or xeno-canto's metadata or a folder with them, or a list of paths. Rerun the same command to read only what is new
-or changed.
+SOURCE is a folder of recordings; a table (CSV, TSV, Raven, Audacity, Kaleidoscope, AudioSet,
+BirdNET, opensoundscape), BirdSet's or xeno-canto's metadata or a folder with them, or a list of
+paths. Rerun the same command to read only what is new or changed.
 
-All errors in the sources are listed with counts. Nothing is written if any of them is refused: correct it, or
-pass --on KIND=drop (or keep). DIR is then a folder that the loader, embed and `datasets.load_dataset("parquet")` read:
+All errors in the sources are listed with counts. Nothing is written if any of them is refused:
+correct it, or pass --on KIND=drop (or keep). DIR is then a folder that the loader, embed and
+`datasets.load_dataset("parquet")` read:
 
     jaxtrain train --config=folder:DIR
 
@@ -143,7 +144,10 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
-    """Unpacks archives that are sources, or lie in one. Returns the sources without them, and the folder if it is new."""
+    """Unpacks archives that are sources, or lie in one.
+
+    Returns the sources without them, and the folder if it is new.
+    """
     from loaders.audio.recordings import make
 
     archives: list[str] = []

@@ -7,16 +7,18 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. On features that stay as they are:
 
-    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part of the train rows
+    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part
+               of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, if there is one
 
-With --folds COLUMN (kept by `jaxtrain embed --columns`) every fold of --train is predicted from the others instead. Measures
-are accuracy, cmAP and AUROC, with percentile intervals of 95 % over bootstrap draws of the test recordings.
+With --folds COLUMN (kept by `jaxtrain embed --columns`) every fold of --train is predicted from the
+others instead. Measures are accuracy, cmAP and AUROC, with percentile intervals of 95 % over
+bootstrap draws of the test recordings.
 
-DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png. The command needs
-scikit-learn: pip install 'jaxtrain[probe]'.
+DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png.
+The command needs scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse

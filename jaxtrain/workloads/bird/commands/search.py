@@ -5,9 +5,10 @@
 
     jaxtrain search emb/windows --like call.wav@12.5 --run runs/xcm --out like-the-call.csv
 
-EMBEDDINGS are folders of `jaxtrain embed`. QUERY is a recording (its centre), RECORDING@SECONDS (the window that begins there),
-or FOLDER@ROW (a row of another folder of embeddings). Recordings are embedded by --run. Of several queries the nearest counts.
-Every row is compared: answers are exact. --approximate, for many millions of rows, makes an index once (of usearch: pip install
+EMBEDDINGS are folders of `jaxtrain embed`. QUERY is a recording (its centre), RECORDING@SECONDS
+(the window that begins there), or FOLDER@ROW (a row of another folder of embeddings). Recordings
+are embedded by --run. Of several queries the nearest counts. Every row is compared: answers are
+exact. --approximate, for many millions of rows, makes an index once (of usearch: pip install
 'jaxtrain[search]'), which is kept in the user's cache. It may miss some.
 """
 

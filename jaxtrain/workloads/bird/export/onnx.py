@@ -1,9 +1,11 @@
 """A bird encoder with its front end and its head as one ONNX file: samples of waveforms in, features and scores out.
 
-The graph is written node by node, of operators that every runtime has: the short-time Fourier transform is a product with a
-matrix, for neither of the exporters that trace a program (of JAX, of torch) translates one. Everything is float32.
+The graph is written node by node, of operators that every runtime has: the short-time Fourier
+transform is a product with a matrix, for neither of the exporters that trace a program (of JAX, of
+torch) translates one. Everything is float32.
 
-Shapes: B waveforms, N samples, F frames of them, W mels, T tokens, D embed, H heads, K head dimension, C classes.
+Shapes: B waveforms, N samples, F frames of them, W mels, T tokens, D embed, H heads, K head
+dimension, C classes.
 """
 
 import json
@@ -57,7 +59,10 @@ for i, window in enumerate(windows):
 
 
 class Graph:
-    """Nodes and arrays of a model. A call adds a node and returns the name of its output, or ``n`` names of as many."""
+    """Nodes and arrays of a model.
+
+    A call adds a node and returns the name of its output, or ``n`` names of as many.
+    """
 
     def __init__(self, onnx: Any):
         self.nodes: list[Any] = []
@@ -161,7 +166,10 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
 
 
 def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
-    """Return the arrays of a table, float32. Raises StoredError with all that are missing or of another shape."""
+    """Return the arrays of a table, float32.
+
+    Raises StoredError with all that are missing or of another shape.
+    """
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
     there = {path: (one.shape if (one := arrays.get(f"{folder}/{path}")) else None, spec.shape) for path, spec in leaves}
     if wrong := [

@@ -1,8 +1,8 @@
 """Bird encoders from timm's vision transformers (AudioMAE, Bird-MAE among them), and as one.
 
-`from_folder` gives the sections of a config that begins with such a folder, `run_config` the config of a run that would have
-made it, and `FORMAT` the files of `jaxtrain export --format timm`. The renaming is in
-`jaxtrain.workloads.bird.export.timm_names`.
+`from_folder` gives the sections of a config that begins with such a folder, `run_config` the config
+of a run that would have made it, and `FORMAT` the files of `jaxtrain export --format timm`. The
+renaming is in `jaxtrain.workloads.bird.export.timm_names`.
 """
 
 import json
@@ -26,15 +26,18 @@ FRONT_END = "front_end.json"  # next to the weights of others: fields of the sec
 
 
 def is_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder of safetensors under timm's names. Raises StoredError: a damaged one."""
+    """Whether a path is a folder of safetensors under timm's names.
+
+    Raises StoredError: a damaged one.
+    """
     return stored.is_safetensors(folder) and timm_names.is_one(stored.open_safetensors(folder))
 
 
 def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sections ``model`` and ``warm_start`` of a run that begins with the encoder of a folder.
 
-    Raises StoredError, with everything that does not fit: it is no such folder, arrays are missing, of another shape or have no
-    place here.
+    Raises StoredError, with everything that does not fit: it is no such folder, arrays are missing,
+    of another shape or have no place here.
     """
     arrays = stored.open_safetensors(folder)
     if not timm_names.is_one(arrays):
@@ -147,7 +150,8 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the config of a run that would have made a folder of others: its model, and which spectrograms it reads.
 
-    The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512 frames and 128 mels.
+    The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512
+    frames and 128 mels.
 
     Raises StoredError as `from_folder`, and if the front end is not known.
     """
@@ -220,7 +224,10 @@ else:
 
 
 def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json as timm reads it, and example.py, which needs no JAX and nothing of this package. Raises ValueError."""
+    """config.json as timm reads it, and example.py, which needs no JAX and nothing of this package.
+
+    Raises ValueError.
+    """
     model, data = config["model"], config.get("data") or {}
     c = vit.from_saved(model)
     of = front_end.saved(data)

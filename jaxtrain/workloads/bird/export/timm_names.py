@@ -1,13 +1,17 @@
 """Vision transformers under timm's names (timm, AudioMAE, Bird-MAE) as the encoder of `jaxtrain.workloads.bird.vit`, and back.
 
-A spectrogram is an image of one channel, time down and mel to the right. The same numbers in the same order, but for
+A spectrogram is an image of one channel, time down and mel to the right. The same numbers in the
+same order, but for
 
     matrices      are (out, in) there, and transposed here
-    cls_token     has a position there, the first of pos_embed, which is added to it here. So do registers
-    fc_norm       the norm of the pooled features takes the place of that of the tokens: model.norm is "pooled"
+    cls_token     has a position there, the first of pos_embed, which is added to it here. So do
+                  registers
+    fc_norm       the norm of the pooled features takes the place of that of the tokens: model.norm
+                  is "pooled"
     three colours of an image are summed to one channel, for a spectrogram is grey
 
-timm's config.json has the sizes that no array shows: heads, sizes of the image, the activation, epsilons.
+timm's config.json has the sizes that no array shows: heads, sizes of the image, the activation,
+epsilons.
 """
 
 import functools
@@ -78,7 +82,9 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
-    """Read config.json, of timm or with the same words side by side. Raises StoredError: it is damaged, or contradicts itself.
+    """Read config.json, of timm or with the same words side by side.
+
+    Raises StoredError: it is damaged, or contradicts itself.
 
     Args:
       width: of a token, from which published models have their heads.
@@ -124,11 +130,14 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Return the encoder's parameters of a folder that `is_one`, by our paths. Other arrays keep their own.
+    """Return the encoder's parameters of a folder that `is_one`, by our paths.
+
+    Other arrays keep their own.
 
     Nothing is read. An array of a wrong shape stays as it is: the reader of the table refuses it.
 
-    Raises StoredError: patches that are none, an unknown number of heads, layers that differ, a config.json of no sense.
+    Raises StoredError: patches that are none, an unknown number of heads, layers that differ, a
+    config.json of no sense.
     """
     there = unprefixed(arrays)
     patch = there.pop(PATCH)
@@ -217,7 +226,8 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
       arrays: the run's parameters.
       model: the section of its config.
 
-    Raises StoredError, with everything that timm's vision transformer has not, and every array that is missing.
+    Raises StoredError, with everything that timm's vision transformer has not, and every array that
+    is missing.
     """
     c = vit.from_saved(model)
     problems = [
@@ -264,7 +274,10 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
 
 
 def norm_of(model: Mapping[str, Any]) -> str:
-    """timm's name of the last norm of a run's encoder. For CLS alone it is the same before and after pooling."""
+    """timm's name of the last norm of a run's encoder.
+
+    For CLS alone it is the same before and after pooling.
+    """
     return "fc_norm" if model.get("norm") == "pooled" and model.get("pool") == "patches" else "norm"
 
 

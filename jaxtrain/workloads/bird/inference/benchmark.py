@@ -1,14 +1,18 @@
 """Benchmarks by name: the published tables' scores of a run, from the published files.
 
-    birdset   the segments of 5 s (split test_5s) of one of its eight sets: cmAP, AUROC and top-1 (Rauch et al. 2025,
-              arXiv 2403.10380). Every segment counts in cmAP and AUROC, also without a bird. Top-1 is the share of segments
-              with a bird whose best class is there. Classes without a segment do not count. Scores are the logits of the run's
-              own head, of the set's classes alone, or with ``probe`` those of a linear probe on the set's train split
-    esc10, esc50   five folds: each is predicted by a linear probe and nearest neighbours from the other four
+    birdset   the segments of 5 s (split test_5s) of one of its eight sets: cmAP, AUROC and top-1
+              (Rauch et al. 2025, arXiv 2403.10380). Every segment counts in cmAP and AUROC, also
+              without a bird. Top-1 is the share of segments with a bird whose best class is there.
+              Classes without a segment do not count. Scores are the logits of the run's own head,
+              of the set's classes alone, or with ``probe`` those of a linear probe on the set's
+              train split
+    esc10, esc50   five folds: each is predicted by a linear probe and nearest neighbours from the
+                   other four
 
-with percentile intervals of 95 % over bootstrap draws of the segments. Data are a folder of the published archive (BirdSet's
-NAME_metadata_test_5s.parquet with NAME_test5s_shard_….tar.gz; ESC's meta/esc50.csv and audio/), of shards of Hugging Face
-`datasets` with the same splits and columns, or an index of `jaxtrain index`.
+with percentile intervals of 95 % over bootstrap draws of the segments. Data are a folder of the
+published archive (BirdSet's NAME_metadata_test_5s.parquet with NAME_test5s_shard_….tar.gz; ESC's
+meta/esc50.csv and audio/), of shards of Hugging Face `datasets` with the same splits and columns,
+or an index of `jaxtrain index`.
 """
 
 import csv
@@ -115,7 +119,10 @@ def birdset(
 
 
 def scored(scores: np.ndarray, y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
-    """accuracy, cmAP and AUROC of scores [n, C] of labels [n, C], each with value, low and high. Raises InferenceError."""
+    """accuracy, cmAP and AUROC of scores [n, C] of labels [n, C], each with value, low and high.
+
+    Raises InferenceError.
+    """
     if not y.any():
         raise InferenceError("no segment has a label; name the data with their split test_5s")
     measured = measures.measure(scores, y, measures.bootstrap(len(y), draws))

@@ -2,11 +2,13 @@
 
 The folder that `detect` writes (`jaxtrain.workloads.bird.inference.detections` makes the tables):
 
-      scores/part-00000-of-00012.parquet    file, start_time, end_time, clock_time, and a column of float32 for each class
+      scores/part-00000-of-00012.parquet    file, start_time, end_time, clock_time, and a column of
+                                            float32 for each class
       detect.json                           their model, recordings and options
 
-A part holds `PART` windows, and is complete or not there. It is a pure function of the run, the recordings and the options.
-Processes share the parts among themselves, and need not know of each other.
+A part holds `PART` windows, and is complete or not there. It is a pure function of the run, the
+recordings and the options. Processes share the parts among themselves, and need not know of each
+other.
 """
 
 import concurrent.futures
@@ -178,7 +180,9 @@ def score(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, float]:
-    """Write the parts that are missing, of this process's share. Returns windows, seconds and the share spent waiting.
+    """Write the parts that are missing, of this process's share.
+
+    Returns windows, seconds and the share spent waiting.
 
     Args:
       share: the number of this process, and of how many.
@@ -286,7 +290,10 @@ def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
 
 
 def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    """Write a file that other processes may write at the same time, with the same bytes. Raises OSError with its name."""
+    """Write a file that other processes may write at the same time, with the same bytes.
+
+    Raises OSError with its name.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with atomic_write.naming(path):
         try:

@@ -5,10 +5,12 @@ The folder that `detect` fills gets
       detections.csv                   BirdNET-Analyzer's columns, and the time of day
       raven/NAME.selections.txt        a selection table for each recording with detections
       audacity/NAME.txt                a label track for each
-      recordings.csv                   every recording: seconds, windows, windows that cannot be decoded, detections
+      recordings.csv                   every recording: seconds, windows, windows that cannot be
+                                       decoded, detections
       mistakes.csv                     every recording that cannot be read: kind, text
 
-They are a pure function of the scores and the options, so that other thresholds need nothing but another look.
+They are a pure function of the scores and the options, so that other thresholds need nothing but
+another look.
 """
 
 import contextlib
@@ -71,7 +73,8 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
     """Return a threshold for each class.
 
     Args:
-      given: a number, or a table with the columns class and threshold; empty = the model's thresholds, or 0.5.
+      given: a number, or a table with the columns class and threshold; empty = the model's
+      thresholds, or 0.5.
       fitted: the model's, for the same classes.
 
     Raises InferenceError.
@@ -218,7 +221,10 @@ def _write_tables(
 
 
 def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
-    """Return the file of a recording. A name that would be too long is cut, and ends in a digest of the whole."""
+    """Return the file of a recording.
+
+    A name that would be too long is cut, and ends in a digest of the whole.
+    """
     place = folder / f"{name}{ending}"
     if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
         return place

@@ -1,8 +1,8 @@
 """Embeddings of any dataset by a trained encoder, written so that an interrupted command can be rerun.
 
-`jaxtrain.workloads.bird.commands.embed` documents the folder that `embed` writes. Its arrays are called NAME.npy.partial until
-all of their rows are there. The device computes while the loader's threads decode: the slower of the two sets the pace, which
-is reported with its share of waiting.
+`jaxtrain.workloads.bird.commands.embed` documents the folder that `embed` writes. Its arrays are
+called NAME.npy.partial until all of their rows are there. The device computes while the loader's
+threads decode: the slower of the two sets the pace, which is reported with its share of waiting.
 """
 
 import errno
@@ -98,7 +98,10 @@ def embed(
 
 
 def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Read the notes ``path`` of an earlier command. Raises InferenceError unless it was made of the same."""
+    """Read the notes ``path`` of an earlier command.
+
+    Raises InferenceError unless it was made of the same.
+    """
     try:
         before = files_lib.read_json(files_lib.inside(path.parent, path.name))
     except files_lib.FileError as error:
@@ -127,8 +130,8 @@ def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
 def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int) -> dict[str, np.memmap]:
     """Open the arrays, new ones under the names NAME.npy.partial, which they keep until they are whole.
 
-    Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS. Raises OSError when there is
-    too little.
+    Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS.
+    Raises OSError when there is too little.
     """
     if start:
         paths = {name: out / f"{name}.npy" for name in shapes}

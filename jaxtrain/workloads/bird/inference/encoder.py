@@ -48,7 +48,10 @@ class Model(NamedTuple):
 
     @property
     def front_end(self) -> FrontEnd:
-        """The front end of its spectrograms. Raises InferenceError: the run's config has none, or says two things."""
+        """The front end of its spectrograms.
+
+        Raises InferenceError: the run's config has none, or says two things.
+        """
         try:
             trained = front_end.saved(self.run.get("data") or {})
         except ValueError as error:
@@ -83,7 +86,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
     if problems := list(checks.under("model", c.problems())):
         raise config_lib.ConfigError(problems)
     table = vit.make_specs(c)
-    # A config may name any size: initialised or read, the encoder is no larger than the run's arrays.
+    # A config may name any size: initialised or read, the encoder is no larger than the run's
+    # arrays.
     for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
         _check(arrays, f"encoder/{path}", spec)
     if random is not None:
@@ -129,10 +133,11 @@ def pool_of(model: Model) -> str:
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
     """Return the run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
 
-    The run may be anyone's: ``changes`` alone says which files are recordings, whether links are followed, and which addresses
-    are read.
+    The run may be anyone's: ``changes`` alone says which files are recordings, whether links are
+    followed, and which addresses are read.
 
-    Raises StoredError for an address of the run's own, and InferenceError if the encoder was trained on other spectrograms.
+    Raises StoredError for an address of the run's own, and InferenceError if the encoder was
+    trained on other spectrograms.
     """
     known = spectrogram.Config.__dataclass_fields__
     data = {name: value for name, value in (model.run.get("data") or {}).items() if name in known}
@@ -229,7 +234,8 @@ class Setup(NamedTuple):
             yield pending[0], jax.device_get(pending[1])
 
 
-# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch -> outputs.
+# Weights of its own, features "mean" and "cls" [B × views, D], patches [B × views, N, D], a batch
+# -> outputs.
 Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
 
 

@@ -1,10 +1,12 @@
 """Examples to fit a head on: rows of embeddings with their known classes.
 
-Labels are the embeddings' own, or a table (of detections, of annotations, of answers to them) with a line for each part of a
-recording: file, start, end, label, and answer ("yes", "no", "skip"; without that column: yes). A row of the embeddings that
-holds at least `OVERLAP` seconds of a part, or all of a shorter one, has its label: one "yes" counts more than any "no". A row
-that is given some class is taken to have no other. A line without a label, or with 0 for all classes, says that its part has
-none of them. Of an example with denials alone, nothing else is known.
+Labels are the embeddings' own, or a table (of detections, of annotations, of answers to them) with
+a line for each part of a
+recording: file, start, end, label, and answer ("yes", "no", "skip"; without that column: yes). A
+row of the embeddings that holds at least `OVERLAP` seconds of a part, or all of a shorter one, has
+its label: one "yes" counts more than any "no". A row that is given some class is taken to have no
+other. A line without a label, or with 0 for all classes, says that its part has none of them. Of an
+example with denials alone, nothing else is known.
 """
 
 import os
@@ -77,7 +79,8 @@ def of_table(
       reading: the columns of the table.
       mistakes: takes the lines that speak of no row.
 
-    Raises InferenceError: a table without the columns, with a line of no sense, or that names nothing of the embeddings.
+    Raises InferenceError: a table without the columns, with a line of no sense, or that names
+    nothing of the embeddings.
     """
     mistakes = mistakes or Mistakes()
     parts = _read(path, reading or columns.Options(), mistakes)
@@ -165,7 +168,10 @@ def _refuse(mistakes: Mistakes) -> None:
 
 
 def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistakes) -> Iterable[tuple[int, Part]]:
-    """Yield the rows that hold enough of a part. Names that may mean several recordings are mistakes."""
+    """Yield the rows that hold enough of a part.
+
+    Names that may mean several recordings are mistakes.
+    """
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
@@ -184,7 +190,10 @@ def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistake
 
 
 def _recording(file: str, root: str, names: Names, where: str, mistakes: Mistakes) -> str:
-    """Return the recording that a name means, or "". A name that several have, or that contradicts another, is a mistake."""
+    """Return the recording that a name means, or "".
+
+    A name that several have, or that contradicts another, is a mistake.
+    """
     name = file.replace("\\", "/")
     name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
     found = [name] if name in names.all else names.match(file)[0]

@@ -1,13 +1,16 @@
 """Heads on frozen features, from few examples: linear, prototypes, and prototypes of patches.
 
-    linear       logistic regression: softmax if each row has one class, else one for each class, on standardised features
+    linear       logistic regression: softmax if each row has one class, else one for each class, on
+                 standardised features
     prototypes   the mean direction of a class, with scores by cosine (Snell et al. 2017)
-    patches      directions of patches, of which the nearest in a window counts (prototypical probing, Rauch et al. 2025,
-                 arXiv 2504.12880): begins with the patches that tell a class best from the others, and learns from there
+    patches      directions of patches, of which the nearest in a window counts (prototypical
+                 probing, Rauch et al. 2025, arXiv 2504.12880): begins with the patches that tell a
+                 class best from the others, and learns from there
 
-The penalty is chosen by cross-validation over recordings: no recording is in two folds. Held-out scores
-of the folds calibrate the scores (a scale and an offset, Platt 1999) and gives each class the threshold that reaches a
-precision.
+The penalty is chosen by cross-validation over recordings: no recording is in two folds. Held-out
+scores
+of the folds calibrate the scores (a scale and an offset, Platt 1999) and gives each class the
+threshold that reaches a precision.
 
 Shapes: n rows, C classes, D features, N patches, K prototypes of a class.
 """
@@ -126,7 +129,9 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
 
 
 def folds_of(given: Examples, seed: int) -> np.ndarray:
-    """Return the fold of each row, int64 [n]: rows of a recording in one fold, classes spread. All 0 if too few allow none.
+    """Return the fold of each row, int64 [n]: rows of a recording in one fold, classes spread.
+
+    All 0 if too few allow none.
 
     If some class is in one recording only, its rows are spread instead.
     """
@@ -177,9 +182,12 @@ def _logits(method: str, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.nda
 
 
 def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> tuple[float, float]:
-    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0. A softmax needs no offset.
+    """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0.
 
-    They are of all classes together, which keeps scores comparable. scikit-learn calibrates each class alone, without a prior.
+    A softmax needs no offset.
+
+    They are of all classes together, which keeps scores comparable. scikit-learn calibrates each
+    class alone, without a prior.
     """
 
     def total(at: np.ndarray) -> float:
@@ -193,7 +201,8 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
     """Return the score from which on the share of ``y`` reaches ``precision`` and most of ``y`` is found, or a score above all.
 
-    Of the scores that find as much, it is the highest: between the last of ``y`` and what is below it.
+    Of the scores that find as much, it is the highest: between the last of ``y`` and what is below
+    it.
     """
     reached, found, bounds = precision_recall_curve(y, scores)
     good = np.flatnonzero(reached[:-1] >= precision)

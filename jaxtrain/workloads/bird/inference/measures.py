@@ -1,10 +1,13 @@
 """Measures of scores against labels, each with its bootstrap draws.
 
     accuracy   share of rows whose best score is of (one of) their classes, without rows of no class
-    cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without a positive are left out
-    AUROC      mean over classes of the area under the ROC curve, ties half, of the same classes if they have negatives
+    cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without
+               a positive are left out
+    AUROC      mean over classes of the area under the ROC curve, ties half, of the same classes if
+               they have negatives
 
-scikit-learn's scores take one draw of weights at a time and sort for each: 5 to 10 times slower than one sort for all draws.
+scikit-learn's scores take one draw of weights at a time and sort for each: 5 to 10 times slower
+than one sort for all draws.
 
 Shapes: n rows, C classes, R draws. A weight is how often a row counts.
 """

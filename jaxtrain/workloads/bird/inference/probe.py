@@ -1,11 +1,13 @@
 """Measure frozen features by classifiers that are trained on folders of `jaxtrain embed`.
 
-    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part of the train rows
+    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part
+               of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, if there is one
 
-`measures` computes their scores, with percentile intervals of 95 % over bootstrap draws of the test recordings.
+`measures` computes their scores, with percentile intervals of 95 % over bootstrap draws of the test
+recordings.
 """
 
 import json
@@ -38,7 +40,10 @@ class Features(NamedTuple):
 
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
-    """Read a folder of embeddings. Raises InferenceError: it is unfinished, or has no labels or not this kind."""
+    """Read a folder of embeddings.
+
+    Raises InferenceError: it is unfinished, or has no labels or not this kind.
+    """
     stored = embeddings.read(folder)
     y, known = stored.labels()
     if not known.any():
@@ -96,7 +101,10 @@ def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) ->
 
 
 def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
-    """Cosine with the mean of ``shots`` rows of each class. A class without any gets the lowest score."""
+    """Cosine with the mean of ``shots`` rows of each class.
+
+    A class without any gets the lowest score.
+    """
     rng = np.random.default_rng(seed)
     x, x_test = _directions(x, x_test)
     scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
@@ -130,8 +138,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate one (train, test) pair, or one for each fold, whose test rows are then scored together.
 
-    Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few shot" -> shots -> the same of
-    accuracy, or cmAP of several classes, over draws of the examples.
+    Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few
+    shot" -> shots -> the same of accuracy, or cmAP of several classes, over draws of the examples.
     """
     scores: dict[str, list[np.ndarray]] = {"linear": [], "knn": []}
     own = [test.scores for _, test in splits if test.scores is not None]
@@ -158,7 +166,8 @@ def evaluate(
     weight = measures.bootstrap(len(y), draws)
     results: dict[str, Any] = {}
     for name, parts in scores.items():
-        # Scores of different folds come from different classifiers: each row is made comparable first.
+        # Scores of different folds come from different classifiers: each row is made comparable
+        # first.
         joined = np.concatenate(parts if len(parts) == 1 or name == "knn" else [_comparable(part) for part in parts])
         results[name] = {key: measures.summary(each) for key, each in measures.measure(joined, y, weight).items()}
         if len(splits) > 1:

@@ -1,8 +1,8 @@
 """Windows that people judge: their content on the page, and the table of answers, which is written after each answer.
 
-The table has a line for each answer: file, start, end, label, answer, asked, score. If the answer is "yes", the label is the
-class that is heard. If it is "no" or "skip", the label is empty, and ``asked`` has the class of the question.
-`jaxtrain fit` and `jaxtrain index` read it.
+The table has a line for each answer: file, start, end, label, answer, asked, score. If the answer
+is "yes", the label is the class that is heard. If it is "no" or "skip", the label is empty, and
+``asked`` has the class of the question. `jaxtrain fit` and `jaxtrain index` read it.
 """
 
 import csv
@@ -52,7 +52,10 @@ class Item(NamedTuple):
 
 
 class Session:
-    """The windows of a table in the order in which they are shown, and the answers so far. Safe for several threads."""
+    """The windows of a table in the order in which they are shown, and the answers so far.
+
+    Safe for several threads.
+    """
 
     def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
         """Read earlier answers from ``out``. Raises InferenceError.
@@ -116,7 +119,10 @@ class Session:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
-        """Note an answer, in the place of an earlier one, and write the table. Raises InferenceError, IndexError, OSError."""
+        """Note an answer, in the place of an earlier one, and write the table.
+
+        Raises InferenceError, IndexError, OSError.
+        """
         if answer not in ANSWERS:
             raise InferenceError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
         label = " ".join(label.split())
@@ -160,12 +166,14 @@ def read(
     """Return the windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
 
     Args:
-      root: the folder that every recording must lie below; empty: of a search, that of its embeddings; else the nearest folder
-        that holds all.
+      root: the folder that every recording must lie below; empty: of a search, that of its
+        embeddings; else the nearest folder that holds all.
       label: of these alone, or the class of all rows of a table without labels.
-      reading, mistakes: the columns of the table, and the list that takes its lines without a window.
+      reading, mistakes: the columns of the table, and the list that takes its lines without a
+      window.
 
-    Raises InferenceError: a table without the columns, or that names recordings that are not there or not below the root.
+    Raises InferenceError: a table without the columns, or that names recordings that are not there
+    or not below the root.
     """
     path = pathlib.Path(given).expanduser()
     if path.is_dir():
@@ -298,7 +306,8 @@ def sound(item: Item) -> bytes:
 def picture(item: Item) -> bytes:
     """Return a PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines at the window's begin and end.
 
-    It has all frequencies of the recording, also those that the encoder does not see. Raises InferenceError.
+    It has all frequencies of the recording, also those that the encoder does not see. Raises
+    InferenceError.
     """
     from PIL import Image
 

@@ -1,7 +1,8 @@
 """The page of `jaxtrain review`: served on the loopback alone, with an unguessable token.
 
-The page names windows by their numbers. No request holds the name of a file. A request without the token, or for another host
-(as a page elsewhere could make a browser send), is refused. Nothing is fetched from anywhere else.
+The page names windows by their numbers. No request holds the name of a file. A request without the
+token, or for another host (as a page elsewhere could make a browser send), is refused. Nothing is
+fetched from anywhere else.
 """
 
 import json
@@ -19,7 +20,10 @@ MAX_BODY = 10_000  # [bytes] of a request
 
 
 class Server(loopback.Server):
-    """Answers the page's requests. A browser opens ``address``. Raises OSError: the port is taken."""
+    """Answers the page's requests.
+
+    A browser opens ``address``. Raises OSError: the port is taken.
+    """
 
     def __init__(self, session: review.Session, port: int = 0):
         super().__init__(_Handler, port)

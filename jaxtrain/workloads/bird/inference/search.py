@@ -1,6 +1,7 @@
 """The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass.
 
-Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines of its results.
+Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines
+of its results.
 """
 
 import hashlib
@@ -113,7 +114,10 @@ def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str)
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
-    """Return the ``top`` rows by a head's score of a class, the best first. Raises InferenceError."""
+    """Return the ``top`` rows by a head's score of a class, the best first.
+
+    Raises InferenceError.
+    """
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
@@ -153,7 +157,10 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def split_query(text: str) -> tuple[str, float | None]:
-    """Return a query's file or folder, and the part after its last @: seconds, or a row. Raises InferenceError."""
+    """Return a query's file or folder, and the part after its last @: seconds, or a row.
+
+    Raises InferenceError.
+    """
     name, at, number = text.rpartition("@")
     if not at or pathlib.Path(text).expanduser().exists():
         return text, None
@@ -167,7 +174,10 @@ def split_query(text: str) -> tuple[str, float | None]:
 
 
 def run_of(folder: Embeddings) -> str:
-    """Return the run that a folder says it was made by. Raises InferenceError: it names none, or an address."""
+    """Return the run that a folder says it was made by.
+
+    Raises InferenceError: it names none, or an address.
+    """
     run = folder.about.get("model")
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")

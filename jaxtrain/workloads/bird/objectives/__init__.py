@@ -8,7 +8,8 @@ import pkgutil
 
 from jaxtrain.workloads.bird.objective import Objective
 
-# Terms are added up in this order, then by name: a sum of floats in another order would end in other bits.
+# Terms are added up in this order, then by name: a sum of floats in another order would end in
+# other bits.
 _FIRST = ("supervised", "lejepa", "diet", "mae", "teacher")
 
 

@@ -1,4 +1,6 @@
-"""diet: classify the recording among all. Every recording is a class of its own (Ibrahim et al. 2024).
+"""diet: classify the recording among all.
+
+Every recording is a class of its own (Ibrahim et al. 2024).
 
 Shapes: B rows, V views, R spectrograms, D embed, K rank.
 """

@@ -1,7 +1,8 @@
 """lejepa: views of a recording agree, and embeddings are spread like an isotropic Gaussian (Balestriero & LeCun 2025).
 
-SIGReg compares, along random directions, the empirical characteristic function of a batch with that of a standard normal.
-Both statistics are over the global batch on every mesh (`jaxtrain.nn.batch_norm.over_data`); they do not decompose over
+SIGReg compares, along random directions, the empirical characteristic function of a batch with that
+of a standard normal. Both statistics are over the global batch on every mesh
+(`jaxtrain.nn.batch_norm.over_data`); they do not decompose over
 microbatches: with train.accumulate = n they are of a microbatch.
 
 Shapes: V views, B rows, R spectrograms, D embed, H hidden, P projected values, S slices, K knots.
@@ -75,7 +76,8 @@ def loss(s: Lejepa, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     z_vbp = x.by_view(projected(s, x.params, x.features.pooled_rd, x.weight_r)).transpose(1, 0, 2)
     assert x.key is not None  # only training batches have this objective
     a_ps = directions(fold_in_path(x.key, "slices"), s.size, s.slices)
-    # Both are of the global batch, and so identical in every part of it. Weights make them add up to themselves.
+    # Both are of the global batch, and so identical in every part of it. Weights make them add up
+    # to themselves.
     parts = {"invariance": invariance(z_vbp, x.weight_b), "sigreg": sigreg(z_vbp, a_ps, x.weight_b)}
     total = (1 - s.trade) * parts["invariance"] + s.trade * parts["sigreg"]
     n = x.weight_b.sum()
@@ -91,7 +93,8 @@ def directions(key: Key, size: int, slices: int) -> Array:
 def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
     """B × mean over views and slices of sum_k w_k ((mean_b cos(t_k u) - phi_k)^2 + (mean_b sin(t_k u))^2), u = z A.
 
-    phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice, for the half line that symmetry leaves out.
+    phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice, for the half
+    line that symmetry leaves out.
 
     Args:
       weight_b: rows of weight 0 are left out; B is the sum over the global batch.

@@ -1,4 +1,7 @@
-"""mae: the values of masked patches, normalised patch by patch, from the visible ones (He et al. 2022)."""
+"""mae: the values of masked patches, normalised patch by patch, from the visible ones (He et al.
+
+2022).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,11 +4,12 @@
 
     jaxtrain predict runs/giblet film --out predicted.nii.gz --correlation r.nii.gz
 
-RUN is a run of jaxtrain.workloads.giblet: its workdir, a step directory of it, or a folder of `jaxtrain export`. FOLDER is one
-of `jaxtrain prepare-giblet`: whose film is shown. FILE holds a volume for each of the film's, z-scored as the training
-data, with the affine of FOLDER's mask.nii.gz. Its --correlation is Pearson's r of each voxel over the volumes,
-between the prediction and the mean of FOLDER's viewers. After an interruption, also by a full disk, the same command resumes
-after the last finished volume.
+RUN is a run of jaxtrain.workloads.giblet: its workdir, a step directory of it, or a folder of
+`jaxtrain export`. FOLDER is one of `jaxtrain prepare-giblet`: whose film is shown. FILE holds a
+volume for each of the film's, z-scored as the training data, with the affine of FOLDER's
+mask.nii.gz. Its --correlation is Pearson's r of each voxel over the volumes, between the prediction
+and the mean of FOLDER's viewers. After an interruption, also by a full disk, the same command
+resumes after the last finished volume.
 """
 
 import argparse

@@ -3,28 +3,35 @@
     jaxtrain prepare-giblet --out FOLDER --video film.m4v --fmri sub-01.nii.gz sub-02.nii.gz \\
         --codes codes.npz --annotations segments.xlsx --embeddings embeddings.npz
 
-    --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one comes), scaled to --size
-    --fmri         one 4-D NIfTI file for each viewer. Its name without ending is the viewer's. Further axes of one are dropped.
-                   All have one grid, one TR and equally many volumes, of which --volumes takes the first. --mask is a NIfTI
-                   of that grid. Without it, a voxel counts when its standard deviation over time exceeds the 10th percentile
-                   in at least half of the viewers
-    --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 … 1023, --code-rate a second
-                   (default: 75, as EnCodec). Or:
-    --audio        a file whose sound becomes features: the logarithms of --bands mel bands, --code-rate a second, z-scored
-    --embeddings   npz with one array [segments, values]; --annotations (xlsx, or text with commas, semicolons or tabs) gives
-                   each segment's time in its columns --start and --end: seconds, or times as 1:02:03.5 (with a point,
-                   unless semicolons or tabs separate the columns). A volume has the
-                   last --slots segments that touch the window before it, the latest last, with zeros for missing ones.
-                   Without --annotations there is a row for each volume
-    --film-start   the time of the film [s] at the first volume: for a scan that has a part of the film, or that began before it
-                   (below 0). Film, sound and segments are shifted together
+    --video        any film that FFmpeg decodes: frames at --fps (a frame stays until the next one
+                   comes), scaled to --size
+    --fmri         one 4-D NIfTI file for each viewer. Its name without ending is the viewer's.
+                   Further axes of one are dropped. All have one grid, one TR and equally many
+                   volumes, of which --volumes takes the first. --mask is a NIfTI of that grid.
+                   Without it, a voxel counts when its standard deviation over time exceeds the 10th
+                   percentile in at least half of the viewers
+    --codes        npz with one array [codebooks, times] (or [1, codebooks, times]) of integers 0 …
+                   1023, --code-rate a second (default: 75, as EnCodec). Or:
+    --audio        a file whose sound becomes features: the logarithms of --bands mel bands,
+                   --code-rate a second, z-scored
+    --embeddings   npz with one array [segments, values]; --annotations (xlsx, or text with commas,
+                   semicolons or tabs) gives each segment's time in its columns --start and --end:
+                   seconds, or times as 1:02:03.5 (with a point, unless semicolons or tabs separate
+                   the columns). A volume has the last --slots segments that touch the window before
+                   it, the latest last, with zeros for missing ones. Without --annotations there is
+                   a row for each volume
+    --film-start   the time of the film [s] at the first volume: for a scan that has a part of the
+                   film, or that began before it (below 0). Film, sound and segments are shifted
+                   together
     Arrays may also come as .npy.
 
-Pictures and sound are on one clock, by their own time stamps: a stream that begins later than the other has black pictures, or
-silence, until then. Begins and lengths that differ by more than a TR are reported.
+Pictures and sound are on one clock, by their own time stamps: a stream that begins later than the
+other has black pictures, or silence, until then. Begins and lengths that differ by more than a TR
+are reported.
 
-Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in memory at a time. Video and
-sound are streamed. FOLDER appears complete or not at all. Its mask.nii.gz puts predictions back into the brain.
+Needs the packages of the extra `giblet` (PyAV, nibabel, openpyxl). The fMRI of one viewer is in
+memory at a time. Video and sound are streamed. FOLDER appears complete or not at all. Its
+mask.nii.gz puts predictions back into the brain.
 """
 
 import argparse

@@ -5,10 +5,11 @@
 
     jaxtrain generate runs/shakespeare-char "ROMEO:" --tokens 100 --seeds 0 1
 
-RUN is a run of jaxtrain.workloads.language: its workdir, a step directory of it, or a folder of `jaxtrain export`. --prompts
-has a prompt a line, or JSON lines with "prompt". Each prompt is continued once for each seed. A continuation follows from the
-prompt and its seed. --out gets a line of JSON for each: prompt, seed, text, tokens, ended. Interrupted, by a full disk, too,
-the same command resumes after the finished ones.
+RUN is a run of jaxtrain.workloads.language: its workdir, a step directory of it, or a folder of
+`jaxtrain export`. --prompts has a prompt a line, or JSON lines with "prompt". Each prompt is
+continued once for each seed. A continuation follows from the prompt and its seed. --out gets a line
+of JSON for each: prompt, seed, text, tokens, ended. Interrupted, by a full disk, too, the same
+command resumes after the finished ones.
 """
 
 import argparse

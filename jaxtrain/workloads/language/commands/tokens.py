@@ -1,27 +1,31 @@
 """Makes token files, which loaders.text.tokens reads, of text, JSONL, Parquet or Arrow.
 
-    jaxtrain tokens OUT INPUT … --tokenizer tokenizer.json [--eos TOKEN] [--column text] [--documents file|paragraph|line]
+    jaxtrain tokens OUT INPUT … --tokenizer tokenizer.json [--eos TOKEN] [--column text]
+        [--documents file|paragraph|line]
                                 [--specials-as-text] [--workers 2] [--skip 0]
 
-    jaxtrain tokens corpus/train texts/*.parquet --tokenizer=tokenizer.json --eos="<|endoftext|>" --workers=8
+    jaxtrain tokens corpus/train texts/*.parquet --tokenizer=tokenizer.json --eos="<|endoftext|>" \
+        --workers=8
 
-Inputs are files, folders (all files below with a known ending that are not hidden; others are counted) or globs. By their
-endings, in either case:
+Inputs are files, folders (all files below with a known ending that are not hidden; others are
+counted) or globs. By their endings, in either case:
 
-    .txt .md          a document each, or with --documents one for each paragraph (between blank lines) or line
+    .txt .md          a document each, or with --documents one for each paragraph (between blank
+                      lines) or line
     .jsonl .ndjson    a line is an object, whose --column is a document
     .parquet          a row is a document, by its --column, a row group at a time
     .arrow            the same, as an IPC stream or file (as Hugging Face ``datasets`` writes them)
 
---tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except --eos, which ends every
-document), or ``bytes``, which needs no file. Its truncation and padding are ignored. The name of a special token inside a
-text, for example <eos>, becomes that token, and such tokens are counted. With --specials-as-text a name is split like any text.
-A part of an input becomes a shard, in the order of the inputs. The files are the same bytes for any number of workers. Rerun
-the same command to resume after the last complete shard. Other inputs or another tokenizer are an error. For a complete
-folder, its contents are printed.
+--tokenizer is a file of Hugging Face ``tokenizers`` (its special tokens are not added, except
+--eos, which ends every document), or ``bytes``, which needs no file. Its truncation and padding are
+ignored. The name of a special token inside a text, for example <eos>, becomes that token, and such
+tokens are counted. With --specials-as-text a name is split like any text. A part of an input
+becomes a shard, in the order of the inputs. The files are the same bytes for any number of workers.
+Rerun the same command to resume after the last complete shard. Other inputs or another tokenizer
+are an error. For a complete folder, its contents are printed.
 
-A row without text (null, of another type, a line that is not JSON) is an error that names it. With --skip N up to N of them are
-skipped, counted and listed.
+A row without text (null, of another type, a line that is not JSON) is an error that names it. With
+--skip N up to N of them are skipped, counted and listed.
 """
 
 import argparse

@@ -1,31 +1,38 @@
 """Solves puzzles with a trained recursive model: the board, how sure the model is, and the steps that it took.
 
-    jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N --noise S] [--steps K] [--stop none|halt|check|either]
-                   [--residual R] [--choose q|check] [--calibrate FILE] [--curve FILE.csv] [--seed 0] [--batch 64]
+    jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N --noise S] [--steps K]
+        [--stop none|halt|check|either]
+                   [--residual R] [--choose q|check] [--calibrate FILE] [--curve FILE.csv] [--seed
+                   0] [--batch 64]
 
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
-    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --noise 0.3 --stop either --out solved.csv
+    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --noise 0.3 --stop either \
+        --out solved.csv
     jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 64 --noise 0.1 0.3 1 --curve curve.csv
 
-RUN is a run of jaxtrain.workloads.trm: its workdir, a step directory of it, or a folder of `jaxtrain export`. PUZZLES is a CSV
-with a column question (and perhaps answer), as `jaxtrain sudoku` writes it, or text with a board a line: digits row by row, .
-or 0 for blanks. A board without a solution, or with several, is an error. FILE gets
+RUN is a run of jaxtrain.workloads.trm: its workdir, a step directory of it, or a folder of
+`jaxtrain export`. PUZZLES is a CSV with a column question (and perhaps answer), as `jaxtrain
+sudoku` writes it, or text with a board a line: digits row by row, . or 0 for blanks. A board
+without a solution, or with several, is an error. FILE gets
 
     question, board
     confidence    in [0, 1]: that the board is right, by the model's own head
     steps         the first supervision step whose board is the last one
     halted        the first step at which the model was sure; 0: at none
-    valid         whether it keeps the given digits, and each row, column and box holds every digit once
+    valid         whether it keeps the given digits, and each row, column and box holds every digit
+                  once
     rollout       the number of the chosen rollout; 0 is without noise
     q_valid       whether the board that the head prefers is valid
     halts         share of the rollouts with noise that the model was sure of at a step
     solves        share of the rollouts whose board is valid
 
-Rollouts are passes with Gaussian noise of standard deviation S in both states, whose own size is 1, before each supervision
-step. By --choose q the head chooses among them. By --choose check the rules do, if any board keeps them. A rollout ends early
-by --stop halt, when the head is sure. All those of a board end by --stop check, when one keeps the rules. By --residual a
-rollout ends when its state changes by less. The confidence is fitted by --calibrate to a table with answers, which may share no
-board with PUZZLES. For 1, 2, 4 … N rollouts and each S, --curve writes accuracy with 95 % intervals, and seconds a board.
+Rollouts are passes with Gaussian noise of standard deviation S in both states, whose own size is 1,
+before each supervision step. By --choose q the head chooses among them. By --choose check the rules
+do, if any board keeps them. A rollout ends early by --stop halt, when the head is sure. All those
+of a board end by --stop check, when one keeps the rules. By --residual a rollout ends when its
+state changes by less. The confidence is fitted by --calibrate to a table with answers, which may
+share no board with PUZZLES. For 1, 2, 4 … N rollouts and each S, --curve writes accuracy with 95 %
+intervals, and seconds a board.
 
 Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """

@@ -1,6 +1,7 @@
 """Generates puzzles with one solution into a folder that loaders.sudoku.sudoku reads.
 
-    jaxtrain sudoku OUT [--kind sudoku|sudoku6|sudoku4|maze|lights] [--grade easy|medium|hard|extreme] [--train 1000]
+    jaxtrain sudoku OUT [--kind sudoku|sudoku6|sudoku4|maze|lights]
+        [--grade easy|medium|hard|extreme] [--train 1000]
                         [--test 1000] [--blanks 46 64] [--side 30] [--seed 0] [--format csv|npy]
 
     jaxtrain sudoku puzzles --train 1000 --test 1000
@@ -8,14 +9,15 @@
 --grade keeps the Sudoku that need such steps, and none harder:
 
     easy      a cell with one candidate, or a digit with one place in a row, column or box
-    medium    pairs: of cells or digits in a unit, and digits whose places in it lie in one other unit
+    medium    pairs: of cells or digits in a unit, and digits whose places in it lie in one other
+              unit
     hard      chains through cells with two candidates and digits with two places
     extreme   a guess
 
-csv: OUT/train.csv and OUT/test.csv with the columns source, question, answer, rating. The rating is the number of guesses that
-the solver needs, the length of a maze's path, or the presses of lights. npy: OUT/train/ and OUT/test/ with all__inputs.npy and
-so on, and dataset.json. A seed gives the same puzzles again, and no solution is in both splits. Of a grade, no symmetric copy
-is, either.
+csv: OUT/train.csv and OUT/test.csv with the columns source, question, answer, rating. The rating is
+the number of guesses that the solver needs, the length of a maze's path, or the presses of lights.
+npy: OUT/train/ and OUT/test/ with all__inputs.npy and so on, and dataset.json. A seed gives the
+same puzzles again, and no solution is in both splits. Of a grade, no symmetric copy is, either.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Writes the golden spectrograms of other front ends: python make.py, with torch 2.13.0 and torchaudio 2.11.0 (CPU).
+"""Writes the golden spectrograms of other front ends: python make.py, with torch 2.13.0 and
+torchaudio 2.11.0 (CPU).
 
-Each file has `waveform`, int16 [n], `front_end`, fields of `loaders.audio.front_end.FrontEnd` as JSON, and `reference`, float32
-[frames, mels]: torchaudio.compliance.kaldi.fbank, computed in float64. Its float32 numbers differ from them by at most
-1.7e-4, 4.4e-6 in the mean; the formula of rust/core/src/fbank.rs in float64 by at most 2.6e-4. No band begins at a bin: there
-torchaudio's weights, which are float32, decide whether the bin counts.
+Each file has `waveform`, int16 [n], `front_end`, fields of `loaders.audio.front_end.FrontEnd` as
+JSON, and `reference`, float32 [frames, mels]: torchaudio.compliance.kaldi.fbank, computed in
+float64. Its float32 numbers differ from them by at most 1.7e-4, 4.4e-6 in the mean; the formula of
+rust/core/src/fbank.rs in float64 by at most 2.6e-4. No band begins at a bin: there torchaudio's
+weights, which are float32, decide whether the bin counts.
 """
 
 import json
