@@ -1,4 +1,6 @@
-"""ESC-10: ten classes of environmental sound, 320 clips of 5 s to train on and 80 to test on, from scratch on a CPU.
+"""ESC-10: ten classes of environmental sound, trained from scratch on a CPU.
+
+320 clips of 5 s are for training, and 80 for testing.
 
     python -m jaxtrain.main --config=configs/esc10.py:/path/to/esc10
         (or JAXTRAIN_ESC10=/path/to/esc10)

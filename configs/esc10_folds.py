@@ -1,4 +1,6 @@
-"""ESC-10 without one of its five folds (0: all of it), by one objective, for a few CPU minutes; see tools.esc10_folds.
+"""ESC-10 without one of its five folds (0: all of it), by one objective, in a few CPU minutes.
+
+See tools.esc10_folds.
 
     python -m jaxtrain.main --config=configs/esc10_folds.py:/path/to/esc10,mae,5
         (objective and the fold left out)

@@ -38,7 +38,7 @@ def get_config(path: str = "") -> ConfigDict:
 
 
 def recipe(path: str, *, several: bool, seconds: float) -> ConfigDict:
-    """Return the recipe on an index whose rows have ``several`` classes or one, in clips of ``seconds``."""
+    """Return the recipe on an index of clips of ``seconds``, with ``several`` classes or one."""
     frames = 1 + int((round(seconds * 32_000) - 800) // 320)
     return ConfigDict(
         dict(

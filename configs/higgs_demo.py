@@ -1,4 +1,6 @@
-"""A small audio language model in two parts, which tools/demo_higgs.py (`make higgs-demo`) runs one after the other.
+"""A small audio language model in two parts, which `make higgs-demo` runs one after the other.
+
+The command is tools/demo_higgs.py.
 
     python -m jaxtrain.main --config=configs/higgs_demo.py:base --config.data.manifest=…
         --config.data.codec=… …

@@ -1,4 +1,6 @@
-"""A language model on packed documents: from scratch at a published size, or starting from weights of Hugging Face.
+"""A language model on packed documents, from scratch at a published size or from given weights.
+
+The weights are in Hugging Face's format.
 
     python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b \
         "--config.data.sources=({'path': 'tokens'},)"

@@ -1,4 +1,6 @@
-"""Characters of Shakespeare with a small GPT-2: the public recipe for a CPU (4 layers, 4 heads, width 128, rows of 64).
+"""Characters of Shakespeare with a small GPT-2, by the public recipe for a CPU.
+
+It has 4 layers, 4 heads, width 128, and rows of 64.
 
     python -m jaxtrain.main --config=configs/shakespeare_char.py:/path/to/input.txt
 

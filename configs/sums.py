@@ -1,4 +1,6 @@
-"""Sums of two numbers, character by character: a language model that is scored by what it writes, on a CPU in minutes.
+"""Sums of two numbers by a language model of characters, in minutes on a CPU.
+
+The model is scored by what it writes.
 
     python -m jaxtrain.main --config=configs/sums.py
 

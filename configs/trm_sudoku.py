@@ -55,7 +55,10 @@ def get_config(argument: str = "") -> ConfigDict:
 
 
 def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
-    """AdamATan2 on everything, biases too; signs on the puzzle embeddings, of which only the rows in the batch move."""
+    """AdamATan2 on everything, biases too, but signs on the puzzle embeddings.
+
+    Of these only the rows in the batch move.
+    """
     return dict(
         name="adam_atan2",
         lr=lr,
@@ -72,7 +75,7 @@ def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
 
 
 def four() -> dict[str, Any]:
-    """4 × 4 boards with 4 to 10 blanks; no views, which would turn training boards into test boards."""
+    """4 × 4 boards, 4 to 10 blanks; no views, as these would turn training boards into tests."""
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",
@@ -86,7 +89,10 @@ def four() -> dict[str, Any]:
 
 
 def nine() -> dict[str, Any]:
-    """9 × 9 boards with 4 to 12 blanks; boards with more of them are in the training mixture, for more to learn from each."""
+    """9 × 9 boards with 4 to 12 blanks.
+
+    The training mixture has boards with more of them, for more to learn from each.
+    """
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",
@@ -131,7 +137,10 @@ def graded(contract: str) -> dict[str, Any]:
 
 
 def other(**source: Any) -> dict[str, Any]:
-    """Return another puzzle's config, with attention, as the original has it for mazes: 0.9 hours on one H100 at 40 %."""
+    """Return another puzzle's config, with attention, as the original has it for mazes.
+
+    It takes 0.9 hours on one H100 at 40 %.
+    """
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",

@@ -96,7 +96,7 @@ class Model:
     _predict: Any = dataclasses.field(repr=False)
 
     def __call__(self, **arrays: Any) -> Any:
-        """Compute the model's outputs for named arrays, rows first, as its workload's `Task.predict` documents."""
+        """Compute the outputs for named arrays, rows first, as the workload's `predict` says."""
         return self._predict(self.variables, {name: jnp.asarray(x) for name, x in arrays.items()})
 
     @property
@@ -136,7 +136,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
-    """Return the entries of a table of Spec whose paths match: the model state that belongs to the model."""
+    """Return the entries of a table of Spec whose paths match: the state of the model."""
     found: dict[str, Any] = {}
     for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
         if re.search(pattern, path):

@@ -132,7 +132,7 @@ def _own_workload(argv: list[str]) -> list[str]:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout, as " (commit 1a2b3c4)", or nothing for an installed package."""
+    """Return the commit of a checkout, as " (commit 1a2b3c4)", or nothing for a package."""
     root = pathlib.Path(jaxtrain.__file__).parents[1]
     if not (root / ".git").exists():
         return ""
@@ -178,7 +178,7 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
 
 @contextlib.contextmanager
 def _plain_output() -> Iterator[None]:
-    """Escape control characters in the output: text from other people's files must not steer the terminal."""
+    """Escape control characters in the output: a stranger's text must not steer the terminal."""
     from jaxtrain.telemetry import console
 
     before = sys.stdout, sys.stderr

@@ -1,4 +1,6 @@
-"""One step taken apart, on one device: its examples one by one, its norms by parameter, its largest activations, what-ifs.
+"""One step taken apart, on one device: examples, norms, largest activations, what-ifs.
+
+Examples are taken one by one, and norms by parameter.
 
 The state is that before the step, and the batch is the step's own. Everything here is computed
 again on one device, so its last bits may differ from those of the run.

@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.main …` is `jaxtrain train …`, under the name that scripts and launchers rely on."""
+"""`python -m jaxtrain.main …` is `jaxtrain train …`, under the name that scripts rely on."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""This process among the others of a run: it owns the workdir, joins them, is asked to stop, has a console, and is watched."""
+"""This process among a run's others: it owns the workdir, joins them, may stop, is watched.
+
+It has a console.
+"""
 
 import contextlib
 import os
@@ -125,7 +128,7 @@ class ProcessContext:
 
     @property
     def has_lost(self) -> bool:
-        """Whether this process knows that the workdir is no longer the run's: nothing more is written."""
+        """Whether this process knows that the workdir is lost: nothing more is written."""
         return self._lost is not None
 
     def lose(self, error: WorkdirError) -> None:
@@ -199,7 +202,10 @@ class ProcessContext:
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step: the next part may take config.distributed.start_timeout."""
+        """Like `beat`, before the first step: the next part may take start_timeout.
+
+        It is config.distributed.start_timeout.
+        """
         self._watchdog.starting(doing)
 
     def meet(self, name: str) -> None:

@@ -76,7 +76,7 @@ zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 def truncated_normal(stddev: float) -> Initializer:
-    """Draw from a normal distribution that is cut at two standard deviations, scaled to ``stddev``."""
+    """Draw from a normal distribution cut at two standard deviations, scaled to ``stddev``."""
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         # 0.87962566 is the standard deviation of a unit normal cut at ±2.

@@ -23,7 +23,9 @@ OF_DATA: Any = None  # the default of such a field
 
 
 class Shard(Protocol):
-    """The part of the layout that a workload sees: a `jaxtrain.parallel.layout.Sharder`, or `one_device.shard`.
+    """The part of the layout that a workload sees: a `Sharder`, or `one_device.shard`.
+
+    `jaxtrain.parallel.layout` has the former.
 
     ``axes`` are logical axis names, one for each dimension. `jaxtrain.parallel.kernels` runs
     functions on each device's own part of arrays.
@@ -57,7 +59,7 @@ class Shard(Protocol):
 
 
 class Unmerged:
-    """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora.Adapted`)."""
+    """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora`)."""
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
         """einsum(equation, x, the matrix) in x's dtype.
@@ -80,7 +82,7 @@ class Spec(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A weighted mean that has not been divided yet, so that sums over microbatches and devices stay exact."""
+    """A weighted mean, not divided yet: sums over microbatches and devices stay exact."""
 
     total: Array
     weight: Array
@@ -138,7 +140,9 @@ EXPORT_FILE = "jaxtrain.json"  # of an export: the run's config, and which name 
 
 
 class Export(NamedTuple):
-    """How a workload's parameters are exported (`jaxtrain export`): its module's ``EXPORT``, or all defaults without one.
+    """How a workload's parameters are exported: its module's ``EXPORT``, or the defaults.
+
+    The command is `jaxtrain export`.
 
     ``model`` is the section of the saved config, and ``config`` the whole of it: dictionaries,
     since a checkpoint outlives changes of the dataclasses. ``path`` is a parameter's,
@@ -167,7 +171,9 @@ class Export(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Another format that a workload's runs are exported to, by ``jaxtrain export --format NAME``: its ``WORKLOAD.formats``.
+    """Another format of a workload's exports, for ``jaxtrain export --format NAME``.
+
+    It is one of ``WORKLOAD.formats``.
 
     ``arrays`` are stored arrays by path. ``config`` is the saved run's.
     """

@@ -39,7 +39,7 @@ Step = Callable[[TrainState, Any, Array], tuple[TrainState, Any]]
 
 
 class WrongStepError(RuntimeError):
-    """A step that was computed twice gave different states, and config.guard.on_mismatch stops the run."""
+    """A step computed twice gave different states, and config.guard.on_mismatch stops the run."""
 
 
 class Outcome(NamedTuple):
@@ -165,7 +165,7 @@ class Verifier:
 
 
 def _partitions(tree: PyTree) -> tuple[Any, tuple[PartitionSpec, ...]]:
-    """Return the structure of a tree and the partitions of its arrays, by which its programs are kept."""
+    """Return a tree's structure and its arrays' partitions, by which its programs are kept."""
     arrays, structure = jax.tree.flatten(tree)
     return structure, tuple(x.sharding.spec for x in arrays)
 
@@ -193,7 +193,7 @@ def _shift(mesh: Any, structure: Any, partitions: tuple[PartitionSpec, ...]) -> 
 
 
 def _moved(tree: PyTree, mesh: Any, there: Any) -> PyTree:
-    """Move arrays of ``mesh`` to ``there``, whose device at each place is the next one of ``mesh``."""
+    """Move arrays of ``mesh`` to ``there``, whose device at each place is the next of ``mesh``."""
     sent = _shift(mesh, *_partitions(tree))(tree)
     return jax.tree.map(
         lambda x: jax.make_array_from_single_device_arrays(

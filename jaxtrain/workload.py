@@ -1,4 +1,6 @@
-"""All that the trainer knows of a workload: the `Workload` value of its package, found by the dotted name in a config.
+"""All that the trainer knows of a workload: the `Workload` value of its package.
+
+It is found by the dotted name in a config.
 
 Nothing here imports jax, so that `jaxtrain --help` lists the commands of every workload at once.
 """
@@ -15,7 +17,7 @@ PACKAGE = "jaxtrain.workloads"
 
 
 class Command(NamedTuple):
-    """One command: ``main(argv) -> exit code`` of ``module`` runs it, and its docstring is its help."""
+    """One command: ``main(argv) -> exit code`` of ``module``, whose docstring is its help."""
 
     module: str
     group: str  # heading in the listing of `jaxtrain`
@@ -94,7 +96,7 @@ def shipped() -> list[str]:
 
 
 def foreign_to(arrays: Iterable[str]) -> Any:
-    """Return the `jaxtrain.types.Foreign` of a shipped workload that knows a set of paths, or None."""
+    """Return the `jaxtrain.types.Foreign` of a shipped workload that knows these paths, or None."""
     paths = list(arrays)
     for name in shipped():
         for pattern, reference in of(name).foreign.items():

@@ -90,7 +90,7 @@ class FilterBank:
     ) -> None: ...
 
 def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalise: bool = False) -> NDArray[np.float32]:
-    """Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
+    """Compute the Kaldi-compatible log-mel spectrogram of a waveform at the filter bank's rate.
 
     Returns float32 [1 + (n - window) // hop, n_mels] for n samples: natural log of the energy.
     bank=None: FilterBank(). normalise=True returns float32 [512, n_mels] as the model reads it:
@@ -101,7 +101,9 @@ def fbank(wave: NDArray[np.float32], *, bank: FilterBank | None = None, normalis
 def front_end(
     wave: NDArray[np.float32], rate: int, clip_samples: int, n_frames: int, *, bank: FilterBank | None = None
 ) -> NDArray[np.float32]:
-    """Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
+    """Compute the spectrogram that the pipeline makes of this recording in a test split.
+
+    It has one view.
 
     wave: float32 [n] at rate (Hz). clip_samples: length of the clip at the rate of the filter bank,
     taken from the recording's centre, or the whole recording centred between zeros where it is
@@ -145,7 +147,7 @@ def sudoku_solve(
 def sudoku_generate(
     n: int, *, side: int = 9, seed: int = 0, start: int = 0, blanks: tuple[int, int] = (0, 81), threads: int = 1
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
+    """Generate sudoku puzzles with one solution each: numbers start to start + n - 1 of a seed.
 
     side: 4, 6 or 9. blanks: the fewest and the most; each puzzle's number is drawn between them,
     and is smaller where removing another digit would allow a second solution.
@@ -157,7 +159,7 @@ def sudoku_generate(
     """
 
 def sudoku_grade(boards: NDArray[np.uint8], *, threads: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Grade sudoku boards by the steps that they need, and count the guesses that lead to no solution.
+    """Grade sudoku boards by the steps that they need, and count guesses without a solution.
 
     boards: as of `sudoku_solve`.
 
@@ -212,7 +214,7 @@ class Index:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The class of each row, int64 [n_rows]; -1 where it is null, and everywhere without a label column."""
+        """The class of each row, int64 [n_rows]; -1 where it is null, or without a label column."""
 
     @property
     def fingerprint(self) -> str:
@@ -223,7 +225,7 @@ class Index:
         """The first row of each shard, int64 [n_shards]."""
 
     def encoded(self, row: int) -> bytes:
-        """Return the encoded recording of a row: the shard's bytes, or the file at the row's path where they are null.
+        """Return a row's encoded recording: the shard's bytes, or the file at its path if null.
 
         Raises IndexError for a row that does not exist, and ValueError for a row without audio.
         """
@@ -264,7 +266,9 @@ class Index:
         out: str | os.PathLike[str] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> tuple[bytes, int]:
-        """Prepare the recording of a row: mono at `rate` Hz, 16 bits, in blocks of FLAC that are quickly decoded.
+        """Prepare the recording of a row: mono at `rate` Hz, 16 bits, in quickly decoded blocks.
+
+        The blocks are FLAC.
 
         time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at.
         packed: without loss, instead of samples as they are. out: a file to make; None to return
@@ -280,7 +284,7 @@ class Index:
     def __len__(self) -> int: ...
 
 class Pipeline:
-    """Batches of spectrograms or waveforms, prepared by worker threads; the order depends on the position alone.
+    """Batches of spectrograms or waveforms by worker threads; the position decides the order.
 
     index: where the recordings are. rows: int64 [n], the rows of the index that this split uses.
     batch: rows in the global batch. ranges: [start, stop) pairs of the global batch that this

@@ -71,7 +71,7 @@ class Population(NamedTuple):
 
 
 class Loader(abc.ABC):
-    """An endless (train) or finite (test) stream of batches, at every moment a pure function of its position.
+    """An endless (train) or finite (test) stream of batches, a pure function of its position.
 
     A subclass defines `_part` (the rows of one range), or `_batch` if ranges are not made one by
     one. It also defines `fingerprint` and `order`, by which a checkpoint recognises its data. All
@@ -146,7 +146,10 @@ class Loader(abc.ABC):
             self._reading.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON: position, seed, fingerprints of the data and its order."""
+        """Return the state for a checkpoint, as JSON: position, seed, fingerprints.
+
+        They are of the data and its order.
+        """
         return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
 
     @property
@@ -160,7 +163,10 @@ class Loader(abc.ABC):
         """Everything but the seed and the data that decides the order of rows, as JSON."""
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters for people: queue depth, bad recordings by id, and "slowest", if known: the stage that takes most time."""
+        """Counters for people: queue depth, bad recordings by id, and "slowest", if known.
+
+        It is the stage that takes most time.
+        """
         return {}
 
     def close(self) -> None:

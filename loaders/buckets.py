@@ -1,4 +1,7 @@
-"""Buckets: the few shapes that batches of samples of many lengths have, chosen for the least padding."""
+"""Buckets: the few shapes that batches of samples of many lengths have.
+
+They are chosen for the least padding.
+"""
 
 from typing import NamedTuple
 
@@ -39,7 +42,10 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
-    """At most ``n`` buckets, short to long, of samples of ``sizes`` int64 [samples, 4], or an empty one without samples."""
+    """At most ``n`` buckets, short to long, of samples of ``sizes`` int64 [samples, 4].
+
+    Without samples it is an empty one.
+    """
     groups = partition(sizes, n) if len(sizes) else [np.zeros(0, np.int64)]
     return tuple(Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups)
 

@@ -1,4 +1,6 @@
-"""The mixture of sources: which source a sample comes from, and which of its samples it is, by the sample's number alone.
+"""The mixture of sources: which source a sample comes from, and which of its samples.
+
+The sample's number alone decides.
 
 Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so
 neither the batch nor the world size changes sample s. They are dealt in blocks of `BLOCK`. Every
@@ -28,7 +30,10 @@ MIX = 48  # domain of the hash: two uses of the same numbers draw independently
 
 
 class Phase(NamedTuple):
-    """A part of the run with constant quotas: from sample ``start`` on, a block holds ``quota[k]`` samples of source k."""
+    """A part of the run with constant quotas: a block holds ``quota[k]`` samples of source k.
+
+    It begins with sample ``start``.
+    """
 
     start: int
     given: np.ndarray  # int64 [sources] samples that each source has given before
@@ -61,7 +66,7 @@ class Mixture:
             self._end_phase()
 
     def __call__(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples int64 [k] -> their sources int64 [k], and their numbers within the source int64 [k].
+        """Return samples int64 [k] -> their sources, and their numbers within these, int64 [k].
 
         Raises DataError past the end of a source with "error", and past the end of all with "stop".
         """

@@ -31,7 +31,10 @@ ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # domains of the hashes: two 
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function (Steele, Lea and Flood, 2014): a bijection of uint64 with full avalanche."""
+    """splitmix64's output function: a bijection of uint64 with full avalanche.
+
+    The source is Steele, Lea and Flood, 2014.
+    """
     x = np.asarray(x, np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,14 +53,19 @@ def hash_of(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
-    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k] in [0, n): a bijection for each (seed, epoch)."""
+    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k], a bijection each.
+
+    There is one for each (seed, epoch).
+    """
     return _permute(hash_of(ORDER, seed, epoch), n, i)
 
 
 def epochs(
     seed: int, n: int, number: np.ndarray, permute: Callable[[int, int, int, np.ndarray], np.ndarray] = permutation
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws number ``number``, int64 [k], of an endless order of n recordings -> int64 [k] epochs, int64 [k] recordings.
+    """Draws ``number``, int64 [k], of an endless order -> int64 [k] epochs and recordings.
+
+    The order is of n recordings.
 
     Every recording is drawn once before any comes again. ``permute``: `permutation`, or the
     extension's.
@@ -70,7 +78,9 @@ def epochs(
 
 
 def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draws of a test split of n recordings -> indices of draws < n, int64 [m], and their recordings, int64 [m].
+    """Draws of a test split of n recordings -> indices of draws < n, and their recordings.
+
+    Both are int64 [m].
 
     The order is always the same and mixed, so that the first batches are a fair sample. Past its
     end there is nothing.
@@ -98,7 +108,9 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
 
 
 def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarray:
-    """Return the ends of blocks, int64 [blocks]: after the last of each run of at most ``size`` of ``rows`` within one shard.
+    """Return the ends of blocks, int64 [blocks]: runs of at most ``size`` rows of one shard.
+
+    A block ends after the last of its ``rows``.
 
     ``rows`` must increase; ``first_rows`` are the first rows of the shards.
     """
@@ -135,12 +147,12 @@ def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:
 
 
 def crop_start(seed: int, epoch: int, recording: int, n_starts: int, view: int = 0) -> int:
-    """Return the first sample, at the recording's own rate, of a training crop, among ``n_starts`` possible ones."""
+    """Return a training crop's first sample, at the recording's rate, of ``n_starts`` ones."""
     return int(hash_of(CROP, seed, epoch, recording, view)[0]) % n_starts
 
 
 def held_out(recordings: np.ndarray, share: float) -> np.ndarray:
-    """Row numbers int64 [n] -> bool [n]: which recordings are kept for testing, about ``share`` of them.
+    """Row numbers int64 [n] -> bool [n]: recordings kept for testing, about ``share``.
 
     It depends on the row number alone, so recordings added at the end move no earlier one across
     the split.

@@ -1,4 +1,6 @@
-"""Outlines of the built-in data: their shapes, labels and names without content, so that a run is checked before they are made.
+"""Outlines of the built-in data: shapes, labels and names without content.
+
+A run is checked with them before the data are made.
 
 They lie in a temporary folder that ends with the process, and take milliseconds.
 """

@@ -1,4 +1,5 @@
-"""Commands on small, full disks: one line that names a file, and nothing there that looks finished."""
+"""Commands on small, full disks: one line that names a file, and nothing there that looks
+finished."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""Where the time went: one phase for each second, through kills, torn files and several processes."""
+"""Where the time went: one phase for each second, through kills, torn files and several
+processes."""
 
 import itertools
 import json

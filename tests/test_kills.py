@@ -1,4 +1,5 @@
-"""SIGKILL at any instant, again and again: the long proof that nothing is lost (promises 1 to 5)."""
+"""SIGKILL at any instant, again and again: the long proof that nothing is lost (promises 1 to
+5)."""
 
 import json
 import random

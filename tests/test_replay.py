@@ -1,4 +1,5 @@
-"""Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real runs."""
+"""Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real
+runs."""
 
 import json
 import math

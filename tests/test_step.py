@@ -1,4 +1,5 @@
-"""One optimizer step: the same on every mesh and with accumulation, and gradients are reduced once."""
+"""One optimizer step: the same on every mesh and with accumulation, and gradients are reduced
+once."""
 
 import dataclasses
 import functools

@@ -152,7 +152,8 @@ def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 
 
 def kept(tmp_path, **metrics):
-    """What a service gets of a run that is killed behind step 30, resumed from 20 and ended at 40."""
+    """What a service gets of a run that is killed behind step 30, resumed from 20 and ended at
+    40."""
     for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
         made = writers.make_writers(Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first)
         for step in steps:

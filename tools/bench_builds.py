@@ -1,4 +1,6 @@
-"""Builds of the extension compared by samples per second of CPU time: python -m tools.bench_builds A.so B.so [--rounds 5]
+"""Builds of the extension compared by samples per second of CPU time.
+
+python -m tools.bench_builds A.so B.so [--rounds 5]
 
     cargo build --release -p jaxtrain-loader-python --features extension-module --manifest-path
     rust/Cargo.toml cargo build --profile editable -p jaxtrain-loader-python --features

@@ -1,12 +1,13 @@
-"""The spectrogram loader compared with other ways to the same numbers, on this machine: a markdown table of samples/s.
+"""The spectrogram loader compared with other ways to the same numbers, on this machine.
+
+The result is a markdown table of samples/s.
 
     python -m tools.bench_loader  ours and every peer that is installed, about 10 minutes
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
 A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi
-log-mel, normalised. All
-make the same crops of the same recordings in the same order, drawn by our loader. The peers are given each crop's
-start, which ours has to find.
+log-mel, normalised. All make the same crops of the same recordings in the same order, drawn by our
+loader. The peers are given each crop's start, which ours has to find.
 
     whole         soundfile reads all of the recording, soxr resamples all, then the crop, then
                   kaldi-native-fbank
@@ -111,7 +112,7 @@ class Sample(NamedTuple):
 
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return the shard with ``n`` recordings of ``seconds`` on average, which is made if it is not there."""
+    """Return the shard with ``n`` recordings of ``seconds`` on average, made if it is missing."""
     if codec in PREPARED:
         source = make_corpus("wav32", n=n, seconds=seconds, folder=folder)
         out = source.with_name(f"{source.stem}-{codec}")
@@ -193,7 +194,10 @@ def normalised(x_fm: np.ndarray) -> np.ndarray:
 
 
 def read_crop(s: Sample, resample: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
-    """float32 [160000]: soundfile seeks to the crop and reads it, with a margin if it is to be resampled."""
+    """float32 [160000]: soundfile seeks to the crop and reads it.
+
+    There is a margin if it is to be resampled.
+    """
     with soundfile.SoundFile(io.BytesIO(s.data)) as file:
         if s.rate == RATE:
             file.seek(s.start)

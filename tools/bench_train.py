@@ -1,4 +1,6 @@
-"""Training steps compared with the same formulas in PyTorch, eager and by torch.compile, on the same cores.
+"""Training steps compared with PyTorch, eager and by torch.compile, on the same cores.
+
+The formulas are the same.
 
     python -m tools.bench_train --model=language [--embed=128] [--depth=4] [--heads=4]
         [--context=64] [--batch=12] [--rounds=50]
@@ -88,7 +90,10 @@ def measure(sides: Mapping[str, Callable[[], float]], rounds: int) -> tuple[dict
 
 
 def ratios(ours: Times, theirs: Times) -> tuple[float, float, tuple[float, float], float]:
-    """Theirs over ours: of the medians, of the shortest, the least and the largest of a single round, of the least CPU time."""
+    """Theirs over ours: of medians, of shortest, extremes of a round, and least CPU time.
+
+    The extremes are the least and the largest.
+    """
     rounds = [t / o for o, t in zip(ours.wall, theirs.wall, strict=True)]
     return (
         theirs.median / ours.median,
@@ -177,7 +182,7 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
 
 
 def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int = 5) -> None:
-    """Print the longest parts of a step by each side's own profiler: ours by scope, PyTorch's by operator."""
+    """Print the longest parts of a step by each profiler: ours by scope, PyTorch's by operator."""
     import jax
     import torch
 

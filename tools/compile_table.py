@@ -1,4 +1,6 @@
-"""The five workloads, compiled for chips that are not here, as tables: python -m tools.compile_table [--targets …]
+"""The five workloads, compiled for absent chips, as tables.
+
+python -m tools.compile_table [--targets …]
 
     jaxtrain plan --setup gpu                                            # once
     python -m tools.compile_table  # the tables of docs/results/compiled-steps.md
@@ -118,7 +120,7 @@ def jobs(
 
 
 def tables(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[str]:
-    """For each target, bytes and overlapped exchanges, with a row for each step and a column for each mesh."""
+    """For each target, bytes and overlapped exchanges: a row a step, a column a mesh."""
     for target in args.targets:
         found: dict[Key, worker.Answer] = {}
         for name in args.workloads:

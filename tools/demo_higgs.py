@@ -1,7 +1,9 @@
-"""A small audio language model from nothing: it learns to play and to name classes of sound, then others with adapters.
+"""A small audio language model from nothing: it plays and names classes of sound.
 
-    python -m tools.demo_higgs [--data PATH] [--out runs/higgs-demo] [--config.section.field=value …]
-        (make higgs-demo)
+Then it learns others with adapters.
+
+    python -m tools.demo_higgs [--data PATH] [--out runs/higgs-demo]
+        [--config.section.field=value …]  (make higgs-demo)
 
 PATH is a folder of sounds with classes as configs/esc10.py takes it (default: JAXTRAIN_ESC10, else
 the built-in birds). Each step is a command, which is printed first:

@@ -1,4 +1,6 @@
-"""Heads of `jaxtrain fit` from 1, 5 and 20 examples a class: python -m tools.few_examples TRAIN_EMB TEST_EMB [--draws 10]
+"""Heads of `jaxtrain fit` from 1, 5 and 20 examples a class.
+
+python -m tools.few_examples TRAIN_EMB TEST_EMB [--draws 10]
 
 Draws that many rows of each class out of TRAIN_EMB, a folder of `jaxtrain embed`, fits a head by
 each method, and scores every row of TEST_EMB. Prints accuracy and the mean over classes of average

@@ -188,7 +188,10 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
 
 
 def _written(folder: pathlib.Path) -> set[tuple[pathlib.Path, int]]:
-    """Return the files of a folder, and when each was written: a crash that recurs is written again, by the same name."""
+    """Return a folder's files, and when each was written: a recurring crash is, again.
+
+    It has the same name then.
+    """
     return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 

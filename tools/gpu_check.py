@@ -1,9 +1,12 @@
-"""One command for a machine with an accelerator: is what it computes right, and how near to its limits does each workload run?
+"""One command for a machine with an accelerator: is it right, and near its limits?
+
+It asks that of each workload.
 
     python tools/gpu_check.py  # or python -m tools.gpu_check; within 8 minutes
     python tools/gpu_check.py --quick  # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
-    python tools/gpu_check.py --readme gpu_check.json                # docs/accelerator.md's table from a run's numbers
+    python tools/gpu_check.py --readme gpu_check.json
+        # docs/accelerator.md's table from a run's numbers
 
     ceilings      products of matrices, copies in memory and from the host: the chip's own limits
     correctness   the five workloads against the CPU of the same machine, kernels against formulas,
@@ -155,7 +158,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
-    """Asked for one at a time: which there are depends on the machine, which the first one reports."""
+    """Asked for one at a time: the machine decides which there are, and the first reports it."""
     yield Unit("machine")
     if "machine" not in found:
         return

@@ -1,4 +1,6 @@
-"""Install packages for the Python that runs it, with pip's arguments: python tools/install.py FOLDER ARGUMENT…
+"""Install packages for the running Python, with pip's arguments.
+
+python tools/install.py FOLDER ARGUMENT…
 
 uv does it in seconds, and pip in more than a minute. uv is fetched once and kept in FOLDER. If it
 cannot be fetched, if it fails, or if pip has settings that uv does not share (other indexes, a

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def needs(project: dict[str, Any], extras: list[str]) -> list[str]:
-    """Return the dependencies, and those of ``extras``; an extra that names others of this package is followed."""
+    """Return the dependencies, and those of ``extras``; one that names others is followed."""
     found, waiting = list(project["dependencies"]), list(extras)
     while waiting:
         for requirement in project["optional-dependencies"][waiting.pop()]:

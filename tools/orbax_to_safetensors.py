@@ -1,4 +1,4 @@
-"""`python -m tools.orbax_to_safetensors …` is `jaxtrain export …`, under the name that scripts rely on."""
+"""`python -m tools.orbax_to_safetensors …` is `jaxtrain export …`, by the name of scripts."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""One folder with all that tools/gpu_check.py needs on a machine without a network: python -m tools.pack_gpu_check --out FOLDER
+"""One folder with all that tools/gpu_check.py needs on a machine without a network.
+
+python -m tools.pack_gpu_check --out FOLDER
 
     FOLDER/
       run.sh              installs wheels/ once, and runs the check: run.sh --quick
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(wheels: pathlib.Path) -> str:
-    """Build this project's wheel, without the lines of its sources, which are seven eighths of it."""
+    """Build this project's wheel, without the lines of its sources, seven eighths of it."""
     pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT), env={"CARGO_PROFILE_RELEASE_STRIP": "debuginfo"})
     return str(next(wheels.glob("*.whl")))
 

@@ -139,7 +139,7 @@ def result_of(text: str, minutes: float) -> Result:
 
 
 def commit() -> str:
-    """Return the commit of the checkout; with "-dirty" after it if files other than the results differ from it, or are new."""
+    """Return the commit of the checkout, with "-dirty" if it has other changes than results."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]

@@ -1,4 +1,6 @@
-"""Prove that steps can be made again and that flipped bits are found: the table of docs/results/proofs.md.
+"""Prove that steps can be made again and that flipped bits are found.
+
+The table is that of docs/results/proofs.md.
 
     python -m tools.replay_proof --out DIR [--part replay|flips|verify|alarms …] [--workload NAME …]
         [--steps N]

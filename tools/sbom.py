@@ -1,4 +1,6 @@
-"""List the contents of a wheel: python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
+"""List the contents of a wheel.
+
+python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
 
 It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package
 that pip installs with it, in the version of the tests (requirements.lock), each with name, version,
@@ -73,7 +75,10 @@ def component(package: dict[str, Any]) -> dict[str, Any]:
 
 
 def licence(about: dict[str, Any]) -> str:
-    """Return the licence in a package's metadata (of `importlib.metadata`): an SPDX expression, or a name."""
+    """Return the licence in a package's metadata: an SPDX expression, or a name.
+
+    They are those of `importlib.metadata`.
+    """
     classifiers = [each for each in about.get("classifier", []) if each.startswith("License :: OSI Approved :: ")]
     names = " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     return about.get("license_expression") or names or about.get("license", "").strip().partition("\n")[0]

@@ -1,4 +1,6 @@
-"""Compares contracts of training of the recursive model, rollouts and grades of boards, at equal CPU time.
+"""Compares contracts of training of the recursive model, rollouts and grades of boards.
+
+Their CPU time is equal.
 
     python -m tools.trm_table [--minutes 4] [--seeds 0 1 2] [--contracts deep last]
         [--grades easy medium] [--blanks 16 24]
@@ -111,7 +113,10 @@ def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
 def curve(
     run: pathlib.Path, table_of: pathlib.Path, args: argparse.Namespace
 ) -> list[tuple[float, int, int, float, float, float]]:
-    """Return noise, rollouts, boards, both accuracies and seconds a board of the rows of a run's curve."""
+    """Return noise, rollouts, boards, accuracies and seconds a board of a run's curve.
+
+    A row has both accuracies.
+    """
     out = run / f"curve-{table_of.parent.name}.csv"
     rollouts = [f"--rollouts={args.rollouts}", "--noise", *map(str, args.noise)] if args.rollouts > 1 else []
     solve = [sys.executable, "-m", "jaxtrain", "solve", str(run), str(table_of), "--ema", "--curve", str(out), *rollouts]
@@ -124,7 +129,7 @@ def curve(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the table as Markdown, a row for each contract, grade, number of rollouts and noise."""
+    """Return the table as Markdown, a row for each contract, grade, rollouts and noise."""
     lines = [
         "| contract | CPU s | steps | grade | rollouts | noise | solved, by the head | 95 % | by the rules | ms a board |",
         "|---|---:|---:|---|---:|---:|---:|---|---:|---:|",

@@ -1,4 +1,6 @@
-"""Writes docs/reference.md: every field of every config, its default, unit and meaning, from the comments of the dataclasses.
+"""Writes docs/reference.md: every field of every config, from the dataclasses' comments.
+
+It has the default, the unit and the meaning.
 
 python -m tools.write_reference            # writes it
 python -m tools.write_reference --check    # ends with 1 when it is not what would be written

@@ -136,7 +136,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record that the card shows: the loss and the workload's choice, or the first few."""
+    """Return the metrics that the card shows: the loss and the workload's choice, or a few."""
     values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
     names = [name for name in hub.metrics if name in values] or sorted(values)[:MOST_ROWS]
     return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}

@@ -1,4 +1,4 @@
-"""Two defects of Orbax and etils, repaired in place: late errors of a save, and folders with brackets.
+"""Two defects of Orbax and etils, repaired in place: late errors of a save, and brackets in names.
 
 `etils.epath`, by which Orbax lists its own files, takes the whole path of a folder as a pattern, so
 that it finds nothing in ``runs/betas=[0.9, 0.95]``. Importing this module makes it take the

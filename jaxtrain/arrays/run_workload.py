@@ -71,7 +71,9 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
 
 
 def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dict[str, Any]:
-    """Return the config of a run with frozen weights, whose warm_start.source is the exact place where they lie, verified.
+    """Return the config of a run with frozen weights, whose verified place is its source.
+
+    warm_start.source is the exact place where they lie.
 
     Args:
       named: a place that the user names, which comes in place of the recorded ones.

@@ -207,7 +207,10 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
-    """Return the weights of a run with adapters: trained ones and those of config.warm_start.source, merged when read."""
+    """Return the weights of a run with adapters, merged when read.
+
+    They are the trained ones and those of config.warm_start.source.
+    """
     with _within(PATTERNS, "the patterns of its config.warm_start"):
         rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:
@@ -252,7 +255,7 @@ def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str)
 
 
 def _as_kept(one: Stored, dtype: str) -> Stored:
-    """Round a frozen array to config.lora.dtype, as the run computed with it, and keep its own dtype."""
+    """Round a frozen array to config.lora.dtype, as in the run, and keep its own dtype."""
     kept, path = jnp.dtype(dtype), "/".join(map(str, one.keys))
     if jnp.promote_types(one.dtype, kept) == kept:
         return one
@@ -303,7 +306,9 @@ def _refuse_damage(source: Source) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float, what: str) -> Iterator[None]:
-    """End the block after so many seconds with a StoredError: a regular expression can be made that takes for ever.
+    """End the block after so many seconds with a StoredError.
+
+    A regular expression can be made that takes for ever.
 
     Python's looks for signals as it goes. In another thread than the main one, which alone may have
     them, nothing is ended.

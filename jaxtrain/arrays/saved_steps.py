@@ -1,4 +1,6 @@
-"""Inspect a step or an export, compare two, and copy the weights of one, on any CPU and without the model's code.
+"""Inspect a step or an export, compare two, or copy the weights of one.
+
+Any CPU will do, and the model's code is not needed.
 
 A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only":
 true``. A run can be warm-started from it, not resumed.
@@ -112,7 +114,7 @@ def verify(source: Source) -> int:
 
 
 def digest_of(arrays: Mapping[str, Stored]) -> str:
-    """Return the digest of the arrays of a step, as a run's records have it (`jaxtrain.step.digest`)."""
+    """Return the digest of a step's arrays, as in the run's records (`jaxtrain.step.digest`)."""
     pieces = (digest.of_piece(path, one.read(index), index) for path, one in arrays.items() for index in one.pieces())
     return digest_text(sum(pieces, np.zeros(2, np.uint32)))
 

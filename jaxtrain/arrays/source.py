@@ -1,4 +1,6 @@
-"""RUN, which commands take: a run's workdir, a step directory of it, or an export (a folder of safetensors).
+"""RUN, which commands take: a workdir, a step directory of it, or an export.
+
+An export is a folder of safetensors.
 
 `find` is the one place that decides which of them a path is. Its errors say why a path is none.
 """

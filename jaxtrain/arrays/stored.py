@@ -1,4 +1,6 @@
-"""Reads arrays on disk without the program, the mesh or the devices that wrote them, and no more of them than is needed.
+"""Reads arrays on disk without the program, the mesh or the devices that wrote them.
+
+No more is read than is needed.
 
 Both formats are read as path -> `Stored`:
 
@@ -99,7 +101,9 @@ class Stored(NamedTuple):
 
 
 def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
-    """Find the step directory that ``run`` names: itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+    """Find the step directory that ``run`` names.
+
+    It is ``run`` itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
 
     Raises StoredError, with the steps that exist.
     """
@@ -167,7 +171,7 @@ def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
 
 
 def check_format(meta: Mapping[str, Any], place: Any) -> None:
-    """Raise StoredError if a run's metadata, read at ``place``, are of another format than this version reads."""
+    """Raise StoredError if metadata at ``place`` are of another format than this version reads."""
     if meta.get("config") and (found := meta.get("format")) != FORMAT:
         older = "from before formats had numbers" if found is None else f"of format {str(found)[:20]}"
         raise StoredError(f"{place} is {older}, and this version reads format {FORMAT}; read it with the version that wrote it")
@@ -200,7 +204,7 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
 
 
 def check_files(folder: epath.Path) -> None:
-    """Raise StoredError unless everything below a folder is a regular file or a folder, inside of it.
+    """Raise StoredError unless all below a folder is a regular file or a folder, inside of it.
 
     Orbax and tensorstore open any file there, and would wait for a pipe. They read most files
     whole, and end the process if one does not fit in memory. A sparse file may have any size, and
@@ -222,7 +226,9 @@ def check_files(folder: epath.Path) -> None:
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
-    """Return the largest size of a checkpoint's file below ``folder``, if tensorstore reads it whole, else infinity.
+    """Return the largest size of a checkpoint's file that tensorstore reads whole, else infinity.
+
+    The files are those below ``folder``.
 
     Raises StoredError for a damaged description of an array.
 
@@ -290,7 +296,9 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def _files(folder: epath.Path) -> dict[str, list[str] | None]:
-    """Return the files of a folder that hold its model, each with its names by the index, or None without one.
+    """Return the files that hold a folder's model, each with its names by the index.
+
+    It is None without an index.
 
     As transformers does, `WHOLE` comes first, and other files next to it are not read.
     """
@@ -321,7 +329,7 @@ def _tell_spared(folder: str, found: str, spared: str) -> None:
 
 
 def _refuse_codes(folder: epath.Path) -> None:
-    """Raise StoredError for arrays that are not a model's numbers: quantised ones, and an adapter's."""
+    """Raise StoredError for arrays that are no model's numbers: quantised ones, an adapter's."""
     about = read_object(folder, "config.json") if (folder / "config.json").exists() else {}
     for name in ("quantization_config", "compression_config"):
         if kind := about.get(name):
@@ -420,7 +428,10 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
 
 
 def in_chunks(tree: Any) -> Any:
-    """Return how to save each array: in chunks that a reader can decode one at a time, however large a device's part is."""
+    """Return how to save each array: in chunks that a reader can decode one at a time.
+
+    A device's part may be large.
+    """
     return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
 
 
@@ -468,7 +479,10 @@ def _ask(url: str) -> None:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address of a store or on the web, also as etils.epath writes one without a scheme (/gs/bucket)."""
+    """Whether a path is an address of a store or on the web.
+
+    etils.epath writes one without a scheme (/gs/bucket).
+    """
     return "://" in path or "://" in os.fspath(_absolute(path))
 
 
@@ -479,7 +493,10 @@ def _absolute(path: epath.PathLike) -> epath.Path:
 
 
 def _item(folder: epath.Path) -> epath.Path | None:
-    """Find the arrays in a step directory: in ``state``, as this program writes them, or in ``default``, as many others do."""
+    """Find the arrays in a step directory.
+
+    They are in ``state``, as this program writes them, or in ``default``, as many others do.
+    """
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
 
 
@@ -537,7 +554,7 @@ def _read_array(
 
 
 def _check_memory(what: str, needed: int) -> None:
-    """Raise StoredError if a read does not fit in memory: any number of zeros takes no space in a file."""
+    """Raise StoredError if a read does not fit in memory: zeros take no space in a file."""
     if needed > (memory := machine.most_memory()):
         raise StoredError(f"{what}: to read it takes {needed:,} bytes, and this machine has {memory:,}")
 

@@ -1,4 +1,6 @@
-"""The weights that a run freezes, which its checkpoints do not hold: where they came from, and that they are the same.
+"""The weights that a run freezes: where they came from, and that they are the same.
+
+Its checkpoints do not hold them.
 
 A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest
 step", and a digest of its parameters, which is the same for a step and for an export of it.
@@ -38,7 +40,7 @@ class Base(NamedTuple):
     digest: str  # of the source's parameters
 
     def is_named(self, source: str) -> bool:
-        """Whether a config's warm_start.source is that of the record, perhaps by another spelling."""
+        """Whether a config's warm_start.source is the record's, perhaps by another spelling."""
         if not (source and self.named):
             return source == self.named
         return source == self.named or _whole(source) in (_whole(self.named), _whole(self.source))
@@ -83,12 +85,15 @@ def digest(rules: WarmStart) -> str:
 
 
 def workdirs(step: epath.Path, workdir: Any) -> list[epath.PathLike]:
-    """Return the workdirs of a step's run: above its checkpoints, or with config.checkpoint.folder as its config has it."""
+    """Return the workdirs of a step's run.
+
+    One is above its checkpoints, or config.checkpoint.folder is as its config has it.
+    """
     return [step.parent.parent, *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else [])]
 
 
 def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
-    """Return the places where a run's base may lie: its copies in workdirs, and where it came from."""
+    """Return the places where a run's base may lie: its copies in workdirs, and its origin."""
     name = f"{base.digest[:SHORT]}-{pathlib.PurePath(base.source).name}"
     kept = [os.fspath(place) for workdir in workdirs if (place := epath.Path(workdir) / FOLDER / name).exists()]
     return list(dict.fromkeys([*kept, base.source]))

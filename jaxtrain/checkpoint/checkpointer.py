@@ -147,13 +147,13 @@ class Checkpointer:
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
     def listed(self, other: str = "") -> int:
-        """Return the newest step in this workdir, else in the workdir ``other``, by their folders' names, or 0 without any."""
+        """Return the newest step in this workdir, else in ``other``, by folders' names, or 0."""
         folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
         steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
         return max(next(filter(None, steps), [0]))
 
     def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
-        """Read the newest checkpoint that can be read, of this run or of another ``workdir``, or return None.
+        """Read the newest readable checkpoint of this run or of another ``workdir``, or None.
 
         Args:
           abstract: the target of every array. The mesh that saved it need not exist any more.
@@ -176,7 +176,7 @@ class Checkpointer:
         return restored
 
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
-        """Read the newest state of at most ``before`` batches, with its step, or None if none can be read.
+        """Read the newest state of at most ``before`` batches, with its step, or return None.
 
         Only regular saves are considered, so that it is the same one however often the run was
         interrupted.
@@ -411,7 +411,9 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
 
 
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
-    """Raise CheckpointError, naming the processes, unless all see the same folder: every process writes its part there.
+    """Raise CheckpointError, naming the processes, unless all see the same folder.
+
+    Every process writes its part there.
 
     Process 0 leaves a file there, which the others look for during ``seconds``: a network file
     system may show it late.
@@ -466,7 +468,10 @@ def saved_parts(state: "TrainState") -> dict[str, Any]:
 
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
-    """Return the first arrays of a step that are missing here, or of another shape, or that are missing there. "" if none."""
+    """Return the first arrays of a step that are missing here, extra there, or of another shape.
+
+    It is "" if there are none.
+    """
     tree = saved_parts(abstract.state)
     now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
     before = {path: tuple(one.shape) for path, one in saved.items()}

@@ -2,8 +2,11 @@
 
     <step>/manifest.json
       {"algorithm": "sha256",
-       "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},      every file below <step>, sorted, but `APART`
-       "hash": "<hex>"}                                                      of the canonical JSON of the rest
+       "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},
+       "hash": "<hex>"}
+
+"files" are all below <step>, sorted, but `APART`; the last "hash" is of the canonical JSON of the
+rest.
 
 Orbax completes a step directory by renaming it. The manifest is computed from the files on disk
 right before, so that a step is never complete without one, however the run is killed. Steps of

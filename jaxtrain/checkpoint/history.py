@@ -1,4 +1,4 @@
-"""The history of a run, saved with its state: changes of its data, rewinds, and the best step so far.
+"""The history of a run, saved with its state: changes of its data, rewinds, the best step so far.
 
 workdir/best.json    {"step": 40, "value": 1.25, "metric": "-loss", "progress": {"step": 30,
                      "value": 1.3}}

@@ -97,7 +97,9 @@ def _saved_config(restored: Restored) -> Any:
 
 
 def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
-    """Return a restored state with its frozen parameters, which no checkpoint holds, as they were at step 0.
+    """Return a restored state with its frozen parameters as they were at step 0.
+
+    No checkpoint holds them.
 
     Raises CheckpointError: the weights that were frozen are gone, or they and
     config.warm_start.source differ.
@@ -116,7 +118,7 @@ def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
 
 
 def _base_of(config: Config, restored: Restored) -> tuple[WarmStart, dict[str, str]]:
-    """Return the rules for the frozen weights of a restored run, at the exact place where they lie, and the record of these."""
+    """Return the rules for a restored run's frozen weights, at their place, and their record."""
     rules = config.warm_start
     base = base_weights.recorded(restored.history._asdict())
     named = base.named if base else str((_saved_config(restored).get("warm_start") or {}).get("source") or "")
@@ -175,7 +177,7 @@ def _record(rules: WarmStart, named: str) -> dict[str, str]:
 
 
 def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> WarmStart:
-    """``rules`` for the copy in the workdir, which is made first, if config.warm_start.keep asks for it."""
+    """``rules`` for the copy in the workdir, made first if config.warm_start.keep asks for it."""
     if not (config.warm_start.keep and rules.source and base):
         return rules
     digest = base["digest"][: base_weights.SHORT] or "0"  # process 0 alone has one

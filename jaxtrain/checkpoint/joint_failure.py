@@ -69,7 +69,7 @@ class Meeting:
         return f"jaxtrain/checkpoint/manager/{self._saves}/"
 
     def _come(self, phase: str, timeout_ms: int) -> None:
-        """Wait for all at the end of a phase, unless another thread of this process does, or did."""
+        """Wait for all at the end of a phase, unless another thread of it does, or did."""
         with self._lock:
             if phase not in self._left:
                 return

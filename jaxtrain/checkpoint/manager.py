@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its loop sees them: their content, and the way back after bad steps."""
+"""The checkpoints of a run as its loop sees them: their content, the way back from bad steps."""
 
 import contextlib
 import logging
@@ -68,7 +68,7 @@ class CheckpointManager:
         return cluster.agree(min(found, self._config.train.steps))
 
     def newest(self, path: str = "") -> Restored | None:
-        """Return the newest readable checkpoint of this workdir, or of the workdir ``path``, or None.
+        """Return the newest readable checkpoint of this workdir, or of workdir ``path``, or None.
 
         Raises CheckpointError: there are some, and none can be read, or they are of another model
         or other data.
@@ -99,7 +99,7 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _in_own_workdir(self) -> Iterator[None]:
-        """Raise WorkdirError for a save that failed because the workdir is gone or another run's."""
+        """Raise WorkdirError for a save that failed because the workdir is gone or another's."""
         try:
             yield
         except CheckpointError:
@@ -112,15 +112,20 @@ class CheckpointManager:
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:
-        """Whether config.train.patience evaluations in a row up to ``step`` made no progress, which ends the run."""
+        """Whether config.train.patience evaluations in a row, up to ``step``, made no progress.
+
+        That ends the run.
+        """
         return self._checkpointer.stalled(step)
 
     def owes(self, due: Due, step: int) -> bool:
-        """Whether a checkpoint is due after the evaluation: the final weights, or the state at a stall."""
+        """Whether a checkpoint is due after the evaluation: final weights, or a stall's state."""
         return not due.resumable if due.save else due.evaluate and self.stalled(step)
 
     def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
-        """Return the state of the last regular save before the streak, at the position of ``state``. Later batches are skipped.
+        """Return the state of the last regular save before the streak, at ``state``'s position.
+
+        Later batches are skipped.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such
         save.

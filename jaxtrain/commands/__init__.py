@@ -1,4 +1,4 @@
-"""The commands: those of the trainer, one file each, and those that the workloads bring (`jaxtrain.workload`)."""
+"""The commands: the trainer's, one file each, and those of the workloads (`jaxtrain.workload`)."""
 
 from jaxtrain import workload
 from jaxtrain.workload import Command
@@ -43,7 +43,9 @@ class CommandError(ValueError):
 
 
 def table(*others: str) -> dict[str, Command]:
-    """Every command by its name, in the order of the listing: the trainer's, and those of the shipped workloads.
+    """Every command by its name, in the order of the listing.
+
+    They are the trainer's, and those of the shipped workloads.
 
     Args:
       others: dotted names of workloads that the user named, whose commands are added.

@@ -1,4 +1,4 @@
-"""The shared parts of all commands: the parser, RUN and the config's arguments, and the report of errors.
+"""The shared parts of all commands: the parser, RUN, the config's arguments, reports of errors.
 
 A command is a module with a docstring, which its --help prints, and ``main(argv) -> exit code``. It
 imports slow modules (jax, and all that imports it) after its arguments are parsed.
@@ -36,7 +36,10 @@ CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=val
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose --help prints a command's docstring, and whose mistakes are one line with the nearest spelling."""
+    """A parser whose --help prints a command's docstring.
+
+    A mistake is one line with the nearest spelling.
+    """
 
     def __init__(self, prog: str, description: str | None = None, **options: Any):
         super().__init__(
@@ -134,7 +137,10 @@ def _writable(text: str, folder: bool) -> Any:
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``argv`` into the arguments of `jaxtrain.config.parse_args` (--config… with their values) and the rest."""
+    """Split ``argv`` into the arguments of `jaxtrain.config.parse_args` and the rest.
+
+    The former are --config… with their values.
+    """
     config, rest = [], []
     given = iter(argv)
     for argument in given:
@@ -175,7 +181,7 @@ def report(text: object) -> None:
 
 
 def homeless(error: Exception) -> str:
-    """Say that a path begins with the home of an unknown user, if that is the error: pathlib hides it."""
+    """Say that a path begins with an unknown user's home, if that is it: pathlib hides it."""
     if not isinstance(error, RuntimeError):
         return ""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -224,7 +230,7 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
 
 
 def run_model(action: Callable[[], int]) -> int:
-    """`run` for a command that computes with a trained model, and reports errors of its run and of its data."""
+    """`run` for a command that computes with a trained model, with errors of its run and data."""
     from jaxtrain import config
     from jaxtrain.arrays import stored
     from jaxtrain.checkpoint import warm_start

@@ -1,4 +1,6 @@
-"""Looks at everything that a run needs before it is started: software, config, host, devices, disk, data, network.
+"""Looks at all that a run needs before it starts: software, config, host, devices, disk, data.
+
+It looks at the network, too.
 
     jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]
 

@@ -1,4 +1,4 @@
-"""Print every field of a config with its value, unit and meaning, and the meaning of its run's metrics.
+"""Print every field of a config with its value, unit and meaning, and the meaning of its metrics.
 
     jaxtrain explain --config=FILE[:ARGUMENT] [--config.section.field=value …]
 

@@ -10,7 +10,8 @@
     jaxtrain export runs/xcm --format onnx --out xcm-onnx
 
     DIR/
-      model.safetensors, or model-00001-of-0000N.safetensors …   at most --shard-size each (a larger array has one to itself)
+      model.safetensors, or model-00001-of-0000N.safetensors …
+                                        at most --shard-size each (a larger array has one to itself)
       model.safetensors.index.json      which file holds which name
       config.json                       the run's resolved config, or the workload's own
       README.md                         model card: the model, its use, its last metrics, its config

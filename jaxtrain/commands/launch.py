@@ -274,13 +274,15 @@ def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
 
 
 def _check_line(option: str, text: str) -> None:
-    """Raise LaunchError for text that would end an #SBATCH comment, so that its rest ran as shell."""
+    """Raise LaunchError for text that would end an #SBATCH comment, so its rest ran as shell."""
     if not text.isprintable():
         raise LaunchError(f"{option} is {text!r}, which has a line break or another control character; omit it")
 
 
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
-    """Return the script's lines after srun, which requeue a job that saved, or was signalled before it could listen.
+    """Return the script's lines after srun, which requeue a job.
+
+    It saved, or it was signalled before it could listen.
 
     A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time
     limit of ``limit`` seconds, because the notice came while it compiled and could not answer.

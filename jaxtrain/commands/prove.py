@@ -122,7 +122,7 @@ def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> in
 
 
 def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
-    """Whether two runs are the same in each recorded step and in the last checkpoint, and a line that says so."""
+    """Whether two runs agree in each recorded step and the last checkpoint, and a line on it."""
     from jaxtrain.arrays import saved_steps, source
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import steps

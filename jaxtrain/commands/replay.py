@@ -141,7 +141,7 @@ def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -
 
 
 def _otherwise(run: Any, made: Any, step: int) -> list[str]:
-    """List the versions, devices and sizes of the mesh that differ from those of the run at a step."""
+    """List the versions, devices and sizes of the mesh that differ from the run's at a step."""
     from jaxtrain.arrays import saved_steps
 
     starts = [start for start in run.starts if start.first < step] or run.starts[:1]
@@ -208,7 +208,7 @@ def _ships(loader: str) -> bool:
 
 
 def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
-    """Return the run's config with a workdir of its own, a record of each step, and the checkpoint that a page needs."""
+    """Return the run's config with its own workdir, all steps recorded, and a page's checkpoint."""
     from jaxtrain import config as config_lib
     from jaxtrain.arrays import run_workload
     from jaxtrain.telemetry.report.run import RunError

@@ -53,7 +53,7 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
 
 
 def names(paths: Sequence[str]) -> list[str]:
-    """Return a short name for each run: the last part of its path, or as much of it as tells them apart."""
+    """Return a short name for each run: as much of its path's end as tells them apart."""
     whole = [pathlib.Path(path).resolve().parts for path in paths]
     length = 1
     while length < 20 and len({parts[-length:] for parts in whole}) < len({*whole}):

@@ -58,7 +58,10 @@ def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
 
 
 class Pages:
-    """The page, made again when a file of the runs has changed, at most every ``every`` seconds and for a tenth of the time."""
+    """The page, made again when a file of the runs has changed.
+
+    That is at most every ``every`` seconds, and takes a tenth of the time.
+    """
 
     def __init__(self, paths: Sequence[str], metric: str, every: float):
         from jaxtrain.telemetry.report import page
@@ -103,7 +106,7 @@ def _changed(path: os.PathLike[str]) -> tuple[int, int]:
 
 
 class Server(loopback.Server):
-    """Answer GET /TOKEN/ with the page, GET /TOKEN/version with its number, and all else with 404."""
+    """Answer GET /TOKEN/ with the page, GET /TOKEN/version with its number, others with 404."""
 
     def __init__(self, pages: Pages, port: int = 0):
         super().__init__(Handler, port)

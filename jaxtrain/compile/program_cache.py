@@ -28,7 +28,9 @@ LIMIT = 2 << 30  # [bytes] of all files together
 
 
 def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the program that an earlier start compiled of ``lowered``, or None if a process has none.
+    """Return the program that an earlier start compiled of ``lowered``.
+
+    It is None if a process has none.
 
     All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are
     run.
@@ -78,7 +80,9 @@ def _are_kept() -> bool:
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
-    """Return the file of a program, by its text, arguments, options, process, devices, versions, flags and CPU.
+    """Return the file of a program.
+
+    Its name is made from its text, arguments, options, process, devices, versions, flags and CPU.
 
     The text has no unused arguments, and the file numbers the used ones.
     """

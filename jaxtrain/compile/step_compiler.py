@@ -1,4 +1,4 @@
-"""The compiled programs of a run: its step for every stage and bucket, and its evaluation for every bucket."""
+"""The compiled programs of a run: its step by stage and bucket, and its evaluation by bucket."""
 
 import concurrent.futures
 import functools
@@ -45,7 +45,7 @@ class CompileAhead:
         self._programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
 
     def expect(self, step: int, program: Callable[..., Any] | None = None) -> None:
-        """Start to compile the program of a step that is likely to be the first, unless ``program`` is that."""
+        """Start to compile the step that is likely to be first, unless it is ``program``."""
         if program is None:
             self._submit(self._key_of(step))
         else:
@@ -150,7 +150,9 @@ class StepCompiler:
         return self._assembly.task.stage(index), self._data.bucket_of(index)
 
     def ready(self, first: int) -> None:
-        """Return once the program of step number ``first``, 0 being the first, is compiled, or at once with no step left.
+        """Return once the program of step number ``first``, from 0 on, is compiled.
+
+        It returns at once if no step is left.
 
         Raises:
           RendezvousError: processes that lowered different programs, or have other data, by number.

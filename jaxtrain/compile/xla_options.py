@@ -1,4 +1,4 @@
-"""Options for XLA's compilers: one table of defaults by device, and the options of a config over them.
+"""Options for XLA's compilers: a table of defaults by device, and the options of a config over it.
 
 They are arguments of a compilation. In XLA_FLAGS or LIBTPU_INIT_ARGS a name that the installed
 version does not know ends the process. Here the compiler is tried first, with a program of no size.
@@ -76,7 +76,9 @@ TABLE = (
 
 
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
-    """Return the options of a step for ``count`` devices of a ``device_kind``: the table's, and over them ``own``.
+    """Return a step's options for ``count`` devices of a kind: the table's, with ``own`` over them.
+
+    The kind is ``device_kind``.
 
     Options of another platform in ``own`` are not for these devices, and the log says so: one
     config may have those of several.

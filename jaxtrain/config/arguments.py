@@ -1,4 +1,4 @@
-"""The command line of a run: which config, with which overrides, and whether to explain or plan it."""
+"""The command line of a run: its config and overrides, and whether to explain or plan it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +21,9 @@ class Arguments(NamedTuple):
 
 
 def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
-    """``--config=FILE[:ARG] --config.section.field=value … --explain --plan[=TARGET]``, or ``--plan-setup KIND`` alone.
+    """``--config=FILE[:ARG]`` with its overrides, or ``--plan-setup KIND`` alone.
+
+    Overrides are --config.section.field=value. Further flags are --explain and --plan[=TARGET].
 
     The config is not read yet, since the module of its workload may take a second to import.
 

@@ -52,7 +52,9 @@ class _Text(str):
 
 
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Read ``path.py`` or ``path.py:argument`` and apply (dotted path, text) overrides, then check everything.
+    """Read ``path.py`` or ``path.py:argument``, apply overrides, and check everything.
+
+    Overrides are (dotted path, text).
 
     A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
 
@@ -180,7 +182,10 @@ def _is_of_kind(cls: type, name: str, value: Any) -> bool:
 
 
 def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``tree`` with the fields in `SHARES` as steps instead of shares of the run: 0.05 of 2,000 steps is 100."""
+    """Copy ``tree`` with the fields in `SHARES` as steps instead of shares of the run.
+
+    0.05 of 2,000 steps is 100.
+    """
     tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in tree.items()}
     train = tree.get("train")
     steps = _literal(train.get("steps", Train.steps)) if isinstance(train, Mapping) else Train.steps
@@ -275,7 +280,7 @@ def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequenc
 
 
 def _read_file(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the stem of a config file's name, and the dictionary that its ``get_config`` returns."""
+    """Return the stem of a config file's name, and the dictionary of its ``get_config``."""
     from ml_collections import ConfigDict  # here: an exported encoder imports this package, and needs no config file
 
     file, module, argument = import_file(source)
@@ -337,7 +342,7 @@ def _where_and_why(error: Exception) -> str:
 
 
 def locate(path: str) -> pathlib.Path:
-    """Return the file of a config: one of the user's, by its path, or one that jaxtrain ships, by its name.
+    """Return the file of a config: the user's, by its path, or a shipped one, by its name.
 
     Raises ConfigError.
     """

@@ -1,4 +1,6 @@
-"""The differences between the config of a checkpoint and that of the run that resumes from it, and the kind of each.
+"""The differences between a checkpoint's config and that of the run that resumes from it.
+
+Each has its kind.
 
 Every section declares the kinds of its fields (`loaders.io.checks.OnResume`): a field may change,
 or it changes the function that is trained, or the arrays of the state.
@@ -61,7 +63,7 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
 
 
 def digests_of(config: Config) -> dict[str, str]:
-    """Return the digest of each file that a field of the kind ``files`` names, by the field's path."""
+    """Return the digest of all files that fields of the kind ``files`` name, by the field."""
     found = {}
     for name in ("model", "data"):
         section = getattr(config, name)

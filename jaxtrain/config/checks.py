@@ -1,4 +1,7 @@
-"""Mistakes that show between the sections of a config, or only on this machine: files, packages, a read-only workdir."""
+"""Mistakes that show between the sections of a config, or only on this machine.
+
+These are files, packages, a read-only workdir.
+"""
 
 import functools
 import importlib.util
@@ -18,7 +21,7 @@ from loaders.io.checks import Problems
 
 
 class ConfigError(ValueError):
-    """Every mistake of a config at once, one line each: a single one alone, several below their number."""
+    """Every mistake of a config at once, a line each: one alone, several below their number."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
@@ -35,7 +38,9 @@ class ArgumentError(ConfigError):
 
 
 def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str]) -> Problems:
-    """Yield the ``problems`` that do not rest on a field of ``unread``, whose default stands for a value of the wrong type.
+    """Yield the ``problems`` that do not rest on a field of ``unread``.
+
+    The default stands for a value of the wrong type.
 
     A text names every field that it rests on: by its whole path, or within its section by its name.
     """
@@ -50,7 +55,10 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
 
 
 def beyond_the_run(config: Config) -> Iterator[str]:
-    """Yield events that never come up within the run's steps, which is rarely intended, with a value that would."""
+    """Yield events that never come up within the run's steps, with a value that would.
+
+    This is rarely intended.
+    """
     train, steps = config.train, config.train.steps
     periods = {
         "train.eval_every": train.eval_every,
@@ -195,7 +203,10 @@ def on_this_machine(config: Config) -> Problems:
 
 
 def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Rules for axes that no array has: neither known to all workloads, nor named, in quotes, in this one's own file."""
+    """Rules for axes that no array has.
+
+    No workload knows them, and the workload's own file does not name them, in quotes.
+    """
     module = sys.modules.get(workload)
     if module is None:  # it could not be imported, which is reported already
         return

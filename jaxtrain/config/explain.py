@@ -1,4 +1,4 @@
-"""Every field of a config with its value, unit and meaning, read from the comments of the dataclasses."""
+"""Every field of a config with its value, unit and meaning, from the dataclasses' comments."""
 
 import ast
 import dataclasses
@@ -43,7 +43,10 @@ def _short(value: Any) -> str:
 
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
-    """Field -> (unit, meaning), from the comment that ends the field's line: ``name: type = default  # [unit] meaning``."""
+    """Field -> (unit, meaning), from the comment that ends the field's line.
+
+    The line is ``name: type = default  # [unit] meaning``.
+    """
     glosses: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

@@ -48,7 +48,7 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
-    """Call the factory with ``arguments``, and each value of ``given`` that it has a parameter for."""
+    """Call the factory with ``arguments`` and the values of ``given`` that it takes."""
     taken = {parameter: value for parameter, value in given.items() if takes(name, parameter)}
     return find(name)(**taken, **{key: _frozen(value) for key, value in arguments.items()})
 
@@ -106,7 +106,7 @@ def _works(
 
 
 def of_optimizer(found: Any) -> str:
-    """Describe the problem with the result of an optimizer's factory, as the ``check`` of `problems`.
+    """Describe the problem with an optimizer factory's result, as the ``check`` of `problems`.
 
     It updates a matrix and a vector, since most factories store their arguments without looking at
     them.
@@ -124,7 +124,7 @@ def of_optimizer(found: Any) -> str:
 
 
 def of_schedule(found: Any) -> str:
-    """Describe the problem with the result of a schedule's factory, as the ``check`` of `problems`."""
+    """Describe the problem with a schedule factory's result, as the ``check`` of `problems`."""
     import jax  # here: most configs name no factory
 
     if not callable(found):
@@ -150,7 +150,7 @@ def _argument_problem(name: str, key: str, value: Any, allowed: list[str], given
 
 
 def _type_problem(name: str, value: Any, default: Any) -> str:
-    """Describe a value that is not of the kind of the parameter's default, if that is a bool or a number."""
+    """Describe a value of another kind than the parameter's default, if it is a bool or number."""
     if isinstance(default, bool) and not isinstance(value, bool):
         return f"is {value!r} ({type(value).__name__}); {name} expects True or False"
     if type(default) in (int, float) and value is not None and type(value) not in (int, float):

@@ -44,17 +44,17 @@ class ModelSection(Section):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def data_problems(self, facts: Mapping[str, Any]) -> Problems:
-        """Yield (field, problem with its remedy) for every field that contradicts the facts of the data."""
+        """Yield (field, problem with its remedy) for fields that contradict the data's facts."""
         del facts
         return iter(())
 
     def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the reasons why the weights of the run with the config ``source`` are no start of this one."""
+        """Yield why the weights of the run with the config ``source`` are no start of this one."""
         del source
         return iter(())
 
     def start_problems(self, rules: "WarmStart") -> Problems:
-        """Yield (field, text) if the weights of ``rules`` are of a model that computes something else."""
+        """Yield (field, text) if the weights of ``rules`` are of another kind of model."""
         del rules
         return iter(())
 
@@ -150,7 +150,9 @@ class Group(Section):
 
 @dataclass(frozen=True)
 class Optim(Section):
-    """A clip of the global gradient norm, then a built-in update rule or any optimizer of optax, at a scheduled learning rate.
+    """A clip of the global gradient norm, then an update rule, at a scheduled learning rate.
+
+    The rule is a built-in one or any optimizer of optax.
 
     ``name="module:factory"`` calls that function with ``arguments``, and with ``learning_rate``
     (step -> rate) if it has a parameter of this name. ``clip``, ``masters``, ``offload``, and
@@ -274,7 +276,7 @@ class Mesh(Section):
 
 @dataclass(frozen=True)
 class WarmStart(Section):
-    """Parameters to start from if there is no checkpoint to resume, by the rules of `jaxtrain.checkpoint.warm_start`."""
+    """Parameters to start from if there is no checkpoint, by `jaxtrain.checkpoint.warm_start`."""
 
     on_resume = OnResume(FUNCTION, free=("source", "step", "keep", "other_front_end"))  # the source by its digest
 

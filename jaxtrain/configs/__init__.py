@@ -1,4 +1,6 @@
-"""The shipped configs: `--config=xcm` by name, and `from jaxtrain.configs import xcm` in a config of one's own.
+"""The shipped configs, by name or by import.
+
+`--config=xcm`, or `from jaxtrain.configs import xcm` in a config of one's own.
 
 Their files are in the folder configs/ next to this package, in a checkout as in an installed wheel.
 """

@@ -16,7 +16,7 @@ _END = object()
 
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
-    """Return the rows that this process reads, decided by the sharding (law 2), never by a process index."""
+    """Return the rows that this process reads, by the sharding (law 2), not by a process index."""
     leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
@@ -68,7 +68,7 @@ def local_values(x: jax.Array) -> list[Any]:
 
 
 class Feed:
-    """Iterates over (position after the batch, batch), made by a thread that runs ``depth`` batches ahead.
+    """Iterates over (position after the batch, batch), made by a thread ``depth`` batches ahead.
 
     The copies of batch n + 1 overlap step n. The position travels with its batch, because the
     thread is ahead of it.

@@ -1,4 +1,4 @@
-"""The data of a run: its two loaders, and the stream of sharded batches that its loop takes from one of them."""
+"""The data of a run: its two loaders, and the stream of sharded batches of one of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ class Data:
         return self.train.state(step - self.offset)
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return the facts of the data and their order, as JSON, which a resumed run and every process must share."""
+        """Return the data's facts and order as JSON, which resumed runs and all processes share."""
         return self.train.state(0)
 
     @property

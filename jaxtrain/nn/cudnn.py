@@ -21,7 +21,7 @@ _PATCHING = threading.Lock()  # one thread at a time replaces JAX's questions to
 
 
 def fits(shape: tuple[int, ...], capability: str) -> bool:
-    """Tell whether these GPUs have a fused kernel, cuDNN's or `nn.flash`, for queries [B, T, H, K]."""
+    """Tell whether these GPUs have a fused kernel, cuDNN's or `nn.flash`, for [B, T, H, K]."""
     generation = _generation(capability)
     return generation >= (8, 0) and shape[3] <= (256 if generation >= HOPPER else 128)
 

@@ -1,4 +1,6 @@
-"""Attention for NVIDIA GPUs by the flash kernel of Pallas, for documents and heads that cuDNN's kernel does not take.
+"""Attention for NVIDIA GPUs by the flash kernel of Pallas.
+
+It is for documents and heads that cuDNN's kernel does not take.
 
 cuDNN takes documents as a mask [B, 1, T, S]. This kernel has no array that grows with T × S.
 

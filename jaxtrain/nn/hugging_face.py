@@ -112,7 +112,7 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
-    """Read the fields of the section ``model`` from a folder that `jaxtrain export` wrote, else None.
+    """Read the fields of the section ``model`` from a folder of `jaxtrain export`, else None.
 
     Args:
       workload: the module whose run it has to be.
@@ -157,7 +157,7 @@ def tokenizer_files(
     vocab: int | None,
     read: Callable[[pathlib.Path], dict[str, bytes]],
 ) -> tuple[dict[str, bytes], bool]:
-    """Read the files of a run's tokenizer, and say whether the token ids of its base weights mean the same tokens.
+    """Read a run's tokenizer files, and whether its base's token ids mean the same tokens.
 
     They are those of the first tokenizer that is named, else of the base weights. Its companions
     may lie at either.
@@ -185,14 +185,14 @@ def tokenizer_files(
 
 
 def without_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json or generation_config.json without those that name tokens by their ids."""
+    """Fields of config.json or generation_config.json without those that name tokens by id."""
     return {
         name: value for name, value in fields.items() if not re.search(r"(token|eos|bos|pad)_ids?$|^suppress_tokens$", name)
     }
 
 
 def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one layer's array at Hugging Face, with heads and head_dim as one axis."""
+    """Return the shape of one layer's array at Hugging Face, heads and head_dim as one axis."""
     if name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
         return (shape[0] * shape[1], *shape[2:])
     return (shape[0], shape[1] * shape[2]) if name == "w_out" else shape
@@ -230,7 +230,7 @@ def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[
 
 
 def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: Any) -> Iterator[str]:
-    """Name the fields that are no numbers above 0: sizes, those of a stretched ``scaling``, and the rope's theta."""
+    """Name the fields that are no numbers above 0: sizes, its ``scaling``'s, rope's theta."""
     numbers = {name: h.get(name) for name in (*SIZES.values(), "vocab_size")}
     numbers |= {name: h[name] for name in ("num_key_value_heads", "head_dim") if h.get(name)}
     numbers |= {name: scaling.get(name) for name in ROPE.values() if scaling}
@@ -241,7 +241,10 @@ def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: An
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Name the fields of its rotary positions that `layers.Rope` lacks, or that transformers 4 and 5 read differently."""
+    """Name the fields of rotary positions that `layers.Rope` lacks, or that are read differently.
+
+    Transformers 4 and 5 do not agree on some.
+    """
     if kind not in ("default", "llama3"):
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, products with matrices, and rows of a table that is split over devices."""
+"""Norms, rotary positions, products with matrices, and rows of a table split over devices."""
 
 import functools
 import math

@@ -57,7 +57,7 @@ def generate(
 
 
 def pad(ids: Sequence[Sequence[int]], n: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Pad prompts with zeros to int32 [B, P], P at least ``n``, and return their lengths, int32 [B]."""
+    """Pad prompts with zeros to int32 [B, P], P at least ``n``, and return lengths, int32 [B]."""
     length_b = np.array([len(i) for i in ids], np.int32)
     prompt_bp = np.zeros((len(ids), max(n, length_b.max())), np.int32)
     for row, i in enumerate(ids):

@@ -118,7 +118,7 @@ def row_axis(shape: tuple[int, ...]) -> int | None:
 
 
 def row_scales(x: Array) -> Array:
-    """Return the largest magnitude of each row, float32 of x's rank, or one 1 if x is not quantised."""
+    """Return the largest magnitude of each row, float32 of x's rank, or 1 if x is not quantised."""
     if (axis := row_axis(x.shape)) is None:
         return jnp.ones((1,) * x.ndim, jnp.float32)
     return jnp.abs(x).max(axis, keepdims=True)

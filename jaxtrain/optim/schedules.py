@@ -18,7 +18,7 @@ def peak(optim: Optim) -> float:
 
 
 def learning_rates(optim: Optim, steps: int, at: np.ndarray) -> np.ndarray | None:
-    """Return the learning rates of updates ``at``, or None if an optimizer of one's own takes none."""
+    """Return the learning rates of updates ``at``, or None if one's own optimizer takes none."""
     if factories.is_factory(optim.name) and not factories.takes(optim.name, "learning_rate"):
         return None
     if factories.is_factory(optim.schedule):

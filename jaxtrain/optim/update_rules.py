@@ -52,7 +52,7 @@ def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def is_hidden_matrix(path: str, spec: Spec) -> bool:
-    """Tell whether a parameter is a matrix between hidden states, not a table, a head or a vector."""
+    """Tell whether a parameter is a matrix between hidden states, no table, head or vector."""
     if {"vocab", "item"} & set(spec.axes):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The compilers of plans, each in its own environment beneath the cache, never in the one that trains.
+"""The compilers of plans, each in its own environment in the cache, never in the one that trains.
 
     jaxtrain plan --setup gpu      # XLA's compiler for NVIDIA GPUs, and ptxas: some 0.6 GB
     jaxtrain plan --setup tpu      # libtpu: some 0.5 GB
@@ -108,5 +108,5 @@ def versions(place: pathlib.Path) -> str:
 
 
 def path(place: pathlib.Path) -> str:
-    """Return the PYTHONPATH of a process that uses it, before all that this process imports from."""
+    """Return the PYTHONPATH of a process that uses it, before all that this one imports from."""
     return os.pathsep.join([str(place), *(entry or os.getcwd() for entry in sys.path)])

@@ -150,7 +150,7 @@ class Program:
             yield from ((name, i) for i in body if name in self.times)
 
     def library_calls(self) -> dict[str, int]:
-        """Return target of a custom call -> its executions in a step, without the compiler's marks."""
+        """Return target of a custom call -> executions in a step, without the compiler's marks."""
         calls: dict[str, int] = {}
         for name, i in self.executed():
             if (match := re.search(r'custom_call_target="([^"]+)"', i.line)) and match[1] not in MARKS:

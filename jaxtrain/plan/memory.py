@@ -52,7 +52,7 @@ def _power(n: int) -> int:
 
 
 def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> dict[str, int]:
-    """Return the bytes of a device between two steps, by kind, without host memory (`offloaded`)."""
+    """Return a device's bytes between two steps, by kind, but for host memory (`offloaded`)."""
 
     def size(tree: PyTree) -> int:
         return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(tree) if not is_on_host(x))

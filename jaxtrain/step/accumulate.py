@@ -159,7 +159,7 @@ def _carry_partitions(task: Task) -> PyTree:
 
 
 def _equalised(x: Array) -> Array:
-    """Return the mean over data groups of an array that all rows share, which leaves equal arrays as they are.
+    """Return the mean over data groups of a shared array, which leaves equal arrays as they are.
 
     A count has no mean of its own dtype, and is the same everywhere already.
     """

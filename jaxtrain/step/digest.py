@@ -87,7 +87,7 @@ def _sums(path: str, words: Any, places: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _mix(x: Any) -> Any:
-    """Change about half of the bits of each word when one of its bits changes; no two words become equal.
+    """Change half of a word's bits when one bit changes; no two words become equal.
 
     Source: the finaliser of MurmurHash3 (Austin Appleby, public domain).
     """

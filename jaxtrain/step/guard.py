@@ -19,7 +19,7 @@ class GuardState(NamedTuple):
 
 
 def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[Array, GuardState]:
-    """Whether a step is accepted, by its gradient norm and its loss, and the guard's state after it."""
+    """Whether a step is accepted, by its gradient norm and loss, and the guard's next state."""
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)  # a finite loss can have a gradient that is not
     spike = norm > guard.spike * state.average if guard.spike else jnp.zeros((), bool)
     good = finite & ~(spike & (state.steps >= guard.settle))

@@ -35,7 +35,10 @@ class TrainState(flax.struct.PyTreeNode):  # type: ignore[no-untyped-call]  # fl
 
 
 class Abstract(NamedTuple):
-    """Shapes, dtypes and shardings of all that training holds: enough to restore, to compile and to count bytes."""
+    """Shapes, dtypes and shardings of all that training holds.
+
+    They are enough to restore, to compile and to count bytes.
+    """
 
     state: TrainState
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -96,7 +99,9 @@ def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
 
 
 def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
-    """Lays the state of any optimizer out by the parameters: an array belongs to the parameter whose path ends its own.
+    """Lays the state of any optimizer out by the parameters.
+
+    An array belongs to the parameter whose path ends its own.
 
     Moments live where their parameter does. Other arrays of a parameter (means of rows, scales of
     blocks) are split along each dimension that they share with it and that still divides. Counters
@@ -126,7 +131,7 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
 
 
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
-    """Return the partition of a parameter along the dimensions that an array of its statistics shares with it.
+    """Return the partition of a parameter along the dimensions that an array of statistics has.
 
     An array of the parameter's rank has all of them, in order. One of another rank has those of the
     same sizes in the same order, the first that match: it is a mean over the others, or has
@@ -142,7 +147,7 @@ def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[A
 
 
 def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raise LayoutError for a large array of an optimizer's state that is split less than its parameter."""
+    """Raise LayoutError for a large array of an optimizer that is split less than its parameter."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         return math.prod(x.sharding.shard_shape(x.shape))

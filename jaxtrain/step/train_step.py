@@ -163,7 +163,7 @@ def make_eval_step(task: Task, layout: Layout) -> jax.stages.Wrapped:
 
 
 def with_rows(batch: Batch, layout: Layout) -> Batch:
-    """Return the batch with "row": every row's place in the global batch, which random draws fold in."""
+    """Return the batch with "row": each row's place in the global batch, for random draws."""
     rows = next(iter(batch.values())).shape[0]
     return {**batch, "row": layout.shard(jnp.arange(rows, dtype=jnp.int32), "batch")}
 

@@ -93,7 +93,7 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
 
 
 def norms(name: str, tree: PyTree) -> dict[str, Mean]:
-    """Return the norm of a tree, and of each top-level subtree that is a dict: ``name_encoder``, …"""
+    """Return the norm of a tree, and of each top-level dict in it: ``name_encoder``, …"""
     sums = square_sums(tree)
     parts = {f"{name}_{part}": sub for part, sub in sums.items() if isinstance(sub, dict)} if isinstance(sums, dict) else {}
     each = {name: sums, **{part: sub for part, sub in parts.items() if sub}}

@@ -1,4 +1,4 @@
-"""The console: one progress line below the log's messages, the log file of each process, and how long a start took."""
+"""The console: a progress line below the log, the log file of each process, and start times."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ class Plain:
 
 
 class Console:
-    """One progress line that is rewritten in place on a terminal, and printed now and then elsewhere.
+    """One progress line, rewritten in place on a terminal, and printed now and then elsewhere.
 
     It is also a logging handler: a message clears the line, is printed above it, and the line comes
     back.
@@ -91,7 +91,7 @@ class Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Print log records above the progress line, without those of a failed save's threads (`_is_of_a_save`)."""
+    """Print log records above the progress line, without a failed save's (`_is_of_a_save`)."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -106,7 +106,9 @@ class ConsoleHandler(logging.Handler):
 
 
 def _is_of_a_save(record: logging.LogRecord) -> bool:
-    """Whether it is an error that Orbax or its event loop met: several for one save, each with its traceback.
+    """Whether Orbax or its event loop met the error: there are several for one save.
+
+    Each has its traceback.
 
     All of them are in the log files. The failure of the save itself is reported in one line by its
     waiter.
@@ -115,7 +117,9 @@ def _is_of_a_save(record: logging.LogRecord) -> bool:
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
-    """Routes logging (ours from INFO, everybody's from WARNING) through a console, which only process 0 has.
+    """Routes logging through a console, which only process 0 has.
+
+    It takes ours from INFO on, and everybody's from WARNING on.
 
     With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
     """
@@ -153,7 +157,7 @@ class LogFile(logging.FileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose lines of this file if the disk is full or the workdir moved, without tracebacks on the console."""
+        """Lose lines of this file if the disk is full or the workdir moved, without tracebacks."""
 
 
 def progress_line(

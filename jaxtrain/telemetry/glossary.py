@@ -1,4 +1,4 @@
-"""The meaning of the names in metrics.jsonl: for `jaxtrain explain`, the report, the model card and docs/reference.md.
+"""The meaning of the names in metrics.jsonl: for `jaxtrain explain`, reports, cards and docs.
 
 Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`.
 """
@@ -79,14 +79,17 @@ def of_workload(name: str) -> tuple[Entry, ...]:
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:
-    """Return the entries that the records of a ``split`` ("train", "data", "save", "test") of a workload can have."""
+    """Return the entries for the records of a ``split`` of a workload.
+
+    It is "train", "data", "save" or "test".
+    """
     if split == "data":
         return DATA
     return SAVE if split == "save" else (*of_workload(workload), *STEP)
 
 
 def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
-    """List the entries that match none of ``names``, the metrics that a run wrote: for a workload's own tests."""
+    """List the entries that match none of ``names``, a run's metrics: for a workload's tests."""
     names = list(names)
     return [entry.names for entry in entries if not any(re.fullmatch(entry.pattern, name) for name in names)]
 

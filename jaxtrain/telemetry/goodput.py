@@ -1,4 +1,4 @@
-"""The wall time of a run by phase: each second of each process, over all of its starts, is in one phase.
+"""The wall time of a run by phase: each second of each process is in one, over all starts.
 
 ``workdir/goodput/process-N.jsonl`` has a line for each start of process N: host, process id, when,
 versions. A thread appends a line with the start's totals every few seconds: ``{"id": …, "now":
@@ -90,7 +90,7 @@ class Clock:
         self.switch(before)
 
     def resumed(self, step: int) -> None:
-        """Record the step that this start resumes from, in the file at once: a kill may come before the next line."""
+        """Record the step that this start resumes from, at once: a kill may come."""
         self._first = self._totals["step"] = step
         if self._thread:  # else the file could not be opened
             self._try()
@@ -240,7 +240,7 @@ class Start:
 
     @property
     def own(self) -> float:
-        """Seconds of a step that the process did not spend waiting for its devices: a straggler has the most."""
+        """Seconds of a step that the process did not wait for devices: a straggler has the most."""
         return (self.total - self.blocked) / self.timed if self.timed else math.nan
 
     @property
@@ -312,7 +312,7 @@ def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
 
 
 def totals(each: Iterable[Start]) -> dict[str, float]:
-    """Phase -> seconds of one process, from its first start (or its queue) to the last that was heard of it.
+    """Phase -> seconds of one process, from its first start (or queue) to the last sign of it.
 
     They add up to that time: it was stopped for the rest.
     """
@@ -336,7 +336,7 @@ def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """Return the share of the wall time of steps that were made for the first time, or nan without time."""
+    """Return the share of steps' wall time that was made first, or nan without time."""
     whole = sum(seconds.values())
     return seconds.get(STEPS, 0.0) / whole if whole else math.nan
 
@@ -350,7 +350,9 @@ def summary(seconds: Mapping[str, float]) -> str:
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
-    """Return the process that delays the others: with an own part of a step above the median by a tenth of a step or more.
+    """Return the process that delays the others, if there is one.
+
+    Its own part of a step is above the median by a tenth of a step or more.
 
     Processes leave a step together. The one that comes late (its data, its host) waits least for
     the devices. A slow device does not show here: all wait for it alike.
@@ -365,7 +367,10 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
 
 
 def _queued(began: float, before: Sequence[Start]) -> float:
-    """Seconds before this start in a scheduler's queue: since it was submitted, or, of a job started again, since it ended."""
+    """Seconds before this start in a scheduler's queue.
+
+    They count from its submission, or from the end of the start before.
+    """
     submitted = os.environ.get("JAXTRAIN_SUBMITTED", "")
     if before and lease.slurm("SLURM_RESTART_COUNT"):
         return round(max(began - before[-1].now, 0.0), 3)
@@ -375,7 +380,10 @@ def _queued(began: float, before: Sequence[Start]) -> float:
 
 
 def _process_start() -> float:
-    """Return this process's start [s since 1970], from /proc (proc(5): stat, field 22, in clock ticks since boot), else now."""
+    """Return this process's start [s since 1970], from /proc, else now.
+
+    In proc(5) it is field 22 of stat, in clock ticks since boot.
+    """
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rsplit(")", 1)[1].split()[19])

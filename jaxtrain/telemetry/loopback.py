@@ -1,4 +1,7 @@
-"""A page of this machine, served on the loopback alone, with an unguessable token, to a bounded number of requests at once."""
+"""A page of this machine on the loopback alone, with an unguessable token.
+
+The number of requests at once is bounded.
+"""
 
 import contextlib
 import http.server

@@ -1,4 +1,4 @@
-"""Numbers of a run: means over batches, rates, and the share of the chips' peak that a step reaches (MFU)."""
+"""Numbers of a run: means over batches, rates, and the share of the chips' peak (MFU)."""
 
 import math
 import time
@@ -17,7 +17,7 @@ NOT_WORKING = ("idle", "wait")  # stages of a loader in which its threads wait f
 
 
 class Sums:
-    """Sums over batches, added in float64 on the host, each read while the device computes the next."""
+    """Sums over batches, in float64 on the host, each read while the device computes the next."""
 
     def __init__(self) -> None:
         self._totals: dict[str, tuple[Any, float]] = {}
@@ -60,7 +60,7 @@ def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
 
 
 class Meter:
-    """Rates between two progress lines: samples/s, MFU, share of time spent waiting for data, time left.
+    """Rates between two progress lines: samples/s, MFU, share of waiting for data, time left.
 
     Attributes:
       seconds_per_step: the latest, nan before the first.
@@ -95,7 +95,9 @@ class Meter:
         }
 
     def _supply(self, asked: float, loader: Mapping[str, Any]) -> dict[str, float]:
-        """Compare the rows/s that steps would take without a wait with those that the loader makes while it works.
+        """Compare the rows/s that steps would take without a wait with those that the loader makes.
+
+        The loader's are of the time in which it works.
 
         Nothing of a loader that does not count its rows and its threads' seconds, or made none
         since the last call.

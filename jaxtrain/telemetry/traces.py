@@ -1,4 +1,4 @@
-"""Traces of chosen steps, by JAX's profiler: the steps that a config names, and the next ones of a running run on request.
+"""Traces of chosen steps by JAX's profiler: those of a config, or the next ones on request.
 
 workdir/traces/steps-000100-000103-process-0/ is read by Perfetto (its *.trace.json.gz), XProf and
 `jaxtrain report`. A live run is asked by workdir/profile.json, ``{"id": "…", "steps": 3, "all":

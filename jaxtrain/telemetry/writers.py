@@ -180,7 +180,7 @@ class _Appended:
 
 
 class WandbWriter(Writer):
-    """A Weights & Biases run whose id is kept in workdir/wandb_id, so that a resumed run continues it.
+    """A Weights & Biases run, its id kept in workdir/wandb_id: a resumed run continues it.
 
     ``options``: of wandb.init, as config.metrics.wandb_* gives them.
     """
@@ -372,7 +372,7 @@ class Lines:
 
 
 def write_schedule(workdir: str, steps: int, rate: Callable[[np.ndarray], np.ndarray | None]) -> None:
-    """Write workdir/schedule.json: the learning rate of update number 0, 1, …, at some of them, unless ``rate`` gives None."""
+    """Write workdir/schedule.json: learning rates of some updates, unless ``rate`` gives None."""
     step = np.unique(np.linspace(0, steps, 401).astype(int))
     if (rates := rate(step)) is None:
         return

@@ -205,7 +205,7 @@ def _recipe_hash() -> str:
 
 
 def describe(corpus: Path) -> str:
-    """Return a table of each split, read from the shards: recordings, codecs and minutes of each species."""
+    """Return a table of each split, read from the shards: recordings, codecs, minutes."""
     suffixes = ("ogg", "mp3", "flac", "wav")
     lines = []
     for split in ("train", "test"):

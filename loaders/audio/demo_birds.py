@@ -150,7 +150,7 @@ def recording(number: int) -> Recording:
 
 
 def waveform(rec: Recording) -> np.ndarray:
-    """Return the sound of a recording: float32 (frames, channels) in [-1, 1] at ``rec.codec.rate``."""
+    """Return the sound of a recording: float32 (frames, channels) in ±1 at ``rec.codec.rate``."""
     rng, rate = _rng(rec.number, "waveform"), rec.codec.rate
     n = round(rec.seconds * rate)
     song_n = sing(SPECIES[rec.label], n, rate, rng)
@@ -173,7 +173,7 @@ def waveform(rec: Recording) -> np.ndarray:
 
 
 def sing(species: Species, n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
-    """``n`` samples of one individual that sings without end: float32, zero in the gaps, peak about 1."""
+    """``n`` samples of one individual that sings without end: float32, 0 in gaps, peak about 1."""
     out_n = np.zeros(n, np.float32)
     pitch = 2 ** np.clip(rng.normal(0, 0.08), -0.20, 0.20)
     tempo = 2 ** np.clip(rng.normal(0, 0.15), -0.30, 0.30)  # of durations: above 1 is slow
@@ -194,7 +194,10 @@ def sing(species: Species, n: int, rate: int, rng: np.random.Generator) -> np.nd
 
 
 def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
-    """At least ``n`` samples of noise (a length that suits the FFT), relative to a singer with an RMS of 1."""
+    """At least ``n`` samples of noise, relative to a singer with an RMS of 1.
+
+    Their number suits the FFT.
+    """
     shift = max((n - 1).bit_length() - 4, 0)
     m = -(-n >> shift) << shift
     hz_k = np.fft.rfftfreq(m, 1 / rate).astype(np.float32)
@@ -283,7 +286,10 @@ _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _with_serial(ogg: bytes, serial: int) -> bytes:
-    """Return the same OGG file with another stream serial number, and the page checksums that go with it (RFC 3533, 6)."""
+    """Return the same OGG file with another stream serial number, and its checksums.
+
+    Those of pages go with the number (RFC 3533, 6).
+    """
     out, at = bytearray(ogg), 0
     while at < len(out):
         n_segments = out[at + 26]

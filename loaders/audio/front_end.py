@@ -79,7 +79,10 @@ class FrontEnd(checks.Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The decisive values in samples and Hz, which are equal if two front ends give the same spectrograms."""
+        """The decisive values in samples and Hz, equal if two front ends give the same.
+
+        What they give is spectrograms.
+        """
         return {
             "sample_rate": self.sample_rate,
             "window": self.window,
@@ -96,7 +99,7 @@ class FrontEnd(checks.Section):
         return 0 if n_samples < self.window else 1 + (n_samples - self.window) // self.hop
 
     def differences(self, other: "FrontEnd") -> str:
-        """Return the differences of two front ends, "n_mels 128 and 64, hop 320 and 160 samples", or ""."""
+        """Return differences of two front ends: "hop 320 and 160 samples", or ""."""
         units = {"sample_rate": " Hz", "window": " samples", "hop": " samples", "f_min": " Hz", "f_max": " Hz"}
         mine, theirs = self.settings, other.settings
         unlike = [name for name in mine if mine[name] != theirs[name]]

@@ -78,7 +78,7 @@ class _Item(NamedTuple):
 
 
 def problem(path: str, config: Any) -> str:
-    """Why the folder ``path`` cannot be read with a config of the loader if it is a prepared one, else ""."""
+    """Return why a prepared folder ``path`` cannot be read with a loader's config, else ""."""
     place = pathlib.Path(path).expanduser()
     folder = next((folder for folder in (place, place.parent) if (folder / NAME).is_file()), None)
     if folder is None:
@@ -182,7 +182,10 @@ def _write_json(path: pathlib.Path, about: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Give a name next to ``path`` that no other process uses, and move it there when the block ends well."""
+    """Give a name next to ``path`` that no other process uses, and move it there at the end.
+
+    It is moved if the block ends well.
+    """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +297,7 @@ def _batches(place: pathlib.Path, closing: contextlib.ExitStack) -> Iterator[pa.
 def _prepared_batches(
     group: pa.RecordBatch, index: "_rust.Index", first: int, settings: Settings, pool: _Pool, counts: Counts
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows with prepared recordings, in one batch, or in one each if they are too large for that."""
+    """Yield the rows with prepared recordings, in one batch, or one each if they are too large."""
     number = group.schema.get_field_index("audio")
     audio = group.column(number)
     fields = {field.name: k for k, field in enumerate(audio.type)}
@@ -370,7 +373,7 @@ def _index(
 
 
 def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings) -> dict[tuple[str, int], _Item]:
-    """List the recordings of an index, each channel that rows name apart, in the order of its rows."""
+    """List the recordings of an index, each named channel apart, in the order of its rows."""
     items: dict[tuple[str, int], _Item] = {}
     pairs = [(pair, index, row) for places, index in opened.values() for pair, row in _pairs(places, tables, index)]
     originals, taken = {path for (path, _), _, _ in pairs}, set[str]()

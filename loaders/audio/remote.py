@@ -1,4 +1,6 @@
-"""Shards in object stores and on the web: gs://, s3://, hf:// and https:// through fsspec, with a bounded cache on disk.
+"""Shards in object stores and on the web, through fsspec, with a bounded cache on disk.
+
+Addresses begin with gs://, s3://, hf:// or https://.
 
 Files are copied in parts, several at once, first the parts that a reader waits for. Training begins
 with the headers of Arrow shards, but waits for whole Parquet shards. An interrupted copy resumes at
@@ -247,7 +249,10 @@ def _linked(system: Any, root: str) -> list[str]:
 
 
 def _digest(info: dict[str, Any]) -> tuple[str, str]:
-    """Return the checksum that a store gives: Google's MD5, Amazon's of a file that came in one part, the Hub's SHA-256."""
+    """Return a store's checksum: Google's MD5, Amazon's of one part, the Hub's SHA-256.
+
+    Amazon's is of a file that came in one part.
+    """
     if text := info.get("md5Hash"):
         return "md5", base64.b64decode(text).hex()
     lfs = info.get("lfs") or {}

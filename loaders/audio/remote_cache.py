@@ -113,7 +113,7 @@ def _in_use(folder: pathlib.Path) -> bool:
 
 
 def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
-    """Return the bytes of a copy on disk, or its claimed size: a file has its full length from the beginning."""
+    """Return the bytes of a copy on disk, or its claimed size: it has its full length at once."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # of another process, which removes it

@@ -47,14 +47,17 @@ CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
 class ClassLists(NamedTuple):
-    """The classes of all recordings of an index: those of recording i are classes[starts[i] : starts[i + 1]]."""
+    """The classes of all recordings of an index.
+
+    Those of recording i are classes[starts[i] : starts[i + 1]].
+    """
 
     names: tuple[str, ...]
     starts: np.ndarray  # int64 [n + 1]
     classes: np.ndarray  # int32
 
     def hot(self, index: np.ndarray) -> np.ndarray:
-        """Return recordings int [r], -1 for none -> uint8 [r, classes], 1 for each class of a recording."""
+        """Return recordings int [r], -1 for none -> uint8 [r, classes], 1 for its classes."""
         hot = np.zeros((len(index), len(self.names)), np.uint8)
         for row, i in zip(hot, index, strict=True):
             if i >= 0:
@@ -97,7 +100,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
 
 
 def splits_of(folder: pathlib.Path) -> list[str]:
-    """Return the names of the splits that a folder of shards has, or none if it is not split or holds no shards."""
+    """Return the splits of a folder of shards, or none if it is not split or holds no shards."""
     names = {*_by_split(folder), *(p.name for p in folder.iterdir() if p.is_dir() and p.name != "data" and _shards(p))}
     if not _shards(folder):
         names |= set(_by_split(folder / "data"))
@@ -105,7 +108,7 @@ def splits_of(folder: pathlib.Path) -> list[str]:
 
 
 def nearest(path: pathlib.Path) -> str:
-    """Return the remedy for a missing path: a sibling with a similar name, or the part of the path that exists."""
+    """Return the remedy for a missing path: a sibling of a similar name, or its existing part."""
     parent, missing = path.absolute().parent, path.name
     while not parent.is_dir():
         parent, missing = parent.parent, parent.name
@@ -173,7 +176,9 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[pathlib.Path]]:
-    """Shards of a folder by split: name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
+    """Shards of a folder by split.
+
+    Names are name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
 
     Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, even with
     dashes in its names.
@@ -223,7 +228,7 @@ def index_root(file: pathlib.Path) -> pathlib.Path:
 
 
 def note_root(folder: pathlib.Path, root: str) -> None:
-    """Remembers, for this user, that the index ``folder`` was made here with recordings below ``root``."""
+    """Remembers, for this user, that index ``folder`` was made of recordings below ``root``."""
     place = _note_of(folder)
     with contextlib.suppress(OSError):  # without it, training asks for data.audio_root
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -244,12 +249,17 @@ def _note_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -> str:
-    """Return the column that ``label`` means: in an index of ours, whose columns are always named the same, its own."""
+    """Return the column that ``label`` means: in an index of ours, its own.
+
+    Its columns always have the same names.
+    """
     return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
 
 
 def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
-    """Return a path on disk: of the built-in corpus for "demo", made at its first use, or of the copy of an address of a store.
+    """Return a path on disk: of the built-in corpus for "demo", or of a copy of an address.
+
+    The corpus is made at its first use. The address is a store's.
 
     Args:
       make: whether to make a missing built-in corpus. If not, its outline without sound is used.
@@ -298,7 +308,9 @@ def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
 
 
 def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
-    """Return the index's fingerprint, with a digest of recordings that are files of their own (`jaxtrain index`).
+    """Return the index's fingerprint, with a digest of recordings that are files.
+
+    `jaxtrain index` makes such an index.
 
     It covers the sizes and some bytes of the files of up to SAMPLED rows, evenly spaced. Files that
     cannot be read are left

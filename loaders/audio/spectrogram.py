@@ -1,4 +1,6 @@
-"""Log-mel spectrograms of recordings in Arrow or Parquet shards: the Python face of the Rust pipeline.
+"""Log-mel spectrograms of recordings in shards: the Python face of the Rust pipeline.
+
+The shards are Arrow or Parquet.
 
 One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded
 with its minimum and normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options.
@@ -294,7 +296,7 @@ class Spectrograms(Loader):
             pipeline.close()
 
     def _batch(self, position: int) -> HostBatch:
-        """Return the pipeline's next batch: it works ahead, and its position moves with this loader's."""
+        """Return the pipeline's next batch: it works ahead, and its position is this loader's."""
         try:
             batches = [pipeline.next()[1] for pipeline in self._pipelines]
         except RuntimeError as error:
@@ -327,7 +329,9 @@ def _filter_bank(settings: tuple[tuple[str, Any], ...]) -> "_rust.FilterBank":
 def front_end(
     wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
 ) -> np.ndarray:
-    """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder with front end ``of`` sees it, float32 [n_frames, n_mels].
+    """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder sees it: [n_frames, n_mels].
+
+    The encoder has the front end ``of``. The result is float32.
 
     It is resampled, then cut to its centre or put between zeros to the length of the clip. Then
     Kaldi log-mel, padded with the minimum, and normalised: the bytes that the pipeline gives for
@@ -400,7 +404,9 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
-    """Return a loader of ``split`` ("train" or "test") that starts to work at its first ``seek`` or ``next``.
+    """Return a loader of ``split`` ("train" or "test") that starts at the first ``seek`` or read.
+
+    A read is ``next``.
 
     ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or
     its views spread evenly.
@@ -564,7 +570,10 @@ def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index"
 
 
 def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
-    """Yield the mistake of reading rows that are events of long recordings as if each were a clip, as in BirdSet's "test"."""
+    """Yield the mistake of reading events of long recordings as if each were a clip.
+
+    BirdSet's "test" has such rows.
+    """
     from loaders.io import columnar  # imports pyarrow, which a batch does not need
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):

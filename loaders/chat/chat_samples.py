@@ -1,4 +1,6 @@
-"""The samples of a manifest as `loaders.chat.chat_audio` uses them: tokenised, measured, their recordings as codes.
+"""The samples of a manifest for `loaders.chat.chat_audio`: tokenised, measured, as codes.
+
+Codes are of their recordings.
 
 The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens
 `chatml.SPECIAL`. The codes of a recording come from

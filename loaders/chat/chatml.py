@@ -2,8 +2,9 @@
 
 A manifest is a JSON list of samples:
 
-    {"messages": [{"role": "system" | "user" | "assistant", "content": C, "recipient": "…"}, …],     recipient may be missing
-     "start_index": 2, "speaker": "…", "misc": {…}}                     all three may be missing; the last two are ignored
+    {"messages": [{"role": "system" | "user" | "assistant", "content": C, "recipient": "…"}, …],
+     "start_index": 2, "speaker": "…", "misc": {…}}
+        recipient and the last three may be missing; speaker and misc are ignored
     C is a text, a part or a list of parts:
     {"type": "text", "text": "…"}
     {"type": "audio", "audio_url": "clip.wav", "raw_audio": "…", "offset": 1.5, "duration": 2.0}
@@ -157,7 +158,10 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
 
 
 def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
-    """Return the tokens int32 [n], their labels int32 [n] (`NONE` without one), and the recordings in order."""
+    """Return the tokens int32 [n], their labels int32 [n], and the recordings in order.
+
+    A place without a label has `NONE`.
+    """
     tokens: list[int] = []
     labels: list[int] = []
     for piece in pieces:
@@ -215,7 +219,9 @@ def expand(
     codebooks: int,
     delay: bool = True,
 ) -> Laid:
-    """Put the columns of ``audios`` [K, T] in the place of the tokens ``audio_in`` and ``audio_out``, in order.
+    """Put the columns of ``audios`` [K, T] in place of the tokens ``audio_in`` and ``audio_out``.
+
+    They come in order.
 
     A recording is predicted if its token is an ``audio_out`` with a label. Raises SampleError if
     there are more or fewer recordings than such tokens.
@@ -245,7 +251,10 @@ def expand(
 
 
 def targets(x: Laid) -> Targets:
-    """Return the prediction of every place: the next place's text, or its column if both belong to one recording."""
+    """Return the prediction of every place: the next place's text, or its column.
+
+    The column counts if both belong to one recording.
+    """
     text_at = np.flatnonzero(x.text_labels[1:] != NONE)
     inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
     audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))
@@ -286,7 +295,9 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
 
 
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
-    """Return the scales of labels, float32 [1 + K]: ``rows`` of a global batch over its ``n_text`` and ``n_audio`` [K] labels.
+    """Return the scales of labels, float32 [1 + K]: ``rows`` over ``n_text`` and ``n_audio`` [K].
+
+    These count the labels of a global batch.
 
     Cross-entropies summed over rows, times these and divided by ``rows``, are the mean over text
     plus the mean over codebooks of their means.

@@ -174,7 +174,9 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
 
 
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
-    """Return the log-mel spectrogram of sound float32 [n] at ``rate`` Hz: [4 T, 128], ln of the bands' energies.
+    """Return the log-mel spectrogram of float32 [n] at ``rate`` Hz: [4 T, 128].
+
+    Values are ln of the bands' energies.
 
     T = ceil(n / 1280) at 32 kHz. Raises ValueError for sound without samples.
     """
@@ -188,7 +190,7 @@ def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
 
 
 def vectors(wave: np.ndarray, rate: int) -> np.ndarray:
-    """Return the vectors that are quantised, float32 [T, 512], of sound float32 [n] at ``rate`` Hz."""
+    """Return the vectors that are quantised, float32 [T, 512], of float32 [n] at ``rate`` Hz."""
     return log_mel(wave, rate).reshape(-1, STACK * N_MELS)
 
 
@@ -246,7 +248,7 @@ def train(
 
 
 def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
-    """Return the root of the mean squared error of log-mel values after each codebook, and that of the mean alone."""
+    """Return the root mean squared error of log-mels after each codebook, and of the mean."""
     codes = codec.quantise(x_nv).T
     rest = x_nv - codec.mean
     differences = [codec.decode(codes, n + 1).reshape(x_nv.shape) - x_nv for n in range(codec.codebooks)]
@@ -254,7 +256,10 @@ def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
-    """Return a waveform float32 [n] at 32 kHz whose log-mel approximates this one (Griffin & Lim 1984, from random phases)."""
+    """Return a waveform float32 [n] at 32 kHz whose log-mel approximates this one.
+
+    The method starts from random phases (Griffin & Lim 1984).
+    """
     power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
     response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
     magnitude = np.sqrt(power_fs / response)
@@ -290,7 +295,10 @@ def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
-    """Return the power [F, 513] whose bands have these energies: not negative, by multiplicative updates (Lee & Seung 2001)."""
+    """Return the power [F, 513] whose bands have these energies, and which is not negative.
+
+    It is found by multiplicative updates (Lee & Seung 2001).
+    """
     bands = mel_bands()
     power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
     total = bands.sum(0)
@@ -301,7 +309,10 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """Return the weights of the mel bands, float64 [128, 513]: Kaldi's triangles, as in rust/core/src/fbank.rs."""
+    """Return the weights of the mel bands, float64 [128, 513]: Kaldi's triangles.
+
+    They are those of rust/core/src/fbank.rs.
+    """
 
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)
@@ -332,7 +343,7 @@ class Source(NamedTuple):
         return files.read(self.path, most=MOST_RECORDING)
 
     def codes(self, codec: Codec, cache: str) -> pathlib.Path:
-        """Return the file of its codes: next to it, or in a folder under a name made of its path, or of its content."""
+        """Return its file of codes: next to it, or in a folder, named by its path or content."""
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
         key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
@@ -375,7 +386,9 @@ def encode(source: Source, codec: Codec, cache: str) -> None:
 
 @contextlib.contextmanager
 def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Hold a lock between processes, in the first of the folders that can be written, if the file system has locks.
+    """Hold a lock between processes, in the first folder that can be written.
+
+    It is held if the file system has locks.
 
     In a folder that all hosts share it holds between hosts. The kernel releases it when its holder
     dies.
@@ -433,7 +446,10 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """About ``limit`` vectors [N, 512] drawn from all recordings, and (recording, reason) of unreadable ones."""
+    """About ``limit`` vectors [N, 512] of all recordings, and (recording, reason) of bad ones.
+
+    The vectors are drawn at random.
+    """
     rng = np.random.default_rng(seed)
     drawn: list[np.ndarray] = []
     bad: list[tuple[str, str]] = []

@@ -1,4 +1,7 @@
-"""Conversations with sound that need no download: a tokenizer of bytes, and a manifest of silence to plan with."""
+"""Conversations with sound without a download: a tokenizer of bytes, a silent manifest.
+
+A run is planned with the latter.
+"""
 
 import json
 import os
@@ -27,7 +30,10 @@ def tokenizer(path: str | os.PathLike[str]) -> None:
 
 
 def blank() -> dict[str, str]:
-    """Return the config section ``data`` for 256 spoken answers of 3 to 15 s of silence, made at the first use."""
+    """Return the section ``data`` of 256 spoken answers of 3 to 15 s of silence.
+
+    They are made at the first use.
+    """
     folder = machine.cache_folder("blank-chat-v1")
     files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
     if not folder.is_dir():

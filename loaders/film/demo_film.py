@@ -53,7 +53,10 @@ def folder() -> pathlib.Path:
 
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
-    """Return a folder of the published shapes, all zeros: sparse files, which take no space on the disk. Raises DataError."""
+    """Return a folder of the published shapes, all zeros.
+
+    Its files are sparse, and take no space on the disk. Raises DataError.
+    """
     name = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}"
     return _ensure_folder(name, functools.partial(make_blank, viewers=viewers, volumes=volumes, voxels=voxels))
 
@@ -141,7 +144,10 @@ def _write_zeros(
     viewers: int,
     voxels: int,
 ) -> None:
-    """Write ``streams``, name -> (shape, dtype), and fMRI into an empty folder: sparse files, which take no space."""
+    """Write ``streams``, name -> (shape, dtype), and fMRI into an empty folder.
+
+    Its files are sparse, and take no space.
+    """
     (folder / "fmri").mkdir()
     names = [f"viewer-{i + 1}" for i in range(viewers)]
     measured = {f"fmri/{name}": ((streams["text"][0][0], voxels), "<f2") for name in names}
@@ -155,7 +161,10 @@ def _write_zeros(
 
 
 def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Return the quantities over n frames, [n, QUANTITIES] in 0..1: white noise, smoothed over about 4 s, through a sigmoid."""
+    """Return the quantities over n frames, [n, QUANTITIES] in 0..1: smoothed white noise.
+
+    It is smoothed over about 4 s, and passes a sigmoid.
+    """
     span = round(4 * FPS)
     bump = np.hanning(2 * span + 1)
     white = rng.standard_normal((n + 2 * span, QUANTITIES))

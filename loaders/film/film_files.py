@@ -1,4 +1,6 @@
-"""A film and the viewers' brain activity, as files: the stimulus stored once, fMRI once for each viewer.
+"""A film and the viewers' brain activity, as files.
+
+The stimulus is stored once, and fMRI once for each viewer.
 
 FOLDER/                  made by `jaxtrain prepare-giblet` (or by `write`)
   dataset.json           {"version": 1, "tr": seconds between volumes, "fps": frames/s of the video,
@@ -204,7 +206,9 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def digests(film: Film) -> Mapping[str, str]:
-    """Return the sha256 of every file that is read, after a check of the contents against dataset.json and the format.
+    """Return the sha256 of every file that is read, after a check of its contents.
+
+    They must agree with dataset.json and the format.
 
     That reads the whole film, so the result is cached for files of this size and time of change.
 

@@ -59,7 +59,7 @@ def offset(path: pathlib.Path) -> float:
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
-    """Raise DataError if voxels of ``image`` lie a tenth of a voxel or more from the first viewer's."""
+    """Raise DataError if voxels of ``image`` lie 0.1 voxels or more from the first viewer's."""
     other = _nifti(first)
     if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
         return  # one of them has no position
@@ -133,7 +133,7 @@ def write(
 
 
 def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
-    """Return the shape [x, y, z, time] of a scan, and which of its axes is time: some writers add axes of one.
+    """Return a scan's shape [x, y, z, time], and which axis is time: some add axes of one.
 
     Raises DataError.
     """

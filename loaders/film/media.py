@@ -54,7 +54,10 @@ class _Npy:
 def write_video(
     path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int, start: float = 0.0
 ) -> int:
-    """uint8 [frames, height, width, 3]: the picture on the screen at ``start`` + k / fps, up to ``limit``. Returns how many."""
+    """uint8 [frames, height, width, 3]: the screen at ``start`` + k / fps, up to ``limit``.
+
+    Returns how many.
+    """
     width, height = size
     with _Npy(out, (height, width, 3), np.uint8) as file:
         last, last_time = np.zeros((height, width, 3), np.uint8), None
@@ -99,7 +102,7 @@ def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float 
 
 
 def _sound(path: pathlib.Path) -> np.ndarray:
-    """float32 [samples] at `SOUND_RATE` from the clock's zero on, with silence for time that no frame has."""
+    """float32 [samples] at `SOUND_RATE` from the clock's zero, silent where no frame is."""
     av = sources.package("av")
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
     chunks, n = [np.zeros(0, np.float32)], 0.0  # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
@@ -140,7 +143,10 @@ def _clock(container: Any) -> Clock:
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
-    """float32 [bands, n / 2 + 1]: triangles of equal width on the mel scale 2595 log10(1 + f / 700), 50 Hz to half the rate."""
+    """float32 [bands, n / 2 + 1]: triangles of equal width in mel, 50 Hz to half the rate.
+
+    The mel scale is 2595 log10(1 + f / 700).
+    """
     low, high = (2595 * np.log10(1 + f / 700) for f in (50.0, SOUND_RATE / 2))
     edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
     f = np.arange(n // 2 + 1) * SOUND_RATE / n

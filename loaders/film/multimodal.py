@@ -338,7 +338,7 @@ def _kernel(config: Config, film: Film) -> np.ndarray:
 
 
 def _convolved_text(config: Config, film: Film) -> np.ndarray:
-    """Return the text's embeddings, float32 [volumes, values], which are small enough to be held."""
+    """Return the text's embeddings, float32 [volumes, values], which fit in memory."""
     text = np.asarray(film.text, np.float32)
     if "text" not in config.hrf:
         return text

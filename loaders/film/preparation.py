@@ -1,4 +1,4 @@
-"""Makes the folder that `loaders.film.multimodal` reads, of a film and the brains of its viewers."""
+"""Makes the folder that `loaders.film.multimodal` reads, of a film and its viewers' brains."""
 
 import argparse
 import math

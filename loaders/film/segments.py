@@ -38,7 +38,9 @@ def window_text(
     place: pathlib.Path, annotations: pathlib.Path | None, *, columns: tuple[str, str], slots: int, tr: float, volumes: int,
     cut: bool, start: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
-    """float32 [volumes, values]; for each volume the first one that shares a segment with it, and a note about both.
+    """float32 [volumes, values]; each volume's first one that shares a segment, and a note.
+
+    The note is about both.
 
     Args:
       place: the file of embeddings.
@@ -129,7 +131,10 @@ def _columns(head: Sequence[str], name: str) -> list[int]:
 
 
 def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
-    """Return the rows of a table that hold anything, with their numbers from 1 on, and its separator, "" of a workbook."""
+    """Return a table's rows that hold anything, by number from 1 on, and its separator.
+
+    It is "" of a workbook.
+    """
     if path.suffix.lower() == ".xlsx":
         return _sheet(path), ""
     text = tables.text_of(path)

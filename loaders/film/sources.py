@@ -1,4 +1,4 @@
-"""Files from elsewhere that a film's dataset is made of: errors of the libraries that read them, and arrays."""
+"""Files from elsewhere for a film's dataset: errors of the reading libraries, and arrays."""
 
 import contextlib
 import importlib
@@ -23,7 +23,7 @@ def package(name: str) -> Any:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[None]:
-    """Yield a context in which every error of a library becomes a DataError: the file cannot be read."""
+    """Yield a context in which a library's error becomes a DataError: the file is unreadable."""
     try:
         yield
     except (DataError, MemoryError):

@@ -1,4 +1,6 @@
-"""Files and folders that are complete or not there: written under another name, which is removed on failure.
+"""Files and folders that are complete or not there: another name until they are whole.
+
+It is removed on failure.
 
 An error of the disk has the name of the target. NumPy and others raise some without a name or a
 number.
@@ -40,7 +42,7 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
-    """Raise OSError if a folder, or a file, ``path`` could not be made, before any work for it is done."""
+    """Raise OSError if a folder, or a file, ``path`` could not be made, before any work."""
     whole = above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
     while not os.path.lexists(above) and above != above.parent:
         above = above.parent
@@ -80,7 +82,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a folder that takes the name ``path``, which is missing or an empty folder, when the block ends well.
+    """Yield a folder that becomes ``path``, missing or empty, when the block ends well.
 
     Raises OSError if another process makes it now.
     """

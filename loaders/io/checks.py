@@ -1,4 +1,6 @@
-"""Sections of a config that can name their own mistakes, and the sentences about numbers out of range and unknown names.
+"""Sections of a config that name their own mistakes, and sentences about wrong values.
+
+These are about numbers out of range and unknown names.
 
 Each function yields (field, text) for every field that is wrong, and nothing when all is well:
 
@@ -53,7 +55,7 @@ class Section:
     on_resume: ClassVar[OnResume] = OnResume()
 
     def problems(self) -> Problems:
-        """Yield (field, problem with its remedy) for every error in the values, without reading data."""
+        """Yield (field, problem with its remedy) for each error in the values, without data."""
         return iter(())
 
 
@@ -67,7 +69,10 @@ def declared(cls: type, name: str) -> OnResume | None:
 
 
 class DataSection(Section):
-    """The section ``data`` of a config: the base class of a loader's ``Config``, which may have ``threads`` as a field."""
+    """The section ``data`` of a config: the base class of a loader's ``Config``.
+
+    It may have ``threads`` as a field.
+    """
 
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
@@ -79,7 +84,7 @@ class DataSection(Section):
         return True
 
     def missing(self) -> str:
-        """Return the reason why no row can be read before a first run makes or copies the data, or ""."""
+        """Return why no row can be read before a first run makes or copies the data, or ""."""
         return "" if self.exists() else "the data are not here yet; the first run makes or copies them"
 
 
@@ -99,7 +104,10 @@ def positive(section: Any, *names: str) -> Problems:
 
 
 def within(section: Any, interval: str, *names: str) -> Problems:
-    """Fields of ``section`` whose value lies outside ``interval``, which is written as in the message: "[0, 1)" excludes 1."""
+    """Fields of ``section`` outside ``interval``, written as in the message.
+
+    "[0, 1)" excludes 1.
+    """
     low, high = (float(bound) for bound in interval[1:-1].split(","))
 
     def inside(value: float) -> bool:
@@ -110,7 +118,7 @@ def within(section: Any, interval: str, *names: str) -> Problems:
 
 
 def threads(section: Any, *, least: int) -> Problems:
-    """Yield the field ``threads`` of ``section`` if it is below ``least``, or more than `MOST_THREADS`."""
+    """Yield ``threads`` of ``section`` if it is below ``least``, or above `MOST_THREADS`."""
     yield from _numbers(
         section, ("threads",), lambda value: least <= value <= MOST_THREADS, f"expected {least} to {MOST_THREADS}"
     )
@@ -125,24 +133,36 @@ def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
 
 
 def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
-    """Yield the same problems with ``path`` before each field: of "share" under "sources[0]", "sources[0].share"."""
+    """Yield the same problems with ``path`` before each field.
+
+    An example is "share" under "sources[0]": "sources[0].share".
+    """
     for name, text in problems:
         yield f"{path}.{name}", text
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the first line of an error's message, cut to ``most`` characters, or the error's type if it has no message."""
+    """Return the first line of an error's message, cut to ``most`` characters, or its type.
+
+    The type stands for an empty message.
+    """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
-    """Return the allowed values and the nearest spelling: "expected one of: cosine, wsd; did you mean 'cosine'?"."""
+    """Return the allowed values and the nearest spelling.
+
+    An example is "expected one of: cosine, wsd; did you mean 'cosine'?".
+    """
     names = [str(name) for name in allowed]
     return f"expected one of: {', '.join(names)}{nearest(value, names)}"
 
 
 def nearest(value: Any, names: Sequence[str]) -> str:
-    """Return the end of a sentence, the nearest spelling of ``names``: "; did you mean 'cosine'?", or "" if none is near."""
+    """Return a sentence's end: "; did you mean 'cosine'?", or "" if no name is near.
+
+    The name is the nearest spelling of ``names``.
+    """
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,4 +1,7 @@
-"""One column of a shard in Arrow IPC (stream or file) or Parquet, without reading the others, and files as Arrow reads them."""
+"""One column of a shard in Arrow IPC (stream or file) or Parquet, without the others.
+
+Files are as Arrow reads them.
+"""
 
 import contextlib
 import pathlib
@@ -15,7 +18,9 @@ from loaders.io.checks import first_line
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
-    """Read a column, and the names of its classes if Hugging Face's metadata have them (also for lists of classes).
+    """Read a column, and its classes' names if Hugging Face's metadata have them.
+
+    Lists of classes have them, too.
 
     Raises DataError: there is no such column, or the shard is broken.
     """
@@ -37,7 +42,10 @@ def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def _refusing(path: pathlib.Path) -> Iterator[None]:
-    """Turn pyarrow's errors of a damaged shard into DataError: its own, of Unicode, of types, of memory."""
+    """Turn pyarrow's errors of a damaged shard into DataError.
+
+    They are its own, of Unicode, of types, or of memory.
+    """
     try:
         with files.regular(path):  # a pipe would be waited for
             yield
@@ -48,7 +56,10 @@ def _refusing(path: pathlib.Path) -> Iterator[None]:
 
 
 def require(path: pathlib.Path, *names: str) -> None:
-    """Raise DataError for the first of ``names`` that is no column of a shard, with the columns of class labels it has."""
+    """Raise DataError for the first of ``names`` that is no column, with those of labels.
+
+    The latter are the shard's columns of class labels.
+    """
     with _refusing(path):
         schema, _ = _open(path)
         for name in names:
@@ -74,7 +85,7 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
 
 
 def timed(path: pathlib.Path) -> tuple[str, str] | None:
-    """Return the columns of a row's begin and end in its recording, if rows are events of it, else None.
+    """Return the columns of begin and end in a recording, if rows are its events, else None.
 
     Rows are events if a recording has several, and one of them begins after its start.
 
@@ -107,7 +118,10 @@ def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
 
 
 def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the same column. pyarrow trusts a file's offsets, and would read beyond the values: here it raises."""
+    """Return the same column. pyarrow trusts a file's offsets, but here bad ones raise.
+
+    It would read beyond the values.
+    """
     column.validate(full=True)
     return column
 

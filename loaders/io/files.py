@@ -63,7 +63,10 @@ class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder that the files of ``folder`` must lie in: itself, or the repository of a Hub's snapshot."""
+    """Return the folder that the files of ``folder`` must lie in: itself, or a Hub repository.
+
+    The latter is of a snapshot.
+    """
     for place in (folder, *folder.parents):
         if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
             return place.parent.parent
@@ -186,7 +189,10 @@ def read_text(path: os.PathLike[str], *, most: int) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of a text without their ends, "\\n" or "\\r\\n": a form feed or U+2028 is a character of a line."""
+    """Return the lines of a text without their ends, "\\n" or "\\r\\n".
+
+    A form feed or U+2028 is a character of a line.
+    """
     found = [line.removesuffix("\r") for line in text.split("\n")]
     return found if found[-1] else found[:-1]
 
@@ -233,7 +239,7 @@ def parse(text: str, source: str, *, kind: type = dict) -> Any:
 
 
 def _is_shallow(tree: Any) -> bool:
-    """Whether nothing in a tree is nested more than `MOST_DEPTH` deep, so that functions on it may recurse."""
+    """Whether a tree is at most `MOST_DEPTH` deep, so that functions on it may recurse."""
     level = [tree]
     for _ in range(MOST_DEPTH):
         if not (
@@ -252,7 +258,7 @@ def _check_regular(path: os.PathLike[str], found: os.stat_result) -> None:
 
 
 def _check_place(path: os.PathLike[str], descriptor: int) -> None:
-    """Raise FileError if the opened file is not the one that `inside` found: a link took its place."""
+    """Raise FileError if the opened file is not that of `inside`: a link took its place."""
     within = getattr(path, "within", None)
     if within is None:
         return
@@ -322,7 +328,9 @@ def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.
 
 
 def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = "") -> None:
-    """Raise FileError if the contents of an archive take more than ``most`` bytes, or could. zipfile unpacks no more of it.
+    """Raise FileError if an archive's contents take more than ``most`` bytes, or could.
+
+    zipfile unpacks no more of it.
 
     Args:
       remedy: the end of the message.

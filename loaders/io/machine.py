@@ -25,7 +25,9 @@ def cores() -> int:
 
 
 def cache_folder(*parts: str) -> pathlib.Path:
-    """Return the folder of files made once and kept: $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain.
+    """Return the folder of files made once and kept.
+
+    It is $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain.
 
     Args:
       parts: folders and a file below it. Nothing is created.
@@ -40,7 +42,7 @@ def cache_folder(*parts: str) -> pathlib.Path:
 
 
 def trim(folder: pathlib.Path, limit: int) -> None:
-    """Remove the files of a folder of the cache that were used longest ago (by their times), down to ``limit`` bytes."""
+    """Remove a cache folder's longest unused files (by their times), down to ``limit`` bytes."""
     used = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -103,14 +105,17 @@ def peak_memory() -> int:
 
 
 def most_memory() -> int:
-    """Return the bytes of memory that this process could have at most: the machine's, or its own limit (ulimit -v)."""
+    """Return the memory in bytes that this process may have: the machine's, or its own limit.
+
+    The limit is that of ulimit -v.
+    """
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return there if limit == resource.RLIM_INFINITY else min(there, limit)
 
 
 def cgroups(membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> list[pathlib.Path]:
-    """Return the folders of this process's cgroup (version 2) and of those above it: every limit binds."""
+    """Return this process's cgroup folder (version 2) and those above it: every limit binds."""
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:

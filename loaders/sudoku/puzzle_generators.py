@@ -1,4 +1,4 @@
-"""Puzzles from a seed: Sudoku of a grade, mazes and lights, in two splits that share no solution."""
+"""Puzzles from a seed: Sudoku of a grade, mazes and lights, in splits that share no solution."""
 
 import numpy as np
 
@@ -67,7 +67,10 @@ def _class_of(source: Source, boards: np.ndarray, answers: np.ndarray) -> np.nda
 
 
 def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Generate those of puzzles start … start + n - 1 of a seed that have the grade, as symbols: boards, answers, ratings."""
+    """Generate puzzles start … start + n - 1 of a seed with the grade, as symbols.
+
+    Returns boards, answers, ratings.
+    """
     if source.kind not in BOXES:
         make = make_maze if source.kind == "maze" else make_lights
         made = [make(source.side, seed, i) for i in range(start, start + n)]
@@ -84,7 +87,9 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
 
 
 def make_lights(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generate lights number ``index`` of a seed: the board and the presses that switch it off, uint8 [side, side] each.
+    """Generate lights ``index`` of a seed: the board, and presses that switch it off.
+
+    Each is uint8 [side, side].
 
     Any number of presses is as likely as any other.
     """
@@ -96,7 +101,7 @@ def make_lights(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarra
 
 
 def make_maze(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generate maze number ``index`` of a seed: the board and its solution, uint8 [side, side] each.
+    """Generate maze ``index`` of a seed: the board and its solution, uint8 [side, side].
 
     A random spanning tree over every second cell (depth first), so that exactly one path joins two
     cells. Start and goal are the two ends of a longest path.

@@ -124,7 +124,7 @@ def name_of(cell: int, side: int) -> str:
 
 
 def clash(kind: str, board: np.ndarray) -> str:
-    """Return two equal digits in a row, column or box of a Sudoku, by their cells, or "" if no digit is there twice."""
+    """Return two equal digits in a row, column or box, by their cells, or "" without any."""
     side, (high, wide) = KINDS[kind], BOXES[kind]
     line, column = np.divmod(np.arange(side * side), side)
     same = (board[:, None] == board) & (board[:, None] > 1)
@@ -137,7 +137,9 @@ def clash(kind: str, board: np.ndarray) -> str:
 
 
 def is_solved(kind: str, boards: Any, answers: Any) -> Any:
-    """Return whether answers [..., cells] keep the givens of boards [..., cells] and every rule: bool [...].
+    """Return whether answers [..., cells] keep the givens and every rule: bool [...].
+
+    The givens are those of boards [..., cells].
 
     Arrays of NumPy, or of any library with its methods. Of a maze: the path has no branch, and
     joins start and goal if no walls stand alone. A shorter one may exist.
@@ -162,14 +164,17 @@ def is_solved(kind: str, boards: Any, answers: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def crosses(side: int) -> np.ndarray:
-    """Return int32 [cells, cells]: 1 for each cell, and for the cells above, below, left and right of it."""
+    """Return int32 [cells, cells]: 1 for each cell and those above, below, left and right."""
     line, column = np.divmod(np.arange(side * side), side)
     return ((abs(line[:, None] - line) + abs(column[:, None] - column)) <= 1).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=8)
 def has_one_answer(side: int) -> bool:
-    """Return whether each board of lights has exactly one answer: the matrix of the presses has an inverse modulo 2."""
+    """Return whether each board of lights has exactly one answer.
+
+    Then the matrix of the presses has an inverse modulo 2.
+    """
     rows = [int("".join(map(str, row)), 2) for row in crosses(side).tolist()]
     while rows:
         pivot = max(rows)
@@ -202,7 +207,7 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
         return np.where(unchanged[:, None, None], np.arange(n), np.argsort(keys, axis=2))
 
     def lines(bands: int, inside: int, size: int) -> np.ndarray:
-        """[k, side]: rows (or columns) that stay in their bands of that size, and bands in any order."""
+        """[k, side]: rows (or columns) that stay in their bands, and bands in any order."""
         band, line = shuffled(bands, side // size)[:, 0], shuffled(inside, size, side // size)
         return (band[:, :, None] * size + line).reshape(-1, side)
 
@@ -220,6 +225,9 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
 
 
 def turns(side: int) -> np.ndarray:
-    """Return the eight symmetries of the square, int [8, cells]: the cell that each puts into a place. The first is none."""
+    """Return the square's eight symmetries, int [8, cells]: the source of each place.
+
+    The first is none.
+    """
     grid = np.arange(side * side).reshape(side, side)
     return np.stack([np.rot90(g, q) for g in (grid, grid.T) for q in range(4)]).reshape(8, -1)

@@ -1,4 +1,6 @@
-"""Boards with exactly one solution: Sudoku of 9 × 9, 6 × 6 and 4 × 4, mazes, lights, and mixtures of them, read or generated.
+"""Boards with one solution: Sudoku of 9 × 9, 6 × 6, 4 × 4, mazes, lights, and mixtures.
+
+They are read or generated.
 
 A source is a folder or, if its path is empty, a generator. There are three formats, each with the
 splits "train" and "test":
@@ -184,7 +186,9 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """Facts of the puzzles: n_cells, vocab (symbols, padding included), n_puzzles (ids), n_difficulties, n_train and n_test.
+    """Facts of the puzzles: n_cells, vocab, n_puzzles, n_difficulties, n_train and n_test.
+
+    vocab is symbols, padding included, and n_puzzles is ids.
 
     n_train and n_test are of each source. Raises DataError.
     """

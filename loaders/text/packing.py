@@ -62,7 +62,9 @@ class _OpenBins:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Best fit decreasing: int64 [n] lengths in 1 … capacity -> int64 [n] the bin of each, and the number of bins.
+    """Best fit decreasing: lengths int64 [n] -> the bin of each, int64 [n], and their number.
+
+    Lengths are in 1 … capacity.
 
     The longest first, each into the bin with the least room that suffices. Equal lengths go to
     equal rooms together.
@@ -121,7 +123,10 @@ class Stream(Protocol):
         """Rows of the first pass."""
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
-        """Write the rows ``number`` of this source into the places ``at`` of a batch, both int64 [k]."""
+        """Write the rows ``number`` of this source into the places ``at``, both int64 [k].
+
+        The places are those of a batch.
+        """
 
 
 class Packed(Stream):

@@ -74,7 +74,9 @@ def _decoded(path: pathlib.Path) -> str:
 
 
 def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
-    """Return the documents of a source, "train" and "test", opened once in a process, and again when a file has changed.
+    """Return a source's documents, "train" and "test", opened once in a process.
+
+    They are opened again when a file has changed.
 
     Args:
       path: a folder of token files, or a text file.

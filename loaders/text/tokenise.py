@@ -58,7 +58,7 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The input of one shard: a whole text, lines that begin in a range of bytes, a row group, or a batch."""
+    """The input of one shard: a whole text, lines in a range of bytes, a row group, a batch."""
 
     path: str
     begin: int
@@ -66,7 +66,10 @@ class Part(NamedTuple):
 
 
 def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
-    """Write the folder ``out`` by ``workers`` processes, without up to ``skip`` rows that hold no text. Raises TokensError."""
+    """Write the folder ``out`` by ``workers`` processes. Raises TokensError.
+
+    Up to ``skip`` rows that hold no text are passed over.
+    """
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
     files = _files(inputs)

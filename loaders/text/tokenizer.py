@@ -50,7 +50,7 @@ class Tokenizer(NamedTuple):
         return [ids for ids, _ in self.measured(texts)]
 
     def measured(self, texts: Sequence[str]) -> list[tuple[list[int], int]]:
-        """Return the ids of each text, and the bytes of its first token, from the text's begin on."""
+        """Return the ids of each text, and the bytes of its first token, from the text's begin."""
         found = self.inner.encode_batch(list(texts), add_special_tokens=False)
         ends = [one.offsets[0][1] if one.ids else 0 for one in found]
         return [(one.ids, len(text[:end].encode())) for one, text, end in zip(found, texts, ends, strict=True)]
@@ -105,7 +105,9 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
 
 
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
-    """Read a tokenizer's files, by the names that they go under: a tokenizer.json of any name becomes tokenizer.json.
+    """Read a tokenizer's files by their usual names.
+
+    A tokenizer.json of any name becomes tokenizer.json.
 
     Args:
       place: that file, or the folder of a tokenizer.json.
@@ -129,7 +131,7 @@ def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
 
 
 def _is_beside_another(path: pathlib.Path) -> bool:
-    """Whether another tokenizer.json lies next to a tokenizer, so that the companions there are not its own."""
+    """Whether another tokenizer.json lies next to a tokenizer, so that companions are not its."""
     other = path.parent / FILES[0]
     if path.name == FILES[0] or not (path.is_file() and other.is_file()):
         return False
@@ -147,7 +149,10 @@ class _Added(NamedTuple):
 
 
 def _listed(folder: pathlib.Path) -> Iterator[_Added]:
-    """Yield the added tokens of tokenizer_config.json, else of added_tokens.json, in the order of ids. Raises DataError."""
+    """Yield the added tokens of tokenizer_config.json, else added_tokens.json, by id.
+
+    Raises DataError.
+    """
     about, special_map, older = (
         files.read_json(files.inside(folder, name)) if (folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

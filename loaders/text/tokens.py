@@ -181,7 +181,10 @@ class Tokens(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """By source, of the rows that this process delivered: share, passes before, share of padding, unread documents."""
+        """By source, of the rows of this process: share, passes, padding, unread documents.
+
+        Share is that of the rows, passes those before.
+        """
         rows, tokens = self._delivered.T
         return {
             "share": (rows / np.maximum(rows.sum(), 1)).tolist(),

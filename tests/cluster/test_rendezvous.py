@@ -242,7 +242,8 @@ def test_a_process_with_another_secret_is_not_admitted_and_says_why(port):
 
 
 def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(port):
-    """No message of a process is a proof for another, and nobody gets its facts before the proof."""
+    """No message of a process is a proof for another, and nobody gets its facts before the
+    proof."""
     heard = []
 
     def mirror():

@@ -334,7 +334,8 @@ def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
 
 
 def written(folder, **files):
-    """A folder of safetensors files, by their names without the ending, and of JSON files, with it."""
+    """A folder of safetensors files, by their names without the ending, and of JSON files, with
+    it."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         if name.endswith("json"):

@@ -101,7 +101,8 @@ def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
 
 
 def test_a_text_ends_where_its_data_end_a_text(tmp_path):
-    """By the ids of tokens.json, which go with the run and its export. The token may have any name."""
+    """By the ids of tokens.json, which go with the run and its export. The token may have any
+    name."""
     (tmp_path / "data").mkdir()
     words = {"[unk]": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 16)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[unk]"))

@@ -246,7 +246,8 @@ def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, c
 
 
 def slurm_of_one() -> str:
-    """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left alone."""
+    """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left
+    alone."""
     if not shutil.which("sinfo"):
         return "no SLURM here; tests/slurm_up.sh starts one on Debian, as root"
     nodes = subprocess.run(["sinfo", "-h", "-o", "%N %c"], capture_output=True, text=True, timeout=30)

@@ -1,4 +1,5 @@
-"""The command line: unknown arguments, and mistakes that are reported before a device is touched."""
+"""The command line: unknown arguments, and mistakes that are reported before a device is
+touched."""
 
 import os
 import pathlib

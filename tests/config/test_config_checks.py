@@ -1,4 +1,5 @@
-"""Values that make no sense by themselves, together, or on this machine, are named with the remedy."""
+"""Values that make no sense by themselves, together, or on this machine, are named with the
+remedy."""
 
 import pathlib
 import sys

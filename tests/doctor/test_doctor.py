@@ -482,7 +482,8 @@ def test_two_hosts_and_a_cut_cable(folder, hosts):
 
 @pytest.mark.slow
 def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
-    """What comes to host 0 at a port that a system picks gets no answer, as behind most firewalls."""
+    """What comes to host 0 at a port that a system picks gets no answer, as behind most
+    firewalls."""
     names, _ = hosts
     for rule in (
         ("add", "pref", "10", "lookup", "local"),  # which is the first otherwise, and takes all that is for this host

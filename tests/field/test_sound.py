@@ -335,7 +335,8 @@ def test_joined_mp3s_are_read_whole(tmp_path, mode):
 
 @pytest.mark.parametrize("kind", ["explicit", "compatible", "implicit"])
 def test_he_aac_is_refused_by_name(kind):
-    """Whose upper half of the band a decoder of AAC leaves out, if the header announces it or not."""
+    """Whose upper half of the band a decoder of AAC leaves out, if the header announces it or
+    not."""
     with pytest.raises(ValueError, match=f"M4A: HE-AAC cannot be read here; {REMEDY}"):
         _rust.recording_info(HERE / f"he_aac_{kind}.m4a")
 

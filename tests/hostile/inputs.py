@@ -437,7 +437,8 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def workdir(folder: pathlib.Path) -> None:
-    """What a run leaves for people: records, where its time went, pictures, samples, classes, logs."""
+    """What a run leaves for people: records, where its time went, pictures, samples, classes,
+    logs."""
     from PIL import Image
 
     from jaxtrain.telemetry import goodput

@@ -1,4 +1,5 @@
-"""The Rust front end against torchaudio's Kaldi fbank and its float64 formula (tests/data/fbank)."""
+"""The Rust front end against torchaudio's Kaldi fbank and its float64 formula
+(tests/data/fbank)."""
 
 import json
 import pathlib

@@ -49,7 +49,8 @@ def test_without_affinity_all_cores_count(monkeypatch):
 
 
 def test_the_most_memory_that_was_held_is_in_bytes():
-    """However the system counts: an array of 64 MB is in it, and it is less than the machine has."""
+    """However the system counts: an array of 64 MB is in it, and it is less than the machine
+    has."""
     held = bytearray(64 << 20)
     assert len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -38,7 +38,8 @@ def many(n=400, seed=0):
     "options", [{}, {"use_dictionary": False}, {"dictionary_pagesize_limit": 20_000}, {"write_page_index": True}]
 )
 def test_rows_of_many_pages_in_any_order(tmp_path, codec, options):
-    """A chunk of many pages, and one whose dictionary became too large, so that it goes on without."""
+    """A chunk of many pages, and one whose dictionary became too large, so that it goes on
+    without."""
     encoded = many()
     shard = corpus.write_parquet(
         tmp_path / "s.parquet",

@@ -168,7 +168,8 @@ def test_symmetric_solutions_are_those_that_are_known():
 
 
 def test_grades_are_what_a_slow_solver_needs():
-    """Of a 9 × 9 board: singles alone, then with the removals of pairs, written out cell by cell."""
+    """Of a 9 × 9 board: singles alone, then with the removals of pairs, written out cell by
+    cell."""
     boards, _, guesses = _rust.sudoku_generate(60, side=9, blanks=(50, 60), seed=4)
     grades, backtracks = _rust.sudoku_grade(boards)
     assert set(grades.tolist()) == {0, 1, 2, 3} and (backtracks <= guesses).all()

@@ -74,7 +74,8 @@ def equations(jaxpr):
 
 
 def kept(jaxpr):
-    """(dtype, values for each token) of what the forward loop writes out for every layer and token."""
+    """(dtype, values for each token) of what the forward loop writes out for every layer and
+    token."""
     forward = next(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
     p = forward.params
     n_carry = len(p["ft_in"].unpack()[1]) if "ft_in" in p else p["num_carry"]  # from jax 0.11 on: the first

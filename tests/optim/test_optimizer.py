@@ -57,7 +57,8 @@ def test_adamw_equals_the_golden_trajectory():
 
 
 def test_the_schedule_scales_update_and_decay_alike():
-    """Two updates at half the rate: decay shrinks by (1 - lr wd / 2) where no gradient ever comes."""
+    """Two updates at half the rate: decay shrinks by (1 - lr wd / 2) where no gradient ever
+    comes."""
     params = {"w": jnp.ones(3)}
     found = run(Optim(lr=0.1, weight_decay=0.5, schedule="constant", warmup=2, lr_init=0.5), params, {"w": jnp.zeros((3, 3))})
     np.testing.assert_allclose(found["w"][:, 0], np.cumprod([1 - 0.1 * 0.5 * r for r in (0.5, 0.75, 1.0)]), rtol=1e-6)

@@ -105,7 +105,8 @@ def squares(x):
 
 
 def of(step, *shapes, devices=1):
-    """The arrays that the bound counts in a step, after a check that its compiler counts no less."""
+    """The arrays that the bound counts in a step, after a check that its compiler counts no
+    less."""
     xs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     traced = jax.jit(step).trace(*xs)
     kept, _ = kept_by_loops(traced.jaxpr.jaxpr, devices)

@@ -72,7 +72,8 @@ def test_a_run_that_ended_fourteen_times(tmp_path):
 
 
 def test_every_process_of_a_live_run_is_traced(folder, corpus, capsys):
-    """Each traces its own next steps; neither waits for the other's trace, and the page shows both."""
+    """Each traces its own next steps; neither waits for the other's trace, and the page shows
+    both."""
     both = cluster(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
     workdir = folder / "runs" / "tiny"
     wait_for(lambda: step_of(workdir) >= 3, watch=both)

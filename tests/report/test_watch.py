@@ -1,4 +1,5 @@
-"""`jaxtrain watch`: the page of a run that trains, for whoever has the token, and for nobody else."""
+"""`jaxtrain watch`: the page of a run that trains, for whoever has the token, and for nobody
+else."""
 
 import contextlib
 import http.client

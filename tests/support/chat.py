@@ -39,7 +39,8 @@ def hears(url: str, answer: str, **part) -> dict:
 
 
 def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
-    """``n`` samples that share three recordings: every other one says a sound, the others hear one."""
+    """``n`` samples that share three recordings: every other one says a sound, the others hear
+    one."""
     rvq().save(folder / "codec.npz")
     for i in range(3):
         soundfile.write(folder / f"{i}.wav", wave(i, 0.8 + 0.4 * i), 32_000)

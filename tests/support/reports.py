@@ -27,7 +27,8 @@ def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
 
 
 def counted(own, answer, n):
-    """Rows, right ones and answers of each class, and the confusions, as an evaluation counts them."""
+    """Rows, right ones and answers of each class, and the confusions, as an evaluation counts
+    them."""
     confusions = np.zeros((n, n))
     np.add.at(confusions, (own, answer), 1.0)
     return np.stack([confusions.sum(1), confusions.diagonal(), confusions.sum(0)]), confusions
@@ -38,7 +39,7 @@ def data_of(page):
 
 
 def assert_drawn(page, folder):
-    """Opens a page in a browser: every chart has marks in it, and nothing is said on the console."""
+    """Opens a page in a browser: every chart has marks, and nothing is said on the console."""
     command = [chromium.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
     command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -89,7 +89,8 @@ def test_the_python_of_the_tests_is_the_one_that_make_takes():
 
 
 def test_locked_packages_are_installed_into_an_environment_of_their_own():
-    """In that of the unlocked ones everything is there, and the tests would run without the lock."""
+    """In that of the unlocked ones everything is there, and the tests would run without the
+    lock."""
     recipe = make("-n", "test", "LOCKED=1").stdout
     assert ".venv-locked/bin/python -m pytest" in recipe and ".venv/" not in recipe
     assert "environment/bin/python -m pytest" in make("-n", "test", "LOCKED=1", "VENV=environment").stdout

@@ -1,4 +1,6 @@
-"""The measured cases: the five workloads by their own configs, at sizes for a large GPU and at small ones for a CPU.
+"""The measured cases: the five workloads by their own configs, at two sizes.
+
+One is for a large GPU, and a small one for a CPU.
 
 A case is a config file with overrides. At full size the first of its choices is taken that fits by
 the plan. The data are made here (`Data`) without a network, and the loaders read them as in any
@@ -196,7 +198,10 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:
-    """Return the same with half the rows in a microbatch, for a case that does not fit despite its plan, or None."""
+    """Return the case with half the rows in a microbatch, or None, if it does not fit.
+
+    The plan said that it would.
+    """
     config = chosen.assembly.config
     rows = config.train.batch // config.train.accumulate
     if rows % 2:
@@ -205,7 +210,7 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
 
 
 def first_batch(assembly: plan_lib.Assembly) -> Batch:
-    """Return a training batch of the loader, on the device, of the largest shape if there are several."""
+    """Return a training batch of the loader, on the device, of the largest shape."""
     return batches(assembly, 1)[0]
 
 
@@ -249,7 +254,10 @@ class Steps:
         return out
 
     def seconds(self, at_least: float, *, n: int = 3) -> float:
-        """Of a step on average, over as many as take ``at_least`` seconds, and ``n``; after two that do not count."""
+        """Of a step on average, over those of ``at_least`` seconds, and ``n``; two do not count.
+
+        These are the first ones.
+        """
         jax.block_until_ready([self() for _ in range(2)])
         begin = time.perf_counter()
         jax.block_until_ready([self() for _ in range(n)])

@@ -1,4 +1,4 @@
-"""The limits of the chip itself: matrix products, copies within its memory, copies from the host."""
+"""The limits of the chip itself: matrix products, copies in its memory and from the host."""
 
 import math
 import time
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def _rate(run: Callable[[], Any], amount: float, seconds: float) -> float:
-    """Of ``amount`` a call: the best of three runs of ``seconds`` / 3 each, waited for at their ends."""
+    """Of ``amount`` a call: the best of three runs of ``seconds`` / 3, waited for at the end."""
     jax.block_until_ready(run())
     begin = time.perf_counter()
     jax.block_until_ready(run())
@@ -26,7 +26,10 @@ def _rate(run: Callable[[], Any], amount: float, seconds: float) -> float:
 
 
 def product(device: jax.Device, size: int, dtype: str, seconds: float) -> float:
-    """[FLOP/s] of a product of two square matrices of normal numbers (zeros would draw less power, and so be faster)."""
+    """[FLOP/s] of a product of two square matrices of normal numbers.
+
+    Zeros would draw less power, and so be faster.
+    """
     a, b = (jax.device_put(jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)), device) for i in range(2))
     times = jax.jit(lambda a, b: a @ b)
     return _rate(lambda: times(a, b), 2 * size**3, seconds)

@@ -1,4 +1,6 @@
-"""The accelerator against the CPU of its machine, kernels against formulas, bfloat16 against float32, a run against itself.
+"""The accelerator against the CPU, kernels against formulas, bfloat16 against float32.
+
+A run is compared with itself, too.
 
 Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`),
 on any machine.
@@ -135,7 +137,10 @@ def compare(name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree],
 
 
 def attention(*, quick: bool) -> Iterator[Check]:
-    """Yield the kernel that `attention` takes here, on bfloat16: causal, packed documents, few key heads, an odd length."""
+    """Yield the kernel that `attention` takes here, on bfloat16, for several cases.
+
+    They are causal, packed documents, few key heads, an odd length.
+    """
     shapes = {"vit": (2, 257, 6, 6, 64, False, False), "packed": (2, 512, 8, 2, 64, True, True)}
     if not quick:
         shapes |= {"causal": (2, 512, 8, 2, 64, True, False), "wide": (1, 1024, 4, 4, 128, True, True)}

@@ -1,4 +1,6 @@
-"""From Arrow shards on disk to the step: the loader's rate on all cores, the step's rate, and that of both together.
+"""From Arrow shards on disk to the step: the loader's rate, the step's, and both together.
+
+The loader has all cores.
 
 The recordings are the demo's, read again and again, so they come from the page cache. For each form
 of a row (spectrograms of float32 and of bfloat16, and 16-bit waveforms, of which the step makes the
@@ -93,7 +95,7 @@ def rate(loader: Loader, batch: int, seconds: float) -> float:
 
 
 def end_to_end(stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float) -> tuple[float, float]:
-    """(rows a second, share of the time waited for data), as the loop runs: a step is waited for one late."""
+    """(rows a second, share of time waited for data), as in the loop: a step is read one late."""
     pending = None
     for _ in range(4):
         pending = steps(next(stream)[1])
@@ -109,7 +111,7 @@ def end_to_end(stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float
 
 
 def overlap_of(stream: feed.Feed, steps: cases.Steps, n: int = 4) -> tuple[float | None, float]:
-    """(share of the copies to the device that overlaps computation, seconds of copies in a step)."""
+    """(share of copies to the device that overlaps computation, seconds of copies a step)."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps(next(stream)[1]) for _ in range(n)])

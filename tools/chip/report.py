@@ -159,7 +159,7 @@ def title(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """Return the section of docs/accelerator.md: the measured figures of a chip, and one line of the missing ones."""
+    """Return the section of docs/accelerator.md: a chip's figures, and a line of missing ones."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
         return "No figure of this section has been measured on a chip yet. The last run found only a CPU."

@@ -1,4 +1,7 @@
-"""One case at full speed: steps a second, memory next to the plan's lower bound, time to compile, and a profile of its step."""
+"""One case at full speed: steps a second, memory, time to compile, and a profile.
+
+The memory stands next to the plan's lower bound.
+"""
 
 import pathlib
 import tempfile
@@ -12,7 +15,9 @@ from tools.chip import cases, trace
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
-    """Return the program, and the seconds that tracing and compiling took: with an empty cache of programs, and from it.
+    """Return the program, and the seconds of tracing and compiling it.
+
+    They are with an empty cache of programs, and from it.
 
     To be called in a process that has a cache folder of its own (`gpu_check`).
     """

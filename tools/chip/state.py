@@ -1,4 +1,6 @@
-"""The cost of a run's state: a save while it trains, a restore, and the time from the command to the first step.
+"""The cost of a run's state: a save while it trains, a restore, and the time to start.
+
+The latter is from the command to the first step.
 
 Three runs of the program itself, `python -m jaxtrain.main`: one from nothing, with an empty cache
 of compiled programs, that saves a few times, one that resumes from it, and one that goes as far

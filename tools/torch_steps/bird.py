@@ -1,4 +1,4 @@
-"""The supervised bird model: its step, and that of the same model of PyTorch modules with the same weights.
+"""The supervised bird model: its step, and that of PyTorch modules with the same weights.
 
 Shapes: B rows, F frames, W mels, N patches, T tokens, D embed, C classes.
 """
@@ -65,7 +65,7 @@ class Classifier(torch.nn.Module):
         self.probe_norm = steps.layer_norm(probe["scale"], probe["bias"], vit.EPS)
 
     def forward(self, x_bfw: torch.Tensor, label_b: torch.Tensor) -> torch.Tensor:
-        """Return the loss: the head's, smoothed, and that of the probe, which does not train the encoder."""
+        """Return the loss: the head's, smoothed, and the probe's, which trains no encoder."""
         b, (f, w), (m, n) = len(x_bfw), self.c.patch, self.c.grid
         x_bnp = x_bfw.view(b, m, f, n, w).transpose(2, 3).reshape(b, m * n, f * w)
         x = torch.cat([self.cls.expand(b, -1, -1), self.patch(x_bnp) + self.pos], 1)

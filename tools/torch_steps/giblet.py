@@ -1,4 +1,6 @@
-"""The fMRI autoencoder at the demo's size: its step, and that of PyTorch's layers with the same weights.
+"""The fMRI autoencoder at the demo's size: its step, and that of PyTorch's layers.
+
+The weights are the same.
 
 Dropout draws other numbers in PyTorch. Times are of steps with the demo's rates. Losses are
 compared without any, at a thousandth of the demo's learning rate, those of the first three steps,
@@ -28,7 +30,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "giblet.py"
 
 
 def make_batch(fields: Mapping[str, Field], batch: int) -> dict[str, np.ndarray]:
-    """Rows of noise in the loader's types: brightness in 0..1, codes, and numbers of unit variance."""
+    """Rows of noise in the loader's types: brightness in 0..1, codes, unit variance."""
     rng, rows = np.random.default_rng(0), {}
     for name, field in fields.items():
         shape = (batch, *field.shape)
@@ -68,7 +70,7 @@ def mean_error(y_bd: torch.Tensor, target_bd: torch.Tensor) -> torch.Tensor:
 
 
 class Autoencoder(torch.nn.Module):
-    """For codes of sound, one frame reconstructed, and mean squares divided by the targets' deviation."""
+    """Codes of sound: one frame reconstructed, and mean squares over targets' deviation."""
 
     def __init__(self, c: giblet.Config, params: PyTree):
         super().__init__()

@@ -1,4 +1,6 @@
-"""The small GPT-2 of configs/shakespeare_char.py: its step, and that of PyTorch's own layers with the same weights.
+"""The small GPT-2 of configs/shakespeare_char.py: its step, and that of PyTorch's layers.
+
+The weights are the same.
 
 Shapes: B rows, T tokens, D embed.
 """

@@ -1,4 +1,4 @@
-"""A training step as jaxtrain takes it, and the same by AdamW in PyTorch: the common parts of this folder's models."""
+"""A training step of jaxtrain, and one by AdamW in PyTorch: what this folder shares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ def adamw_step(
     compiled: bool = False,
     spared: tuple[str, ...] = (),
 ) -> Step:
-    """Return a training step: the loss that the model returns, its gradients clipped by their norm, AdamW.
+    """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
     Args:
       o: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters by

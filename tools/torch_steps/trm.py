@@ -1,4 +1,6 @@
-"""The recursive model: its step, and the formulas as tests/data/trm was computed by, one PyTorch operation after another.
+"""The recursive model: its step, and its formulas by single PyTorch operations.
+
+tests/data/trm was computed by these.
 
 Both take a step of the published recipe. The slots are refilled, then come high cycles of low + 1
 applications of the net, of which the last is differentiated. The loss is stable-max cross-entropy

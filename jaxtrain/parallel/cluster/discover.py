@@ -1,4 +1,4 @@
-"""Finds the processes of a run in the environment that their launcher gave them, as a pure function.
+"""Finds the processes of a run in the environment that their launcher set: a pure function.
 
 The first of these that the environment describes:
 

@@ -85,7 +85,7 @@ def _is_count(value: object) -> bool:
 
 
 def interval(right: int, of: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of which ``right`` were counted in ``of`` (Wilson 1927), or nan, nan of none."""
+    """Return the 95 % interval of the share ``right`` of ``of`` (Wilson 1927), or nan, nan."""
     if not of:
         return math.nan, math.nan
     p, n = right / of, of
@@ -94,7 +94,7 @@ def interval(right: int, of: int) -> tuple[float, float]:
 
 
 def section(runs: Sequence[Run]) -> str:
-    """Return the evaluations of a run behind a slider, or the classes in which several runs differ most."""
+    """Return a run's evaluations behind a slider, or the classes in which runs differ most."""
     found = [(run, by_step) for run in runs[:MOST_COMPARED] if (by_step := read(run.path / FILE))]
     if not found:
         return ""

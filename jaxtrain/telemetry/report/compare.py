@@ -1,4 +1,4 @@
-"""Comparison of runs: a ranking, the fields in which their configs differ, a sweep as parallel coordinates."""
+"""Comparison of runs: a ranking, the fields that differ, a sweep as parallel coordinates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxtrain.telemetry.report.run import Run, Score
 
 
 def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[dict[str, Any]]) -> str:
-    """Return a ranking, the differences of the configs, and a sweep as parallel coordinates, which are added to ``charts``."""
+    """Return a ranking, differing fields, and a sweep, which are added to ``charts``."""
     differ = run_lib.differences({str(i): run.config for i, run in enumerate(runs)})
     known = [score for score in scores if score]
     shown = [score if score and score.name == known[0].name else None for score in scores]
@@ -75,7 +75,7 @@ def _parallel(
 
 
 def _axis(label: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return an axis of parallel coordinates: the place of each value between 0 and 1, logarithmic for a wide range."""
+    """Return an axis of parallel coordinates: each value's place in 0..1, logarithmic if wide."""
     texts = [short(value) for value in values]
     if all(type(v) in (int, float) and math.isfinite(run_lib.number(v)) for v in values):
         x = np.array([run_lib.number(v) for v in values])

@@ -1,4 +1,7 @@
-"""Every metric of the runs as a curve: grouped, thinned without losing a peak, with its meaning and its values in words."""
+"""Every metric of the runs as a curve, with its meaning and its values in words.
+
+Curves are grouped, and thinned without losing a peak.
+"""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Pieces of a page: escaped texts, numbers and times as people read them, and a selector of sets."""
+"""Pieces of a page: escaped texts, numbers and times for people, and a selector of sets."""
 
 import html
 import json

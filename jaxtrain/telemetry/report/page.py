@@ -285,7 +285,10 @@ def _tools(*, several: bool) -> str:
 
 
 def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
-    """Warnings and errors of the logs, the latest first, each once: its newest line, how often, of which processes."""
+    """Warnings and errors of the logs, the latest first, each once.
+
+    A line has its newest text, how often it came, and of which processes.
+    """
     found: dict[str, tuple[str, int, set[int]]] = {}
     logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
     for process in sorted(logs)[:MOST_LOGS]:

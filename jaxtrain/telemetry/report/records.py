@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns: a million records in seconds, and curves of few points that keep every peak."""
+"""metrics.jsonl as columns: a million records in seconds, in curves that keep every peak."""
 
 import io
 import json
@@ -123,7 +123,7 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int, float, float]]:
-    """Find (step, loss, usual loss) of the losses far above the `USUAL` records before them, the largest first.
+    """Find (step, loss, usual loss) of losses far above the `USUAL` records before, largest first.
 
     The usual loss is their median. A spike is more than `FAR` of their deviations above it (1.4826
     times the median one).
@@ -148,7 +148,10 @@ def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int,
 
 
 def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``most`` of a curve's points, the smallest and largest of every stretch, the first and the last among them."""
+    """At most ``most`` of a curve's points, with the extremes of every stretch.
+
+    The first and the last are among them.
+    """
     known = np.isfinite(value)
     step, value = step[known], value[known]
     if len(step) <= most:

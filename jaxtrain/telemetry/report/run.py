@@ -157,7 +157,10 @@ class Run:
 
     @property
     def state(self) -> str:
-        """In a word: training, starting, ended, saved (and to be resumed), interrupted, failed, killed, or new."""
+        """In a word: training, starting, ended, saved, interrupted, failed, killed, or new.
+
+        A saved run is to be resumed.
+        """
         if self.is_alive:
             return "training" if self.latest else "starting"
         if self.steps and self.step >= self.steps:
@@ -207,7 +210,9 @@ def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
 
 
 def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]:
-    """All runs in a folder and below it, by path, and the folders from which some were launched: with a folder slurm.
+    """All runs in a folder and below it, by path, and the folders that launched some.
+
+    The latter have a folder slurm.
 
     Links are not followed. Raises RunError without a folder.
     """
@@ -286,7 +291,7 @@ def number(value: Any) -> float:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Field -> name of a config -> its value, of the fields in which configs differ, without ``workdir``."""
+    """Field -> name of a config -> value, of fields in which configs differ, but ``workdir``."""
     flat = {name: flatten(config) for name, config in configs.items()}
     fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
     rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}

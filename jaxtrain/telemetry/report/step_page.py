@@ -1,4 +1,4 @@
-"""One HTML file of one step: its records and the steps around, its examples, norms by parameter, largest activations."""
+"""One HTML file of a step: its records, examples, norms by parameter, largest activations."""
 
 import base64
 import io
@@ -44,7 +44,7 @@ def html(run: Run, step: int, found: Any, verdict: Sequence[str]) -> str:
 
 
 def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float, float, float]]:
-    """(Metric, its value, its usual value, how many usual deviations apart), the one that moved most first."""
+    """(Metric, value, usual value, usual deviations apart), the one that moved most first."""
     if "step" not in columns or step not in columns["step"]:
         return []
     at = int(np.flatnonzero(columns["step"] == step)[-1])

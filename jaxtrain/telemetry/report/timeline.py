@@ -72,7 +72,7 @@ def _bar(seconds: Mapping[str, float], colours: Mapping[str, str] = COLOURS) -> 
 
 
 def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
-    """Return a row for each start of a process, on the axis of the wall time, and a table of them."""
+    """Return a row for each start of a process, on an axis of wall time, and a table of them."""
     if len(starts) < 2:
         return ""
     drawn = starts[-MOST_STARTS:]

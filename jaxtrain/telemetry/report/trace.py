@@ -1,4 +1,4 @@
-"""The time of traced steps by the scopes of the program: read from an XSpace file (*.xplane.pb), without jax.
+"""The time of traced steps by the program's scopes: an XSpace file (*.xplane.pb) without jax.
 
 The file is a protocol buffer (tsl/profiler/protobuf/xplane.proto): planes of lines of events, and
 with the programs that ran (xla/service/hlo.proto), whose instructions carry the scope that they
@@ -112,7 +112,9 @@ def _part(name: str, scope: str) -> str:
 
 
 def _short(name: str, scope: str) -> str:
-    """Return a scope without JAX's decoration of names: ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
+    """Return a scope without JAX's decoration of names.
+
+    An example is ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
 
     Without a scope, the operation's name without the numbers at its end.
     """
@@ -123,7 +125,10 @@ def _short(name: str, scope: str) -> str:
 
 
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
-    """(name, scope, start, end) [ps] of all operations of a device, on a CPU of the events that name an instruction."""
+    """(name, scope, start, end) [ps] of a device's operations.
+
+    On a CPU they are of the events that name an instruction.
+    """
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
     programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
@@ -147,7 +152,7 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
-    """Return the scope of each instruction in a program, of which a trace has the number, the name or neither.
+    """Return each instruction's scope in a program that a trace knows by number, name or not.
 
     Args:
       programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of
@@ -229,7 +234,7 @@ def _scopes(program: memoryview) -> dict[str, str]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of a message's fields: an integer, or the bytes of a field with a length."""
+    """Yield (number, value) of a message's fields: an integer, or the bytes of a field."""
     at, end = 0, len(data)
     while at < end:
         key, at = _varint(data, at)

@@ -1,4 +1,6 @@
-"""Continuations of prompts: text, and columns of codes between the tokens that open and close an audio sample.
+"""Continuations of prompts: text, and columns of codes inside an audio sample.
+
+They lie between the tokens that open and close it.
 
 Shapes: as in `model`; N new places.
 """
@@ -17,7 +19,7 @@ from jaxtrain.workloads.audio_language.model import Config, Net
 
 
 class Streams(NamedTuple):
-    """How each stream draws: text, then the codebooks, one number for all of them or one for each."""
+    """How each stream draws: text, then the codebooks, with one number for all or one each."""
 
     text_temperature: float = 0.7
     text_top_k: int = 0  # 0 = all
@@ -52,7 +54,10 @@ class Writing(NamedTuple):
 
 
 def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
-    """Return the last state [B, D] of each prompt, laid out as rows are, and the cache with ``n_new`` free places."""
+    """Return the last state [B, D] of each prompt, and the cache with ``n_new`` free places.
+
+    The prompts are laid out as rows are.
+    """
     x_bud, kept = model.decode(c, params, prompt, shard, keep=True)
     padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
     is_audio_bu = jnp.pad(prompt["slot"] >= prompt["text"].shape[1], [(0, 0), (0, n_new)])
@@ -135,7 +140,9 @@ def generate(
     longest: int = 0,
     streams: Streams = Streams(),  # noqa: B008
 ) -> Written:
-    """Continues each prompt: text, and from a token ``opens`` on a recording's columns, until its codebooks have ended.
+    """Continues each prompt: text, and from a token ``opens`` on a recording's columns.
+
+    These end when its codebooks have ended.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column;
     with a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by its
@@ -200,7 +207,10 @@ def draw(
 
 
 def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
-    """Return the next place of each row from a drawn token and codes, by its state and which codebooks have begun or ended."""
+    """Return the next place of each row from a drawn token and codes.
+
+    It depends on its state, and on which codebooks have begun or ended.
+    """
     # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b

@@ -1,4 +1,4 @@
-"""Rows of a batch as a person reads and hears them: the text, and the sound of the codes if the run's codec has one."""
+"""Rows of a batch for people: the text, and the sound of the codes if the run has a codec."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Answers prompts with sound, by a trained audio language model: codes, WAV files and spectrograms."""
+"""Answers prompts with sound, by a trained audio language model: codes, WAVs, spectrograms."""
 
 import json
 import pathlib
@@ -37,7 +37,9 @@ class Answer(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
-    """Read the model of a run, a step or an export, with the tokenizer and the codec that it was trained with, or others.
+    """Read a model with the tokenizer and the codec that it was trained with, or others.
+
+    It is a run, a step or an export.
 
     Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError,
     ConfigError, DataError.

@@ -77,7 +77,10 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one exported array: heads and their dimensions are one axis there, codebooks and codes another."""
+    """Return the shape of an exported array: heads and their dimensions are one axis there.
+
+    So are codebooks and codes.
+    """
     if path in ("embed_audio", "w_head_audio"):
         return (shape[0] * shape[1], shape[2])
     return hugging_face.folded(path.rpartition("/")[2], shape)
@@ -118,7 +121,9 @@ EXPORT = Export(export_names, export_shape, export_files, export_hub)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+    """Sections ``model`` and ``warm_start`` for a folder of Hugging Face or `jaxtrain export`.
+
+    The folder has config.json and safetensors.
 
     Raises HuggingFaceError.
     """

@@ -62,7 +62,7 @@ def loss(c: Config, shard: Shard, variables: Variables, batch: Batch, key: Key) 
 
 
 def predict(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Logits ``text`` [B, U, V] and ``audio`` [B, U, K, codes] of every place, for the fields of the loader's batches."""
+    """Logits ``text`` [B, U, V] and ``audio`` [B, U, K, codes] of all places of the rows."""
     x_bud = decode(c, variables.params, batch, shard)
     return {"text": text_logits(c, variables.params, x_bud), "audio": audio_logits(variables.params, x_bud)}
 

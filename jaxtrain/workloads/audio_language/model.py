@@ -1,4 +1,6 @@
-"""An audio language model (Higgs Audio v2): text and codec codes in one sequence, a feed-forward net for each of the two.
+"""An audio language model (Higgs Audio v2): text and codec codes in one sequence.
+
+Each of the two has a feed-forward net.
 
 Every place of a row is a text token or a column of K codes, one of each codebook, delayed against
 each other (loaders/chat/chatml.py lays them out). All places share the causal attention. The norms
@@ -228,7 +230,9 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
 
 
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
-    """FLOPs of one row of a bucket, forward and backward: each place through its own net, labelled ones alone through heads.
+    """FLOPs of one row of a bucket, forward and backward.
+
+    Each place goes through its own net, and labelled ones alone through the heads.
 
     Matrices that are ``frozen`` have no derivative of their own. Their adapters' products are left
     out.

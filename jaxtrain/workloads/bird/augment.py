@@ -119,7 +119,10 @@ def _place(c: Config, x_fw: Array, key: Key) -> Array:
 
 
 def _crop(c: Config, x_fw: Array, key: Key) -> Array:
-    """Return a box of a random area, shape and place, interpolated linearly to the whole's size (Szegedy et al. 2015)."""
+    """Return a box of a random area, shape and place, interpolated to the whole's size.
+
+    The interpolation is linear (Szegedy et al. 2015).
+    """
     key_area, key_ratio, key_place = jax.random.split(key, 3)
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
     low, high = jnp.log(jnp.array(c.crop_ratio, jnp.float32))
@@ -144,7 +147,7 @@ def _add_background(c: Config, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key)
 
 
 def _own_share(c: Config, key: Key) -> Array:
-    """Return the share of a row's own recording: at least half, so that its own label stays the stronger one."""
+    """Return a row's share of its own recording: at least half, as its label stays stronger."""
     share = jax.random.beta(key, c.mixup, c.mixup)
     return jnp.maximum(share, 1 - share)
 

@@ -1,4 +1,4 @@
-"""Classes of recordings: labels of rows and views, losses of scores, the accuracy, and the online probe.
+"""Classes of recordings: labels of rows and views, losses, the accuracy, the online probe.
 
 Shapes: B rows, R spectrograms, C classes, D embed.
 """
@@ -50,7 +50,9 @@ def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -
 
 
 def asymmetric_loss(logits_bc: Array, target_bc: Array, *, gamma_positive: float, gamma_negative: float, clip: float) -> Array:
-    """-sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0), [B] (Ridnik et al. 2021).
+    """Return the asymmetric loss of scores, [B] (Ridnik et al. 2021).
+
+    -sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0).
 
     With both exponents and the clip 0 it is the binary cross-entropy, summed over the classes.
     """
@@ -106,7 +108,10 @@ def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
 
 
 def probe_specs(c: Settings) -> PyTree:
-    """Return the online probe: layer norm and a linear layer on the features of any objective, which it does not train."""
+    """Return the online probe: layer norm and a linear layer on any objective's features.
+
+    It does not train them.
+    """
     d = c.embed
     return {"scale": Spec((d,), ("embed",), ones), "bias": Spec((d,), ("embed",), zeros), **specs(c)}
 
@@ -120,7 +125,7 @@ def probe_scores(params: PyTree, pooled_rd: Array) -> Array:
 
 
 def probe_loss(c: Settings, logits_rc: Array, labels: Labels) -> Array:
-    """Cross-entropy with the recording's own class, or binary ones with each of its classes, [R]."""
+    """Cross-entropy with the recording's class, or binary ones with each of its classes, [R]."""
     if c.multilabel:
         target_rc = labels.own.astype(jnp.float32)
         return asymmetric_loss(logits_rc, target_rc, gamma_positive=0.0, gamma_negative=0.0, clip=0.0)

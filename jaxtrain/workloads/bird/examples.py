@@ -1,4 +1,4 @@
-"""Rows of a batch as a person hears and sees them: the crop of the recording, and its spectrogram."""
+"""Rows of a batch as a person hears and sees them: the recording's crop and its spectrogram."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,10 @@ def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -
 
 
 def _waves(config: Any, n: int, position: int) -> np.ndarray | None:
-    """Read the samples int16 of the batch, or None of data that are not read by `loaders.audio.spectrogram`."""
+    """Read the samples int16 of the batch, or None if another loader reads the data.
+
+    The loader is `loaders.audio.spectrogram`.
+    """
     if not isinstance(config.data, spectrogram.Config):
         return None
     data = dataclasses.replace(config.data, form="waveform", dtype="float32")

@@ -1,4 +1,6 @@
-"""The spectrogram of a waveform on the device, inside the step: the numbers of the loader's (rust/core/src/fbank.rs).
+"""The spectrogram of a waveform on the device, inside the step.
+
+The numbers are the loader's (rust/core/src/fbank.rs).
 
 Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by
 default 800 samples every 320 at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i]
@@ -27,7 +29,9 @@ PARTS = 16  # slices of a frame, at most, given by samples that window and hop s
 
 
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
-    """Return samples [..., N], int16 at the front end's rate, as the model sees them: float32 [..., n_frames, W].
+    """Return int16 samples [..., N] as the model sees them: float32 [..., n_frames, W].
+
+    They are at the front end's rate.
 
     The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2
     std).
@@ -51,7 +55,7 @@ def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> A
 
 
 def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
-    """ln of the mel energies of int16 samples [R, N], at least a window of them: float32 [R, F, W]."""
+    """ln of the mel energies of int16 samples [R, N], at least one window: float32 [R, F, W]."""
     # In integers: float32 would leave an audible rest of a loud constant.
     frames_rfn = _frames(x_rn.astype(jnp.int32), of.window, of.hop)
     y_rfn = frames_rfn * of.window - frames_rfn.sum(-1, keepdims=True)
@@ -66,7 +70,10 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
 
 
 def _frames(x_rn: Array, window: int, hop: int) -> Array:
-    """Whole frames [R, F, window], as slices of the same parts side by side: a gather could not be split over devices."""
+    """Whole frames [R, F, window], as slices of the same parts side by side.
+
+    A gather could not be split over devices.
+    """
     f = 1 + (x_rn.shape[1] - window) // hop
     part = math.gcd(window, hop)
     if window // part > PARTS:

@@ -52,7 +52,9 @@ class Masks(NamedTuple):
 
 
 def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
-    """Masks of exactly ``n_masked`` patches, of blocks of ``block`` × ``block`` at random places as far as possible.
+    """Masks of exactly ``n_masked`` patches, in blocks of ``block`` × ``block`` if possible.
+
+    The places are random.
 
     As many blocks as would fill the number without overlap, then single patches until it is
     reached.

@@ -1,4 +1,6 @@
-"""Bird sound: a vision transformer over log-mel spectrograms, trained with labels or without, and an online probe.
+"""Bird sound: a vision transformer over log-mel spectrograms, and an online probe.
+
+It is trained with labels or without.
 
 The loss is a weighted sum of objectives, each on if its weight is above 0; each is one file of
 `objectives`:
@@ -47,7 +49,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def with_objectives(cls: type) -> type:
-    """Declare a field for the section of each objective, so that config and command line know them all."""
+    """Declare a field for each objective's section, so that config and command line know all."""
     for name, objective in OBJECTIVES.items():
         cls.__annotations__[name] = objective.section
         setattr(cls, name, field(default_factory=objective.section))
@@ -91,7 +93,7 @@ class Config(Settings):
 
 
 def make_specs(c: Config) -> PyTree:
-    """Return the specs of encoder, objective/NAME for each that is on, probe if there are classes."""
+    """Return the specs of encoder, objective/NAME of those in use, probe if there are classes."""
     table = {
         "encoder": vit.make_specs(c),
         "objective": {name: objective.specs(c, c.section(name)) for name, objective in c.on.items()},
@@ -105,13 +107,16 @@ def make_carry(c: Config, table: PyTree) -> PyTree:
 
 
 def forward_flops(c: Config) -> int:
-    """Floating-point operations of the matrix products for one spectrogram through the encoder and the heads for classes."""
+    """Floating-point operations of matrix products for one spectrogram, with the classes' heads.
+
+    It passes through the encoder.
+    """
     heads = (("supervised" in c.on) + 1) * bool(c.n_classes)
     return vit.forward_flops(c) + heads * 2 * c.embed * (c.n_classes or 0)
 
 
 def train_flops(c: Config) -> int:
-    """Of one view in a training step: three times the encoder's passes and the probe forward, and the objectives."""
+    """Of one view in a step: three encoder passes, the probe forward, and the objectives."""
     forward = 2 * c.embed * (c.n_classes or 0)
     if c.reads(ALL):
         forward += vit.forward_flops(c)
@@ -148,13 +153,19 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    """Return the metric of the loss without the probe's: the objective's own if it is the only one, with weight 1."""
+    """Return the metric of the loss without the probe's.
+
+    It is the objective's own if that is the only one, with weight 1.
+    """
     name = next(iter(c.on))
     return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
 
 
 def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
-    """Log the parts of a loss that differ with train.accumulate > 1: they do not decompose over microbatches."""
+    """Log the parts of a loss that differ with train.accumulate > 1.
+
+    They do not decompose over microbatches.
+    """
     if accumulate == 1:
         return
     for name, objective in c.on.items():
@@ -230,7 +241,10 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], normalised, and ``scores`` [B, C] by the probe."""
+    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], and ``scores`` [B, C].
+
+    The spectrogram is normalised, and the scores are the probe's.
+    """
     c, encoder = model.c, variables.params["encoder"]
     encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
     features_bd = views.pooled(c, encoder, encoded)
@@ -249,7 +263,7 @@ def inputs(
     labels: Labels | None = None,
     share_bv: Array | None = None,
 ) -> Inputs:
-    """One pass of the encoder over the spectrograms ``x``; `of_objective` adds what belongs to one objective.
+    """One pass of the encoder over spectrograms ``x``; `of_objective` adds what one objective has.
 
     Args:
       key: of the step; None = no stochastic depth, in an evaluation.
@@ -286,7 +300,10 @@ def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
 
 
 def pictures(model: Model, batch: Batch) -> dict[str, Array]:
-    """Return the first view of the first rows, mel up and time to the right, from the quietest to the loudest value of each."""
+    """Return the first view of the first rows, mel up and time to the right.
+
+    Each goes from its quietest to its loudest value.
+    """
     c = model.c
     first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
     shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}

@@ -45,7 +45,10 @@ class Features(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arguments of an objective's functions: some rows of the batch, and the pass of the encoder that it needs."""
+    """The arguments of an objective: some rows of the batch, and the pass that it needs.
+
+    The pass is the encoder's.
+    """
 
     c: Settings
     shard: Shard
@@ -67,7 +70,7 @@ class Inputs(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """One term of the loss: its parameters, its computation, its cost, and the checks of its config.
+    """One term of the loss: its parameters, computation and cost, and its config's checks.
 
     Every function takes the objective's own section of the config. Functions without `Inputs` also
     take the model's settings.
@@ -89,7 +92,10 @@ class Objective(NamedTuple):
 
 
 def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
-    """Hidden values [R, H]: with "batch" each channel over the valid rows of the global batch, with "layer" each row."""
+    """Hidden values [R, H]: normalised by channel over valid rows ("batch") or by row ("layer").
+
+    The rows are those of the global batch.
+    """
     if norm == "layer":
         return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
     zero, valid_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]

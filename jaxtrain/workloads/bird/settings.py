@@ -1,4 +1,4 @@
-"""Settings of a bird model that do not depend on its objectives: the encoder, the rows, the masks, the augmentation."""
+"""Settings of a bird model that no objective decides: encoder, rows, masks, augmentation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Rows of a batch as the views that the encoder sees: spectrograms, labels, masks, stochastic depth.
+"""Rows of a batch as the encoder's views: spectrograms, labels, masks, stochastic depth.
 
 Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, L layers.
 """
@@ -66,7 +66,7 @@ def masks(c: Settings, seed: int, batch: Batch) -> masked.Masks:
 
 
 def survival(c: Settings, batch: Batch, key: Key, name: str) -> Array | None:
-    """`vit.survival` of R spectrograms in a pass called ``name``: a function of the step's key and the place in the batch."""
+    """`vit.survival` of R spectrograms in a pass ``name``, by the step's key and place."""
     if not c.drop_path:
         return None
     place_r = repeated(c, batch["row"]) * c.n_views + jnp.arange(batch["row"].shape[0] * c.n_views) % c.n_views

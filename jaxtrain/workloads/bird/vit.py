@@ -1,4 +1,4 @@
-"""A vision transformer over log-mel spectrograms: the encoder of recordings, and stacks of its blocks for others.
+"""A vision transformer over log-mel spectrograms: the encoder, and stacks of its blocks.
 
 Pre-norm (Dosovitskiy et al. 2021). A spectrogram [time, mel] is cut into patches, rows first. The
 sequence is [CLS …, patches …, registers …]. Registers (Darcet et al. 2024) are tokens that nothing
@@ -211,7 +211,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
-    """Return the encoder's parameters, float32, of a model.safetensors that `jaxtrain export` wrote.
+    """Return the encoder's parameters, float32, of a model.safetensors of `jaxtrain export`.
 
     With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the
     requirements of checkpoints.
@@ -273,7 +273,7 @@ def encode(
 
 
 def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
-    """Return the features [B, D] of some tokens of an `Encoded`, its CLS tokens or its patches: their mean.
+    """Return the features [B, D] of some tokens of an `Encoded`, CLS or patches: their mean.
 
     Args:
       params: the encoder's.
@@ -365,7 +365,9 @@ def select(visible_bvn: Array, x_bnd: Array) -> Array:
 
 
 def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
-    """cos and sin [B or 1, T, 1, K / 2] of the angles by which pairs turn: half of them by the place in time, half by mel's.
+    """cos and sin [B or 1, T, 1, K / 2] of the angles by which pairs turn.
+
+    Half of them turn by the place in time, half by mel's.
 
     Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and
     registers do not turn.
@@ -382,7 +384,9 @@ def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
 
 
 def survival(c: Config, key_b: Key) -> Array | None:
-    """float32 [L, 2, B]: the factors of the outputs of attention and MLP of each layer for each row, 0 or 1 / (1 - rate).
+    """float32 [L, 2, B]: factors of attention's and MLP's outputs, 0 or 1 / (1 - rate).
+
+    There is one for each layer and row.
 
     The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016). None
     without it.
@@ -402,6 +406,9 @@ def stack_flops(s: Stack, tokens: int) -> int:
 
 
 def forward_flops(c: Config, visible: int | None = None) -> int:
-    """Return the same of the encoder for one spectrogram, of which ``visible`` patches (None: all) enter the layers."""
+    """Return the same of the encoder for one spectrogram, with ``visible`` patches (None: all).
+
+    These enter the layers.
+    """
     seen = c.n_patches if visible is None else visible
     return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)

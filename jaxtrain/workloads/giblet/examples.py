@@ -1,4 +1,4 @@
-"""Rows of a batch as a person reads them: the last frame of the film's window, and whose volume it is."""
+"""Rows of a batch for people: the last frame of the film's window, and whose volume it is."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

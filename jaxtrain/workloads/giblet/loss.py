@@ -83,12 +83,15 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
-    """Reconstructions and fMRI [B, V] of ``video``, ``audio`` and ``text``, [B, values] each, as the loader gives them."""
+    """Reconstructions and fMRI [B, V] of ``video``, ``audio`` and ``text``, [B, values] each.
+
+    They are as the loader gives them.
+    """
     return forward(model.c, variables.params, variables.carry, batch, model.shard)[0]
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    """Losses and correlations of each row, also of shuffled pairs, and the sums of each voxel for `finish`."""
+    """Losses and correlations of rows, also of shuffled pairs, and voxels' sums for `finish`."""
     c, shard = model.c, model.shard
     out, _ = forward(c, variables.params, variables.carry, batch, shard)
     target, weight_b = targets(c, batch, shard), batch["weight"]
@@ -113,7 +116,10 @@ def pictures(c: Config, batch: Batch) -> dict[str, Array]:
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Pictures of the first rows: the number of voxels by measured (right) and predicted value (up), within ±3."""
+    """Pictures of rows: the number of voxels by measured (right) and predicted value (up).
+
+    Both are within ±3.
+    """
     out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
     return {"fmri": voxels.density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 
@@ -134,7 +140,9 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
-    """Return the divisor of an error: the unbiased standard deviation of all valid rows of the global batch, plus 1e-8.
+    """Return an error's divisor: the standard deviation of the global batch's valid rows.
+
+    It is the unbiased one, plus 1e-8.
 
     It is 1 if all values are equal (no text in a batch, a dark film).
     """
@@ -146,7 +154,9 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
 
 
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
-    """Each loss of each row, [B]: "video", "audio", "text" (mean squares), "fmri", and the weighted "total".
+    """Each loss of each row, [B]: "video", "audio", "text", "fmri", and the weighted "total".
+
+    The first three are mean squares.
 
     With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are
     the undivided ones.

@@ -1,4 +1,6 @@
-"""The Giblet autoencoder: a window of film in, through a bottleneck, the brain's response and the window again out.
+"""The Giblet autoencoder: a window of film in, the brain's response and the window out.
+
+Both pass a bottleneck.
 
 A row is one moment of one viewer: the frames, codec codes and text embeddings of the window before
 it, and the fMRI volume measured then. Three encoders of flattened vectors, a trunk to the
@@ -262,7 +264,7 @@ class Outputs(NamedTuple):
 
 
 def entry(x: Array) -> Array:
-    """Convert the loader's integers to float32: bytes of frames in 0..1, codes with the same values."""
+    """Convert the loader's integers to float32: frames' bytes in 0..1, codes as they are."""
     return x.astype(jnp.float32) * (1 / 255) if x.dtype == jnp.uint8 else x.astype(jnp.float32)
 
 
@@ -312,7 +314,7 @@ def run_chain(
     shard: Shard,
     draws: Draws | None,
 ) -> tuple[Array, PyTree]:
-    """Return the layers of one branch, called ``name``, one after the other: float32 [B, O], and the new running statistics."""
+    """Return the layers of a branch ``name``, in turn: float32 [B, O], and running statistics."""
     new, dtype = {}, jnp.dtype(c.dtype)
     for i, layer in enumerate(chain):
         path, w = f"{name}/{i}", params[str(i)]

@@ -1,4 +1,4 @@
-"""The fMRI of a film's viewers, predicted by a trained autoencoder, as NIfTI in the scans' own space."""
+"""The fMRI of a film's viewers by a trained autoencoder, as NIfTI in the scans' space."""
 
 import gzip
 import json
@@ -36,7 +36,9 @@ class Predictor(NamedTuple):
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
-    """Read a run of jaxtrain.workloads.giblet, for the film in a folder of `jaxtrain prepare-giblet`.
+    """Read a run of jaxtrain.workloads.giblet for the film in a folder.
+
+    The folder is of `jaxtrain prepare-giblet`.
 
     Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than
     the model's.
@@ -61,7 +63,9 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
 
 
 def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
-    """Predicted fMRI of each volume in order, None before number ``first``, and measured (the viewers' mean).
+    """Predicted fMRI of each volume, None before number ``first``, and measured.
+
+    The latter is the viewers' mean.
 
     float32 [voxels] each. Raises DataError.
     """
@@ -137,7 +141,9 @@ class Report(NamedTuple):
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
-    """Write ``out``, float32 [x, y, z, volumes], volume by volume, behind those of an earlier attempt (`loaders.io.records`).
+    """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's.
+
+    See `loaders.io.records`.
 
     Raises DataError, OSError.
     """

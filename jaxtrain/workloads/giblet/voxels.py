@@ -46,7 +46,10 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Spread(NamedTuple):
-    """Means of predictions y and measurements t over moments, for the voxels whose measurement varies."""
+    """Means of predictions y and measurements t over moments, for voxels that vary.
+
+    What varies is their measurement.
+    """
 
     covariance: np.ndarray
     var_y: np.ndarray
@@ -72,7 +75,9 @@ def _mean(x: np.ndarray) -> float:
 
 
 def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
-    """For the null: each row's partner, half of the valid rows away, [B, V], and whether it has one, [B].
+    """For the null: each row's partner, half of the valid rows away, and whether it has one.
+
+    Both are [B]; partners are rows of [B, V].
 
     A test split comes in a mixed order, so that partners are no neighbours in time. A row is no
     partner of itself, nor are two viewers of one moment, who saw the same.
@@ -87,7 +92,7 @@ def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Arra
 
 
 def density(x_bv: Array, y_bv: Array, bins: int = 96, limit: float = 3.0) -> Array:
-    """[B, bins (y), bins (x)] in 0..1: the logarithm of the number of voxels in each cell, with the diagonal in grey."""
+    """[B, bins (y), bins (x)] in 0..1: the log of each cell's voxels, with the diagonal in grey."""
     edges = jnp.arange(bins)[None, None]
 
     def place(z: Array) -> Array:

@@ -42,7 +42,7 @@ class Continuation(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "") -> Writer:
-    """Read a run of jaxtrain.workloads.language, with the tokenizer that it was trained with, or another.
+    """Read a run of jaxtrain.workloads.language, with its own tokenizer or another.
 
     Raises StoredError, WarmStartError; DataError: the tokenizer cannot be read.
     """
@@ -62,7 +62,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def read_prompts(path: str) -> list[str]:
-    """Return the prompts of a file: of .jsonl the "prompt" of each line, or a line that is a string, else each line.
+    """Return the prompts of a file: of .jsonl the "prompt" of each line, else each line.
+
+    A line of .jsonl may be a string, too.
 
     Raises DataError.
     """

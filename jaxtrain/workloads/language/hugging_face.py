@@ -1,4 +1,6 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: published sizes, folders that a run begins with, and exports.
+"""Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: sizes, folders, and exports.
+
+Sizes are published ones, and a run may begin with a folder.
 
 `from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain
 export` write one.
@@ -91,7 +93,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one exported array: Hugging Face has heads and their dimensions as one axis."""
+    """Return the shape of an exported array: heads and their dimensions are one axis there."""
     if _family(config) is None:
         return shape
     return hugging_face.folded(path.rpartition("/")[2], shape)
@@ -140,7 +142,7 @@ def _folder(place: Any) -> pathlib.Path | None:
 
 
 def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Write the tokens that end a text into ``fields`` of config.json, and return the other files that name them."""
+    """Write the tokens that end a text into ``fields`` of config.json; return files naming them."""
     ends, named = model.get("ends"), ""
     with contextlib.suppress(files.DataError):  # the run's tokenizer has moved, or cannot be read
         if model.get("tokenizer") not in (None, "", "bytes"):
@@ -186,7 +188,7 @@ print(ids[0].tolist())"""
 
 
 def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """Return the card: transformers loads the architectures that it has, and the tokenizer if there is one."""
+    """Return the card: transformers loads its architectures, and the tokenizer if there is one."""
     metrics, model = ("perplexity", "bits_per_byte", "accuracy", "cross_entropy"), config["model"]
     with_text = "tokenizer.json" in files
     of_bytes = not model.get("symbols") and "bytes" in (model.get("tokenizer"), config["data"].get("tokenizer"))
@@ -235,7 +237,7 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """Return the fields of the section ``model`` from a config.json, in the spelling of transformers 4 or 5.
+    """Return the fields of the section ``model`` from a config.json of transformers 4 or 5.
 
     Raises:
       HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window
@@ -277,7 +279,9 @@ def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder with config.json and safetensors, or one of `jaxtrain export`.
+    """Sections ``model`` and ``warm_start`` for a folder of Hugging Face or `jaxtrain export`.
+
+    The folder has config.json and safetensors.
 
     Raises HuggingFaceError.
     """

@@ -1,4 +1,4 @@
-"""Text to tokens and back, for prompts: by a tokenizer.json, by a list of characters, or as bytes."""
+"""Text to tokens and back, for prompts: by a tokenizer.json, a list of characters, or as bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +17,10 @@ class Codec(NamedTuple):
     ends: tuple[int, ...] = ()  # tokens that end a text
 
     def continuation(self, prompt: Sequence[int], new: Sequence[int], text: str = "") -> tuple[str, int, bool]:
-        """Return the text that ``new`` tokens add to a prompt, its number of tokens, and whether one of `ends` ended it."""
+        """Return the text that ``new`` tokens add to a prompt, their number, and if one ended it.
+
+        Those that end it are `ends`.
+        """
         n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
         return tokenizer_lib.continuation(self.decode, prompt, new[:n], text), n, n < len(new)
 

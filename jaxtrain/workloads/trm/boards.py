@@ -17,7 +17,7 @@ GLYPHS = ("00000", "00000", "26227", "71747", "71717", "55711", "74717", "74757"
 
 
 def draw(inputs_bs: Array, labels_bs: Array, guess_kbs: Array) -> Array:
-    """Boards side by side, [B, height, width] in 0..1: the puzzle, the guess after each step, the solution.
+    """Boards side by side, [B, height, width] in 0..1: puzzle, guess after each step, solution.
 
     A given cell is grey, a wrong one white on black. Rows are counted from the bottom, as
     `write_pictures` does.

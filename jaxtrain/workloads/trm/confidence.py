@@ -13,7 +13,10 @@ MIN_BOARDS = 20
 
 
 class Scale(NamedTuple):
-    """The probability that a board is right, from the logit of the halting head: 1 / (1 + exp(-(slope q + offset)))."""
+    """The probability that a board is right, from the halting head's logit.
+
+    It is 1 / (1 + exp(-(slope q + offset))).
+    """
 
     slope: float = 1.0
     offset: float = 0.0
@@ -33,7 +36,10 @@ def fit(q: np.ndarray, right: np.ndarray) -> Scale:
 
 
 def _fit(q: np.ndarray, right: np.ndarray) -> Scale:
-    """Fit by Newton's method, to targets (n_right + 1) / (n_right + 2) and 1 / (n_wrong + 2): it exists if all are right."""
+    """Fit by Newton's method, to targets (n_right + 1) / (n_right + 2) and 1 / (n_wrong + 2).
+
+    The fit exists if all are right, too.
+    """
     n_right = int(right.sum())
     target = np.where(right, (n_right + 1) / (n_right + 2), 1 / (len(q) - n_right + 2))
     x = np.stack([q, np.ones_like(q)], 1)
@@ -51,7 +57,7 @@ def _fit(q: np.ndarray, right: np.ndarray) -> Scale:
 
 
 def errors(q: np.ndarray, right: np.ndarray) -> tuple[float, float]:
-    """Return the expected calibration error of the logits as they are, and of scales fitted to the other folds."""
+    """Return the expected calibration error of logits as they are, and of scales of other folds."""
     fold = np.arange(len(q)) % FOLDS
     after = np.empty(len(q))
     for k in range(FOLDS):
@@ -61,7 +67,10 @@ def errors(q: np.ndarray, right: np.ndarray) -> tuple[float, float]:
 
 
 def calibration_error(p: np.ndarray, right: np.ndarray) -> float:
-    """Return the mean distance of confidence and accuracy over ten bins of confidence, weighted by their boards."""
+    """Return the mean distance of confidence and accuracy over ten bins, weighted by boards.
+
+    The bins are of confidence.
+    """
     bins = np.minimum((p * BINS).astype(int), BINS - 1)
     return float(sum(abs((p - right)[bins == k].sum()) for k in range(BINS)) / len(p))
 

@@ -1,4 +1,4 @@
-"""Rows of a step as a person reads them: the board of each slot, its last guess, and the solution."""
+"""Rows of a step for people: the board of each slot, its last guess, and the solution."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -112,7 +112,10 @@ def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[
 
 
 def curriculum(c: Config, step: int) -> Cycles:
-    """Return the cycles of a step: from the first to the last ones over their ``growth`` steps, cut to whole numbers."""
+    """Return a step's cycles: from the first to the last ones over ``growth`` steps, whole.
+
+    Fractions are cut.
+    """
 
     def grown(first: int, last: int, growth: int) -> int:
         first = first or last
@@ -123,7 +126,10 @@ def curriculum(c: Config, step: int) -> Cycles:
 
 
 def depth(c: Config, step: Array, key: Key) -> Array:
-    """Return the supervision steps of a training step of contract "last", int32 []: uniform from the fewest to the most."""
+    """Return the supervision steps of a step of contract "last", int32 [].
+
+    They are uniform from the fewest to the most.
+    """
     first = c.first_steps or c.halt_steps
     most = first + (c.halt_steps - first) * jnp.minimum(step / max(c.growth_steps, 1), 1)
     most = jnp.floor(most).astype(jnp.int32) if c.growth_steps else jnp.int32(c.halt_steps)
@@ -229,7 +235,10 @@ def exploration(model: Model, step: Array) -> Array | float:
 def solve(
     model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
 ) -> tuple[Array, Array, PyTree]:
-    """All supervision steps, from the start: last logits and q, and ``keep(logits, q)`` of each step, stacked."""
+    """All supervision steps, from the start: last logits and q, and ``keep`` of each, stacked.
+
+    It is called as ``keep(logits, q)``.
+    """
     c, n = model.c, batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
@@ -243,7 +252,10 @@ def solve(
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Symbols ``answer`` [B, S] of the cells, for ``inputs`` [B, S] and, if it has ids, ``puzzle`` [B]; ``confidence`` [B]."""
+    """Symbols ``answer`` [B, S] of the cells, and ``confidence`` [B].
+
+    The inputs are ``inputs`` [B, S] and, if there are ids, ``puzzle`` [B].
+    """
     n = batch["inputs"].shape[0]
     logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
     return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}
@@ -276,7 +288,7 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Return the first boards, one picture each: the puzzle, then the guess after each step, then the solution."""
+    """Return the first boards, a picture each: the puzzle, each step's guess, the solution."""
     n = math.lcm(4, model.shard.size("batch", batch["inputs"].shape[0]))  # rows that divide over the devices
     first = {name: x[:n] for name, x in batch.items()}
     _, _, guess_kbs = solve(model, variables, first, lambda logits_bsv, q_b2: logits_bsv.argmax(-1))

@@ -1,4 +1,6 @@
-"""The tiny recursive model (Jolicoeur-Martineau 2025): one small net, applied again and again to an answer and a thought.
+"""The tiny recursive model (Jolicoeur-Martineau 2025): one small net, applied repeatedly.
+
+It improves an answer and a thought.
 
 A row is a puzzle: S cells in, S cells out. Two states, z_h (the answer) and z_l (the thought), are
 refined in cycles: z_l <- net(z_l + z_h + x) some times, then z_h <- net(z_h + z_l). One supervision
@@ -161,7 +163,7 @@ class Config(ModelSection):
         return self.cycles_high, self.cycles_low
 
     def inner(self, width: int) -> int:
-        """Inner width of a SwiGLU: two thirds of the usual, because it has three matrices (Shazeer 2020)."""
+        """Inner width of a SwiGLU: 2/3 of the usual, as it has three matrices (Shazeer 2020)."""
         return -(-round(self.expansion * width * 2 / 3) // self.inner_multiple) * self.inner_multiple
 
 
@@ -194,7 +196,9 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """Return a slot for each row of the batch, all done, the fixed initial states, and the step for the annealing.
+    """Return a slot for each row of the batch, all done, the fixed initial states, and the step.
+
+    The step is for the annealing.
 
     Of the contract "last", each step begins with its own rows: it has no slots.
     """
@@ -226,7 +230,10 @@ def start(c: Config, carry: PyTree, n: int, shard: Shard) -> dict[str, Array]:
 
 
 def rms_norm(x: Array, axis: int) -> Array:
-    """x / sqrt(mean(x^2) + eps) along ``axis``, in float32 (Zhang & Sennrich 2019), without weights."""
+    """x / sqrt(mean(x^2) + eps) along ``axis``, in float32, without weights.
+
+    The source is Zhang & Sennrich 2019.
+    """
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt((y * y).mean(axis, keepdims=True) + EPS)).astype(x.dtype)
 
@@ -296,7 +303,9 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
 
 
 def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles, shard: Shard) -> tuple[Array, ...]:
-    """One supervision step on the slots' states: new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32).
+    """One supervision step on the slots' states.
+
+    Returns new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32).
 
     Gradients reach the parameters through the last cycle alone.
     """
@@ -329,7 +338,10 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
 
 
 def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: Shard) -> Array:
-    """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, padded with zeros, then the cells."""
+    """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, then the cells.
+
+    The vector is padded with zeros.
+    """
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
     # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather
     # inside a manual axis. Pinned on both sides: else XLA's partitioner splits the widths, and

@@ -1,4 +1,6 @@
-"""Rollouts: passes over the same board with noise in the states, of which the best is taken (Sghaier et al. 2026).
+"""Rollouts: passes over a board with noise in the states, of which the best is taken.
+
+The source is Sghaier et al. 2026.
 
 Before each supervision step, Gaussian noise is added to both states. It leads passes that would
 settle on a wrong board to others. The q-head, or the rules of the puzzle, choose among the boards.
@@ -40,7 +42,10 @@ class Found(NamedTuple):
     steps: Array  # int32 [B, R] that the rollout took
 
     def best(self, by: str) -> Array:
-        """Return int32 [B]: the rollout that the q-head prefers; by "check", of those that keep the rules, if there are any."""
+        """Return int32 [B]: the rollout that the q-head prefers, by "check" of the right ones.
+
+        They keep the rules. If none does, it is one of all.
+        """
         q_br = self.q[..., 0]
         if by == "check":
             q_br = jnp.where(self.solved | ~self.solved.any(-1, keepdims=True), q_br, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Puzzles solved by a trained recursive model: the board, how sure it is, and after how many steps."""
+"""Puzzles solved by a trained recursive model: the board, how sure it is, and its steps."""
 
 import csv
 import io
@@ -48,7 +48,10 @@ class Solver(NamedTuple):
 
 
 class Puzzle(NamedTuple):
-    """A board as text, "." for a blank of a Sudoku, row by row, and its solution, or "" if the table has none."""
+    """A board as text, "." for a blank of a Sudoku, and its solution, or "" without one.
+
+    It is written row by row.
+    """
 
     question: str
     answer: str
@@ -115,7 +118,7 @@ def limit_cycles(c: Config, steps: int, what: str) -> None:
 
 
 def need_head(solver: Solver) -> None:
-    """Raise StoredError if the halting head, which chooses between rollouts, has never been trained."""
+    """Raise StoredError if the halting head, which chooses rollouts, has never been trained."""
     if not np.any(np.asarray(solver.variables.params["w_q"])):
         raise StoredError(
             f"{solver.name.split()[0]} has a halting head that was never trained (w_q is 0), and it chooses rollouts; use "
@@ -124,7 +127,9 @@ def need_head(solver: Solver) -> None:
 
 
 def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
-    """Return the puzzles of a table with a column question, as `jaxtrain sudoku` writes it, or of text with a board a line.
+    """Return the puzzles of a table with a column question, or of text with a board a line.
+
+    `jaxtrain sudoku` writes such a table.
 
     Raises DataError, with the line and the cell: another size, other symbols, no solution or
     several.
@@ -154,7 +159,10 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
 
 
 def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
-    """Return the compiled search of boards: (variables, inputs, noise, key) -> arrays of each board and rollout."""
+    """Return the compiled search of boards, for each of them and each rollout.
+
+    It is (variables, inputs, noise, key) -> arrays.
+    """
 
     @jax.jit
     def run(variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array) -> dict[str, Any]:

@@ -113,7 +113,9 @@ class Annotation:
 
 
 def shown(text: str) -> str:
-    """Return a text in one line, in which accents of their own, odd blanks and invisible characters are escaped.
+    """Return a text in one line, its odd characters escaped.
+
+    They are accents of their own, odd blanks and invisible characters.
 
     Two names that differ then look different, although a terminal shows them alike.
     """
@@ -194,7 +196,7 @@ class Mistakes:
 
     @property
     def serious(self) -> int:
-        """How many mistakes are of kinds that an index refuses unless it is asked to drop or keep them."""
+        """How many mistakes are of kinds that an index refuses unless it is told to drop them."""
         return sum(n for kind, n in self.counts.items() if KINDS[kind][1] == REFUSE)
 
     def refuse(self) -> None:

@@ -24,7 +24,10 @@ CODE = re.compile("[a-z]{6}[0-9]?|[A-Z]{4}")  # of eBird and of the Bird Banding
 
 
 class Classes(NamedTuple):
-    """names: in their order. known: every name and synonym, in lower case, to its class; empty = any label is one."""
+    """names: in their order. known: every name and synonym, in lower case, to its class.
+
+    Empty means that any label is one.
+    """
 
     names: Sequence[str]
     known: Mapping[str, str]
@@ -35,7 +38,7 @@ class Classes(NamedTuple):
 
 
 def read(path: str) -> Classes:
-    """Read a file of a class a line: its name, then any synonyms, separated as a table's columns are.
+    """Read a file of a class a line: its name, then any synonyms, separated as in a table.
 
     Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
     """
@@ -62,7 +65,7 @@ def read(path: str) -> Classes:
 
 
 def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes) -> None:
-    """Count labels that may be several, and labels that are written in two ways or in a wrong encoding.
+    """Count labels that may be several, are written in two ways, or in a wrong encoding.
 
     Args:
       lines: their places, for messages, and labels.
@@ -99,7 +102,10 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
 
 
 def _recurring(names: Iterable[str], between: str) -> set[str]:
-    """Return the parts of labels that recur: in another place after a comma, since "Bunting, Reed" is one label, or at all."""
+    """Return the parts of labels that recur: elsewhere, after a comma, or at all.
+
+    "Bunting, Reed" is one label.
+    """
     places: dict[str, set[int | str]] = {}
     for name in names if between in (",", "/", "+", " + ", "&") else ():
         for n, part in enumerate(name.split(between) if between in name else ()):
@@ -115,7 +121,7 @@ def _core(name: str) -> str:
 
 
 def _repaired(name: str) -> str:
-    """Return a label that was written in UTF-8 and read in Windows-1252 or Latin-1 as it was before."""
+    """Return a label that was written in UTF-8 and read in Windows-1252 or Latin-1 as it was."""
     for encoding in ("cp1252", "latin-1") if not name.isascii() else ():
         try:
             return name.encode(encoding).decode()

@@ -1,4 +1,4 @@
-"""The meaning of a table's columns by their names, in one table, `NAMES`, for every command that reads tables.
+"""The meaning of a table's columns by their names, in one table, `NAMES`, for all commands.
 
 Names are compared without case, accents, blanks, points, underscores and brackets: "Begin Time
 (s)", `begin_time_s` and R's `Begin.Time..s.` are one name. A unit at the end scales the values: s,
@@ -201,7 +201,7 @@ def says_time(name: str) -> bool:
 
 
 def counting(name: str) -> str:
-    """Return the word of a name that says that its times are counted in samples, frames or percent, or ""."""
+    """Return the word of a name that counts times in samples, frames or percent, or ""."""
     return next((word for word in [*words(name), *re.findall("%", name)] if word in COUNTING), "")
 
 
@@ -212,7 +212,7 @@ def unit_of(name: str) -> float:
 
 
 def meaning_of(name: str) -> tuple[str, int, float] | None:
-    """Return the meaning of a column, the place of its name in `NAMES`, and the scale of its values, or None."""
+    """Return a column's meaning, its name's place in `NAMES`, and its values' scale, or None."""
     parts = words(name)
     whole = "".join(parts)
     if whole in KNOWN:

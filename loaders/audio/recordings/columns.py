@@ -1,4 +1,4 @@
-"""The columns of one table by their meaning: by their names, their values, and the columns next to them.
+"""The columns of one table by their meaning: by names, values, and the columns beside them.
 
 A name alone does not decide: `fin` is an end in Spanish and a whale, and `low` may be a class of a
 wide table. So a column of 0 and 1 next to others is a class. A table that would lose its times or
@@ -42,7 +42,7 @@ from loaders.io import checks
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How sources are read: the names of columns, and where labels come from; empty: found by themselves."""
+    """How sources are read: names of columns, and where labels come from; empty: found."""
 
     audio: str = ""  # [path] the folder that names in tables are relative to
     labels: str = ""  # "folder", "none", or a pattern of the path with (?P<label>…): where a folder's labels come from
@@ -179,13 +179,16 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
 
 
 def fixed_length(table: Table, options: Options) -> float | None:
-    """Return the length of all events, if --duration-column gives one, such as 5s, in place of a column."""
+    """Return the length of all events, if --duration-column gives one, such as 5s."""
     fixed = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
     return float(fixed[1]) if fixed and not table.find(options.duration_column) else None
 
 
 def _are_words(table: Table, names: Sequence[str]) -> bool:
-    """Whether all named columns of labels hold labels: species 1 and species 2, not columns of 0 and 1."""
+    """Whether all named columns of labels hold labels, not columns of 0 and 1.
+
+    An example is species 1 and species 2.
+    """
     texts = {text for name in names for text in table.values(name) if values.given(text)}
     return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
@@ -240,7 +243,10 @@ def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[st
 
 
 def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
-    """Raise DataError if Raven's times count over several files: a place in samples of its file is no multiple of them."""
+    """Raise DataError if Raven's times count over several files.
+
+    Then a place in samples of its file is no multiple of them.
+    """
     samples = table.find("Beg File Samp (samples)", "Begin File Samp (samples)")
     start = used["start"][0] if used["start"] else ""
     if not samples or used["file offset"] or options.start_column or not plain(start).startswith("begintime"):
@@ -305,7 +311,7 @@ def _choose_labels(table: Table, used: Used, options: Options) -> None:
 
 
 def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
-    """Return the columns of words of which each belongs to one number of the column of labels: 5, with Blackbird."""
+    """Return the columns of words that each belong to a number of the labels: 5, with Blackbird."""
     numbers = table.values(used["label"][0]) if used["label"] else []
     if len(set(numbers)) < 2 or not values.are_numbers(numbers):
         return []
@@ -318,7 +324,9 @@ def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
 
 
 def _are_epithets(table: Table, genus: str, species: str) -> bool:
-    """Whether species are single words in lower case, such as major, of Parus major, or have their genus in front.
+    """Whether species are single words in lower case, such as major, or have their genus.
+
+    Parus major is one that has it in front.
 
     Raises DataError: one species has two genera, and may be a common name.
     """
@@ -342,7 +350,10 @@ def _is_epithet(text: str) -> bool:
 
 
 def _looks_like(table: Table, name: str, used: Used) -> str:
-    """Return the likely meaning of a column that is not used, by its name and its values: "a time", "a label", "a class"."""
+    """Return the likely meaning of a column that is not used: "a time", "a label", "a class".
+
+    Its name and its values decide.
+    """
     its = [value for value in table.values(name) if values.given(value) and value != "[]"]
     meaning = what(name)
     if not meaning and values.are_posneg(its):
@@ -402,7 +413,10 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
 
 
 def _is_position(layout: Layout, name: str) -> bool:
-    """Whether a column holds times in recordings, which would be lost: by its values, its name, and as they vary."""
+    """Whether a column holds times in recordings, which would be lost.
+
+    Its values, its name, and how they vary decide.
+    """
     table, its = layout.table, list(filter(values.given, layout.table.values(name)))
     meaning, parts = what(name), set(words(name))
     if not its or name in layout.classes or meaning not in ("", "time", "clock", "date", "datetime", "duration", "offset"):
@@ -442,7 +456,7 @@ def _is_position(layout: Layout, name: str) -> bool:
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:
-    """Whether one column of numbers is less than another in every line, and not the same in all of them."""
+    """Whether one column of numbers is less than another in every line, and varies against it."""
     if not values.are_numbers(table.values(first)) or not values.are_numbers(table.values(second)):
         return False
     pairs = [(values.number(a), values.number(b)) for a, b in zip(table.values(first), table.values(second), strict=True)]
@@ -463,7 +477,7 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
 
 
 def _refuse_denials(layout: Layout, options: Options) -> None:
-    """Raise DataError for a column that may deny labels, or may say that nobody has checked them."""
+    """Raise DataError for a column that may deny labels, or call them unchecked."""
     labelled = layout.used["label"] or layout.used.get("genus") or layout.classes
     if options.answer_column or layout.used.get("answer") or not labelled:
         return
@@ -484,7 +498,7 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
 
 
 def _refuse_absences(layout: Layout) -> None:
-    """Raise DataError for a count or weight of 0 next to a label: nothing of this label was there."""
+    """Raise DataError for a count or weight of 0 next to a label: nothing of it was there."""
     if layout.classes:
         return
     for name in (*layout.ignored, *layout.unused, *layout.used.get("score", ())):

@@ -83,7 +83,9 @@ class Names:
                 self._any_case.setdefault(key.casefold(), []).append(name)
 
     def match(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the recordings that a name may mean, and others of the same file name, whose folders contradict it.
+        """Return the recordings that a name may mean, and others whose folders contradict it.
+
+        The others have the same file name.
 
         Folders are compared from the right, as far as both names have some. Of several that agree,
         those count that agree longest. The file name may lack its ending, or have another one.
@@ -123,7 +125,10 @@ def _parts(name: str) -> list[str]:
 
 
 class Finder:
-    """Finds the file that a table's name means: below the folder of recordings, next to the table, or by a part of its path."""
+    """Finds the file that a table's name means: in the folder of recordings, or by the table.
+
+    A part of its path may find it, too.
+    """
 
     def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
         self.folder, self._mistakes = folder, mistakes
@@ -199,7 +204,7 @@ class Finder:
         return not kept
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
-        """Return the recording that a table without file names is about: the one whose name it begins with."""
+        """Return the recording of a table without file names: the one whose name it begins with."""
         stem = table.name
         while stem:
             for folder in (table.parent, *([self.folder] if self.folder else [])):
@@ -225,7 +230,7 @@ class Finder:
         return None
 
     def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
-        """Return the recordings that lie in a folder of the name that a table's own has, or all if there is no such folder."""
+        """Return the recordings in a folder named like a table, or all without such a folder."""
         own = table.parent.name.casefold()
         if own not in self._of(folder).folders:
             return names

@@ -1,4 +1,7 @@
-"""Rate, length, date and place of recordings, read from their first and last bytes, and kept between runs."""
+"""Rate, length, date and place of recordings, from their first and last bytes.
+
+They are kept between runs.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -45,7 +48,10 @@ class Header:
 def read_all(
     paths: Iterable[str], known: Mapping[str, Header], mistakes: Mistakes, threads: int = 0
 ) -> tuple[dict[str, Header], int]:
-    """Return the headers of all recordings that can be read, by path, and how many were read now and not ``known`` before."""
+    """Return the headers of all readable recordings, by path, and how many were newly read.
+
+    Those are the ones not ``known`` before.
+    """
     paths = sorted(set(paths))
     found: dict[str, Header] = {}
     n_read = 0
@@ -172,7 +178,10 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 
 def from_guano(text: str) -> dict[str, str]:
-    """Date and place of a GUANO chunk (https://guano-md.org): a field a line, "Timestamp: 2023-05-01T05:30:00+02:00"."""
+    """Date and place of a GUANO chunk (https://guano-md.org), a field a line.
+
+    An example is "Timestamp: 2023-05-01T05:30:00+02:00".
+    """
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in files.lines(text))}
     about: dict[str, str] = {}
     if stamp := fields.get("Timestamp"):

@@ -106,7 +106,7 @@ class _WrongLine(ValueError):
 
 
 class _Labels:
-    """The labels of lines: the names of their classes, genus and species, or the labels of a field."""
+    """The labels of lines: names of classes, genus and species, or labels of a field."""
 
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
@@ -145,7 +145,7 @@ class _Labels:
         return found
 
     def joined(self, its_labels: tuple[str, ...]) -> str:
-        """Return why the label of a column whose name is plural may be several, "" if it is one, or was returned before."""
+        """Return why a label of a plural column may be several, or "" if not, or not again."""
         name = its_labels[0] if len(its_labels) == 1 and self._between and not self._layout.classes else ""
         for between in self._between if name and name not in self._told else ():
             if len(parts := name.split(between)) > 1 and all(map(str.strip, parts)):
@@ -208,7 +208,9 @@ class _Channels:
 
 @functools.lru_cache(1 << 14)
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """Return the labels of a field: one, several in brackets, or several between separators, in one line each.
+    """Return the labels of a field: one, several in brackets, or several in one line.
+
+    Separators are between those in one line.
 
     Lines and tabs of a cell are shown with | between them, and refused as one label. Marks alone,
     such as -, are no label. ???? is one, of published sets.
@@ -308,7 +310,10 @@ class _Times:
 
 
 def _are_days(texts: Iterable[str]) -> bool:
-    """Whether all times are parts of a day, as a spreadsheet keeps 0:00:12: of many digits, or all within 1 ms."""
+    """Whether all times are parts of a day, as a spreadsheet keeps 0:00:12.
+
+    They have many digits, or all are within 1 ms.
+    """
     found = [text.strip() for text in texts if values.given(text.strip())]
     number = r"0(\.0*)?|0[.,]\d{8,}|\d([.,]\d+)?[eE]-0?\d|0[.,]000\d+"
     if not all(re.fullmatch(number, text) for text in found):
@@ -327,7 +332,7 @@ def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
 
 
 def _file(layout: Layout, row: Row) -> str:
-    """Return the name of the recording, after the folders that the table names in columns of their own."""
+    """Return the recording's name, after folders that the table names in other columns."""
     name = values.whole(layout.text(row, "file")).replace("\\", "/")  # 64760.0, as pandas writes a number
     folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
     return file_columns.joined(folders, name) if name and folders else name

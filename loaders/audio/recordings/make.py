@@ -22,7 +22,10 @@ MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of its other metadata
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive, of whose description no more than `MOST_ABOUT` is read: it can be packed a thousandfold."""
+    """A member of an archive, of whose description no more than `MOST_ABOUT` is read.
+
+    It can be packed a thousandfold.
+    """
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)

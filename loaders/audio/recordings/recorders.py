@@ -70,7 +70,10 @@ def stamp(text: str, clock: bool = True) -> dict[str, str]:
 
 
 def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
-    """Whether a name and a header state begins that are more than a few seconds apart, in local time and in UTC."""
+    """Whether a name and a header state begins more than a few seconds apart.
+
+    They may differ by local time and UTC.
+    """
     stated, kept = _when(name), _when(header)
     if not stated or not kept or "time" not in name:
         return False
@@ -81,7 +84,7 @@ def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
 
 
 def other_day(name: str, stated: str) -> str:
-    """Return the date in a file's name if it is more than a day from the one that is stated elsewhere, or ""."""
+    """Return the date in a file's name if it is over a day from one stated elsewhere, or ""."""
     own, other = _when(from_name(name)), _when({"date": stated})
     far = own and other and abs(own.date() - other.date()) > timedelta(days=1)
     return own.date().isoformat() if own and far else ""

@@ -123,7 +123,10 @@ class Splitter:
             raise DataError(f"--split column={self.value}: no line has {self.wanted!r}; {checks.expected(self.wanted, found)}")
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
-        """Return the split of a recording with this name below the root, or None if its decisive value is unknown."""
+        """Return the split of a recording below the root, or None if its value is unknown.
+
+        The value is the decisive one.
+        """
         if self.kind == "column":
             wanted = self.wanted
             return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
@@ -240,7 +243,10 @@ def leads_out(path: str, root: str) -> str:
 def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
-    """Return an annotation whose times lie in its recording, with classes for labels, or None if it is left out."""
+    """Return an annotation whose times lie in its recording, with classes, or None.
+
+    None means that it is left out.
+    """
     if each.start is not None and each.end is not None:
         times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:
@@ -274,7 +280,10 @@ def _checked(
 
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
-    """Return the annotations of a recording in the order of time, without doubles, conflicts and overlaps that are dropped."""
+    """Return a recording's annotations in the order of time, without those that are dropped.
+
+    They are doubles, conflicts and overlaps.
+    """
     seen: dict[tuple[Any, ...], list[Annotation]] = {}
     for each in sorted(events, key=_order):
         near = seen.setdefault((each.labels, each.split), [])
@@ -305,7 +314,10 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
 
 
 def _is_same(one: Annotation, other: Annotation) -> bool:
-    """Whether two annotations of the same labels are one: all that both state agrees, times of two tables as tables round."""
+    """Whether two annotations of the same labels are one: all that both state agrees.
+
+    Times of two tables agree as tables round.
+    """
     most = 0.0 if one.where.rpartition(":")[0] == other.where.rpartition(":")[0] else SAME
     for a, b in ((one.start, other.start), (one.end, other.end)):
         if (a is None) != (b is None) or (a is not None and b is not None and abs(a - b) > most):
@@ -315,7 +327,7 @@ def _is_same(one: Annotation, other: Annotation) -> bool:
 
 
 def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:
-    """Yield the annotations, of which those with the same times and other labels become one with all labels."""
+    """Yield the annotations; those of the same times and other labels are one with all labels."""
     places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
     for each in events:
         places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
@@ -337,7 +349,10 @@ def _order(each: Annotation) -> tuple[Any, ...]:
 
 
 def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
-    """Return the names of the classes in their order, without rare ones; events that have only rare ones are left out."""
+    """Return the classes' names in order, without rare ones.
+
+    Events that have only rare ones are left out.
+    """
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
     dropped = {

@@ -1,4 +1,4 @@
-"""The contents of an index: hours, classes, lengths, rates, classes that occur together, in text and in pictures."""
+"""The contents of an index: hours, classes, lengths, rates, pairs of classes, and pictures."""
 
 import itertools
 import pathlib
@@ -93,7 +93,7 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
 
 
 def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Write pictures of an index: for each split, its classes' counts, and spectrograms of rows spread over it.
+    """Write pictures of an index: each split's classes, and spectrograms of rows spread over it.
 
     Raises DataError: a recording that cannot be read.
     """
@@ -133,7 +133,7 @@ def _bars(names: Sequence[str], counts: np.ndarray) -> Image.Image:
 
 
 def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.Image:
-    """Spectrograms of a few rows, 5 s each as the loader would crop them in testing, with their classes."""
+    """Spectrograms of a few rows, 5 s each as cropped in testing, with their classes."""
     index = shards.open_index(paths, label="", audio_root="")
     lists = shards.read_class_lists(paths, "labels")
     chosen = np.unique(np.linspace(0, index.n_rows - 1, min(PICTURES, index.n_rows)).astype(int))

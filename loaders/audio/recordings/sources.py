@@ -72,7 +72,10 @@ def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) 
 
 
 def root_of(path: pathlib.Path) -> str:
-    """Return the folder of the recordings that a table or folder of `jaxtrain detect` is about, or ""."""
+    """Return the folder of recordings that a table or folder of `jaxtrain detect` is about.
+
+    It may be "".
+    """
     path = pathlib.Path(os.path.abspath(path))
     for folder in (path, *path.parents)[:8]:
         if (folder / "detect.json").is_file():
@@ -82,7 +85,7 @@ def root_of(path: pathlib.Path) -> str:
 
 
 def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] = ()) -> None:
-    """Count files next to recordings that are neither recordings nor ``used``: sound, tables and others."""
+    """Count files next to recordings that are neither recordings nor ``used``, by kind."""
     names = list(names)
     with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
     made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
@@ -107,7 +110,10 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
 
 
 def unnamed(given: Iterable[str], options: Options, named: Collection[str], mistakes: Mistakes) -> None:
-    """Count the recordings of --audio, or next to those that the tables among ``given`` name, that are not ``named``."""
+    """Count the recordings that are not ``named``.
+
+    They are those of --audio, or next to those that tables among ``given`` name.
+    """
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
@@ -282,7 +288,10 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
 def _audacity(
     path: pathlib.Path, text: str, encoding: str, separator: str, mistakes: Mistakes, finder: Finder
 ) -> Iterator[Annotation]:
-    """Yield a label track of Audacity: start, end and label between tabs, and below it, after a backslash, the frequencies."""
+    """Yield a label track of Audacity: start, end and label between tabs.
+
+    Below it, after a backslash, are the frequencies.
+    """
     audio = finder.next_to(path, str(path))
     if not audio:
         return
@@ -339,7 +348,7 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
 
 
 def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """xeno-canto's answer to a query: recordings are next to it as XC<number>, or under its stated name."""
+    """xeno-canto's answer to a query: recordings beside it are XC<number> or have their names."""
     try:
         recordings = files.parse(text, str(path))["recordings"]
         if not isinstance(recordings, list) or not all(isinstance(each, dict) for each in recordings):
@@ -363,7 +372,10 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
 
 
 def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """Yield the metadata of a split of BirdSet: recordings in train, events of recordings in test, clips of 5 s in test_5s."""
+    """Yield the metadata of a split of BirdSet.
+
+    Rows are recordings in train, events of recordings in test, and clips of 5 s in test_5s.
+    """
     import pyarrow.csv as pc
     import pyarrow.parquet as pq
 

@@ -35,7 +35,10 @@ PLACES = ("latitude", "longitude")
 
 
 def schema(names: list[str]) -> pa.Schema:
-    """Return the columns of an index, with the names of its classes as Hugging Face's `datasets` declares them."""
+    """Return the columns of an index, with its classes' names as `datasets` declares them.
+
+    That library is Hugging Face's.
+    """
     audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     fields = {
         "audio": audio,
@@ -149,7 +152,7 @@ def _is_counted(split: Any) -> bool:
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
-    """Return the headers that an index keeps, by absolute path, or none without any of this version."""
+    """Return the headers that an index keeps, by absolute path, or none of another version."""
     try:
         root = os.path.normpath(os.path.join(os.path.realpath(folder), read(folder)["root"]))
         rows = pq.read_table(files.inside(folder, "headers.cache")).to_pylist()
@@ -160,7 +163,7 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
 
 
 def _is_header(header: Header) -> bool:
-    """Whether the values of a header that was read are of their kinds: an index may come from anyone."""
+    """Whether the values of a header are of their kinds: an index may come from anyone."""
     numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.stated)
     texts = (header.digest, *header.about, *header.about.values())
     return (

@@ -1,4 +1,4 @@
-"""Text with columns between commas, semicolons, tabs or bars, in an encoding that its bytes tell."""
+"""Text with columns between commas, semicolons, tabs or bars, in the encoding of its bytes."""
 
 import csv
 import io
@@ -172,7 +172,10 @@ class Table:
         return next((known[_plain(name)] for name in names if _plain(name) in known), None)
 
     def rows(self) -> Sequence[tuple[int, Mapping[str, str]]]:
-        """Return the number of each line in the file, and its values by column, but no empty, comment or wrong lines."""
+        """Return each line's number in the file, and its values by column.
+
+        Empty, comment and wrong lines are left out.
+        """
         return self._rows
 
     def values(self, column: str) -> list[str]:

@@ -104,7 +104,10 @@ def given(text: str) -> bool:
 
 
 def number(text: str | None, comma: bool = True) -> float | None:
-    """Return a number with a point, or with a comma if the table allows it, or None for an empty field. Raises ValueError."""
+    """Return a number with a point, or a comma if the table allows it.
+
+    It is None for an empty field. Raises ValueError.
+    """
     if text is None or (text := text.strip()) in MISSING:
         return None
     value = float(text.replace(",", ".") if comma and "," in text and "." not in text else text)
@@ -187,7 +190,7 @@ def like_times(texts: Iterable[str]) -> bool:
 
 
 def are_parts(files: Sequence[str], texts: Sequence[str]) -> bool:
-    """Whether texts are names of recordings with a time behind them: soundscape_123_5 of soundscape_123.ogg."""
+    """Whether texts name recordings with a time: soundscape_123_5 of soundscape_123.ogg."""
     stems = [re.split(r"[/\\\\]", file)[-1].rpartition(".")[0] or file for file in files]
     pairs = zip(stems, texts, strict=True)
     return all(re.fullmatch(rf"{re.escape(stem)}([-_]\d+(\.\d+)?){{1,2}}(\.\w+)?", text) for stem, text in pairs)
@@ -217,7 +220,7 @@ def are_posneg(texts: Iterable[str]) -> bool:
 
 
 def are_nearly_answers(texts: Sequence[str]) -> bool:
-    """Whether a column may be one of yes and no: it holds numbers, or answers in half of its cells or more."""
+    """Whether a column may be one of yes and no: numbers, or answers in half of its cells."""
     found = list(filter(given, texts))
     return are_numbers(texts) or 0 < len(found) <= 2 * sum(answer(text) is not None for text in found)
 
@@ -236,7 +239,7 @@ def are_letters(texts: Iterable[str]) -> bool:
 
 
 def verdict(text: str, letters: bool = False) -> str | None:
-    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, None if it is none.
+    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, else None.
 
     Args:
       letters: the column holds P and A alone.
@@ -255,20 +258,23 @@ def verdict(text: str, letters: bool = False) -> str | None:
 
 
 def _words(texts: Iterable[str]) -> set[str]:
-    """Return the different cells of a column in lower case, or none if they are too many for words of an answer."""
+    """Return a column's different cells in lower case, or none if there are too many.
+
+    Words of an answer are few.
+    """
     found = set(texts)
     return {text.casefold() for text in found if given(text)} if len(found) <= WORDS else set()
 
 
 def are_verdicts(texts: Iterable[str]) -> bool:
-    """Whether all are verdicts about labels, some of them in words that nothing else has: rejected, FP, wrong."""
+    """Whether all are verdicts on labels, some in words used for nothing else: rejected, FP."""
     found = _words(texts)
     own = any(verdict(text) == "no" and answer(text) is None for text in found)
     return own and all(verdict(text) is not None for text in found)
 
 
 def are_answers(texts: Iterable[str], both: bool = False) -> bool:
-    """Whether a column holds yes and no alone, some of them open, and some of both if that is asked for."""
+    """Whether a column holds yes and no alone, some of them open, and both if asked for."""
     found = _words(texts)
     closed = found - OPEN
     said = {answer(text) for text in closed}
@@ -328,7 +334,10 @@ def degrees(text: str, negative: str) -> float:
 
 
 def whole(text: str) -> str:
-    """Return a whole number as it is counted: "5" for 5.0, which pandas makes of 5 next to an empty field."""
+    """Return a whole number as it is counted: "5" for 5.0.
+
+    pandas makes it of 5 next to an empty field.
+    """
     return text.partition(".")[0] if "." in text and re.fullmatch(r"-?\d+\.0+", text) else text
 
 

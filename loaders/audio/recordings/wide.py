@@ -81,7 +81,10 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
 
 
 def _is_about(name: str) -> bool:
-    """Whether a column of 0 and 1 is probably about its recording or its line, by its name: is_test, has_audio, usable."""
+    """Whether a column of 0 and 1 is probably about its line: is_test, has_audio, usable.
+
+    Its name decides. It may be about the recording, too.
+    """
     parts = words(name)
     return (
         bool(SPLIT & set(parts))

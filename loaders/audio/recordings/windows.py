@@ -30,7 +30,10 @@ class Recording:
     header: Header
 
     def clock(self, seconds: float) -> str:
-        """Date and time at a place of it, as in ISO 8601, or "" if neither its header nor its name has its begin."""
+        """Date and time at a place, as in ISO 8601, or "" if the recording's begin is unknown.
+
+        Its header or its name may have it.
+        """
         return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
 
 
@@ -113,7 +116,7 @@ def cut(
     mistakes: Mistakes,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
-    """Return the windows of recordings: files, folders of them, indexes, and tables or lists that name some.
+    """Return windows of recordings: files, folders, indexes, and tables or lists of some.
 
     Args:
       seconds, hop: of the windows.

@@ -214,7 +214,8 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
 
 
 def test_shards_side_by_side_have_a_training_split(corpus, tmp_path):
-    """No folder train/ or test/: the command that such a run names as the next one takes them all."""
+    """No folder train/ or test/: the command that such a run names as the next one takes them
+    all."""
     flat = tmp_path / "flat"
     flat.mkdir()
     for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):

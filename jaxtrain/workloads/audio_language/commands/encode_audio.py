@@ -1,4 +1,4 @@
-"""Encodes a manifest's recordings ahead of training, or turns a recording into codes and back into sound.
+"""Encodes a manifest's recordings before training, or one recording into codes and back.
 
     jaxtrain encode-audio MANIFEST --codec CODEC [--cache DIR] [--threads N]
     jaxtrain encode-audio --listen AUDIO --codec CODEC --out WAV

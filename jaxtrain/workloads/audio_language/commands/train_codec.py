@@ -1,4 +1,6 @@
-"""Learns an audio codec (loaders/chat/codec.py) from recordings, and prints how well each of its codebooks reconstructs others.
+"""Learns an audio codec (loaders/chat/codec.py), and prints how well it reconstructs others.
+
+It does so for each of its codebooks.
 
     jaxtrain train-codec CODEC.npz SOUND … [--codebooks 8] [--size 1024] [--frames 200000]
 

@@ -1,4 +1,6 @@
-"""Detect classes in recordings of any length: selection tables, label tracks, CSV, and the scores of all windows.
+"""Detect classes in recordings of any length.
+
+The output is selection tables, label tracks, CSV, and the scores of all windows.
 
     jaxtrain detect RUN RECORDING… --out DIR [--overlap S] [--threshold SCORE]
 

@@ -1,4 +1,6 @@
-"""Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each, for `jaxtrain detect --model`.
+"""Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each.
+
+`jaxtrain detect --model` uses it.
 
     jaxtrain fit EMBEDDINGS… --out MODEL [--labels TABLE] [--method linear|prototypes|patches]
     jaxtrain fit INDEX… --run RUN --out MODEL
@@ -116,7 +118,7 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
-    """Return the folders of embeddings, of which those of indexes are made, or made to their end."""
+    """Return the folders of embeddings, of which those of indexes are made, or completed."""
     from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
     from loaders.audio.recordings import store
     from loaders.io import machine

@@ -1,4 +1,6 @@
-"""Makes an index of recordings that the loader reads, from folders, tables of annotations and metadata. Audio is not copied.
+"""Makes an index of recordings, from folders, tables of annotations and metadata.
+
+The loader reads it. Audio is not copied.
 
     jaxtrain index SOURCE… --out DIR
     jaxtrain index SOURCE… --dry-run  the columns, and five rows
@@ -125,7 +127,7 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Print the columns of each source, five of its annotations, and the mistakes that are known without the recordings."""
+    """Print the columns of each source, five annotations, and mistakes known without recordings."""
     from loaders.audio.recordings import sources
     from loaders.audio.recordings.annotations import Mistakes
 

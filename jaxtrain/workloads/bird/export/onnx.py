@@ -1,4 +1,6 @@
-"""A bird encoder with its front end and its head as one ONNX file: samples of waveforms in, features and scores out.
+"""A bird encoder with its front end and its head as one ONNX file.
+
+Samples of waveforms go in, and features and scores come out.
 
 The graph is written node by node, of operators that every runtime has: the short-time Fourier
 transform is a product with a matrix, for neither of the exporters that trace a program (of JAX, of
@@ -180,7 +182,7 @@ def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
 
 
 def _head(arrays: Mapping[str, Stored], c: Config) -> tuple[str, dict[str, np.ndarray]] | None:
-    """Return the head that makes the run's scores: that of its labels, else its probe, else None."""
+    """Return the head that makes the run's scores: its labels', else its probe, else None."""
     for kind, (folder, names) in HEADS.items():
         if not all(f"{folder}/{name}" in arrays for name in names):
             continue

@@ -113,7 +113,9 @@ def _misfits(c: vit.Config, ours: Mapping[str, Stored]) -> Iterator[str]:
 
 
 def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field of the model, text) if a run from such a folder would compute something else with its arrays.
+    """Yield (field of the model, text) if a run from such a folder would compute otherwise.
+
+    The run has its arrays.
 
     Args:
       rules: config.warm_start.
@@ -148,7 +150,9 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
 
 
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the config of a run that would have made a folder of others: its model, and which spectrograms it reads.
+    """Return the config of a run that would have made a folder of others.
+
+    It has the model, and says which spectrograms it reads.
 
     The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512
     frames and 128 mels.

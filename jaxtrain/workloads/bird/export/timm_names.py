@@ -1,4 +1,6 @@
-"""Vision transformers under timm's names (timm, AudioMAE, Bird-MAE) as the encoder of `jaxtrain.workloads.bird.vit`, and back.
+"""Vision transformers under timm's names as the encoder of the bird model, and back.
+
+They are of timm, AudioMAE or Bird-MAE, and become `jaxtrain.workloads.bird.vit`.
 
 A spectrogram is an image of one channel, time down and mel to the right. The same numbers in the
 same order, but for
@@ -67,7 +69,7 @@ class About(NamedTuple):
 
 
 def is_one(arrays: Mapping[str, Stored]) -> bool:
-    """Whether arrays, by the paths that they have in safetensors, are a transformer under timm's names."""
+    """Whether arrays, by their paths in safetensors, are a transformer under timm's names."""
     return _prefix(arrays) is not None
 
 
@@ -76,7 +78,7 @@ def _prefix(arrays: Mapping[str, Stored]) -> str | None:
 
 
 def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the arrays by timm's own paths, if all are below one folder (``encoder/``, ``model/``)."""
+    """Return the arrays by timm's own paths, if all are in a folder (``encoder/``, ``model/``)."""
     prefix = _prefix(arrays) or ""
     return {path.removeprefix(prefix): one for path, one in arrays.items()}
 

@@ -1,4 +1,4 @@
-"""The uses of a trained encoder: embeddings, detections, heads from few examples, search, review, scores."""
+"""Uses of a trained encoder: embeddings, detections, fitted heads, search, review, scores."""
 
 
 class InferenceError(ValueError):

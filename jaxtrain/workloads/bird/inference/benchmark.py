@@ -136,7 +136,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Return the logits [n, C] of the set's classes by a run's own head, and the classes that it lacks."""
+    """Return the logits [n, C] of the set's classes by a run's head, and those that it lacks."""
     if not test.has("scores"):
         raise InferenceError(
             f"{model.name} has no head for classes: it was trained without labels, or is an encoder alone; add --probe"
@@ -160,7 +160,7 @@ def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[
 
 
 def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) -> str:
-    """Return the data that the loader reads: ``data`` itself, or an index of the archive that it is."""
+    """Return the data that the loader reads: ``data`` itself, or an index of the archive."""
     folder = pathlib.Path(data).expanduser()
     tables = sorted(path for path in folder.glob(f"{name}_metadata_*") if path.suffix in (".parquet", ".csv"))
     if not tables:

@@ -74,7 +74,10 @@ class Parts(NamedTuple):
             return False
 
     def read(self, number: int) -> np.ndarray:
-        """Return the scores of a part, float32 [windows, classes], nan if a window cannot be decoded. Raises InferenceError."""
+        """Return a part's scores, float32 [windows, classes], nan if a window cannot be decoded.
+
+        Raises InferenceError.
+        """
         start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:

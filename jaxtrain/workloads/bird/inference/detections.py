@@ -179,7 +179,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
 
 
 def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Window]]:
-    """Each window with the number of its recording, of which ``missing`` takes the undecodable ones.
+    """Each window with its recording's number, of which ``missing`` takes the undecodable ones.
 
     One part is in memory at a time.
     """

@@ -1,4 +1,4 @@
-"""Embeddings of any dataset by a trained encoder, written so that an interrupted command can be rerun.
+"""Embeddings of any dataset by a trained encoder; an interrupted command can be rerun.
 
 `jaxtrain.workloads.bird.commands.embed` documents the folder that `embed` writes. Its arrays are
 called NAME.npy.partial until all of their rows are there. The device computes while the loader's
@@ -128,7 +128,7 @@ def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
 
 
 def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: int) -> dict[str, np.memmap]:
-    """Open the arrays, new ones under the names NAME.npy.partial, which they keep until they are whole.
+    """Open the arrays; new ones are named NAME.npy.partial until they are whole.
 
     Their space is reserved: a disk that fills up under a memory map ends the process with SIGBUS.
     Raises OSError when there is too little.
@@ -202,7 +202,10 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
 
 
 def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
-    """Return the root of the recordings, "" if they are in shards, and path, start, end and clock of all rows of a split."""
+    """Return the recordings' root, and path, start, end and clock of all rows of a split.
+
+    The root is "" if they are in shards.
+    """
     paths = _shards(data, split)
     index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
     of_index = shards.index_file(paths[0])

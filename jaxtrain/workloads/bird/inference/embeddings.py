@@ -46,7 +46,7 @@ class Embeddings(NamedTuple):
 
     @property
     def front_end(self) -> Mapping[str, Any]:
-        """How the recordings reached the encoder: the settings of the spectrograms, and how clips were cut."""
+        """How recordings reached the encoder: spectrograms' settings, and how clips were cut."""
         parts = [self.about.get(name, {}) for name in ("front_end", "clips")]
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 

@@ -131,7 +131,7 @@ def pool_of(model: Model) -> str:
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
-    """Return the run's own data section with ``changes``, by which nothing is held out, excluded or mixed in.
+    """Return the run's data section with ``changes``; nothing is held out, excluded or mixed in.
 
     The run may be anyone's: ``changes`` alone says which files are recordings, whether links are
     followed, and which addresses are read.
@@ -161,7 +161,9 @@ def clips(data: spectrogram.Config) -> dict[str, Any]:
 
 
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
-    """Return a data section whose training split is ``split``, any that the data have, and which reads no other.
+    """Return a data section whose training split is ``split``, and which reads no other.
+
+    It may be any that the data have.
 
     "train" and "test" are the splits of the section.
     """
@@ -219,7 +221,7 @@ class Setup(NamedTuple):
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
     def outputs(self, stream: feed.Feed, last: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Compute the batches of ``stream`` up to number ``last``, counted from 1: their numbers and outputs.
+        """Compute the batches of ``stream`` up to number ``last``, from 1: numbers and outputs.
 
         The device has its next batch before one is waited for.
         """
@@ -242,7 +244,10 @@ Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
 def set_up(
     model: Model, data: spectrogram.Config, compute: Compute, weights: PyTree, *, split: str = "train", batch: int = 64
 ) -> Setup:
-    """Open a split of the data, and compile the encoder for it with ``compute`` of these ``weights``. Raises DataError."""
+    """Open a split of the data, and compile the encoder for it.
+
+    It runs ``compute`` of these ``weights``. Raises DataError.
+    """
     data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())

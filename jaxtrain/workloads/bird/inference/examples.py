@@ -73,7 +73,9 @@ def of_table(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> Examples:
-    """Return the rows that a table speaks of, and ``background`` others, drawn by ``seed``, that are taken to have no class.
+    """Return the rows that a table speaks of, and ``background`` others without a class.
+
+    These are drawn by ``seed``, and taken to have none.
 
     Args:
       reading: the columns of the table.

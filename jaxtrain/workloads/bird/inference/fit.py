@@ -199,7 +199,9 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """Return the score from which on the share of ``y`` reaches ``precision`` and most of ``y`` is found, or a score above all.
+    """Return the score from which on the share of ``y`` reaches ``precision``.
+
+    Most of ``y`` is found there. It is above all scores if none does.
 
     Of the scores that find as much, it is the highest: between the last of ``y`` and what is below
     it.
@@ -268,7 +270,10 @@ def _mean_loss(z: jax.Array, y: jax.Array, weight: jax.Array, softmax: bool) -> 
 
 
 def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int) -> np.ndarray:
-    """Return the ``k`` patches of each class that are nearest to its rows and farthest from others', float32 [C, K, D]."""
+    """Return the ``k`` patches of each class nearest to its rows and far from others' [C, K, D].
+
+    They are float32.
+    """
     rng = np.random.default_rng(seed)
     found = []
     for c in range(y.shape[1]):

@@ -57,7 +57,7 @@ def _regression(x: np.ndarray, label: np.ndarray, c: float) -> LogisticRegressio
 
 
 def loss(z: np.ndarray, y: np.ndarray, *, softmax: bool, known: np.ndarray | None = None) -> float:
-    """Mean cross-entropy of logits [n, C], in nats, without a softmax over all ``known`` entries."""
+    """Mean cross-entropy of logits [n, C], in nats, without a softmax over all ``known``."""
     z = z.astype(np.float64)
     if softmax:
         return float((np.logaddexp.reduce(z, axis=1) - (z * y).sum(1)).mean())

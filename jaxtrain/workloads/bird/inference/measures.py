@@ -29,7 +29,10 @@ def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray
 
 
 def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """sum_i (recall_i - recall_{i-1}) precision_i over the thresholds, [n], [n], [R, n] -> [R], nan without a positive."""
+    """Average precision, [n], [n], [R, n] -> [R], nan without a positive.
+
+    It is sum_i (recall_i - recall_{i-1}) precision_i over the thresholds.
+    """
     w, y, last = _sorted(score, positive, weight)
     hits, all_ = np.cumsum(w * y, 1)[:, last], np.cumsum(w, 1)[:, last]
     gained = np.diff(hits, axis=1, prepend=0)
@@ -38,7 +41,10 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
 
 
 def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Chance that a positive scores above a negative, ties half, [n], [n], [R, n] -> [R], nan without both."""
+    """Chance that a positive scores above a negative, ties half, -> [R], nan without both.
+
+    The arguments are [n], [n], [R, n].
+    """
     w, y, last = _sorted(score, positive, weight)
     hits, misses = (np.diff(np.cumsum(w * z, 1)[:, last], axis=1, prepend=0) for z in (y, 1 - y))
     below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2
@@ -78,7 +84,7 @@ def bootstrap(n: int, draws: int, *, seed: int = 0) -> np.ndarray:
 
 
 def summary(values: np.ndarray) -> dict[str, float]:
-    """Summarise `measure` over `bootstrap`: the value of all rows, and the middle 95 % of the draws."""
+    """Summarise `measure` over `bootstrap`: all rows' value, and the middle 95 % of the draws."""
     low, high = np.percentile(values[1:], [2.5, 97.5]) if len(values) > 1 else (np.nan, np.nan)
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
 

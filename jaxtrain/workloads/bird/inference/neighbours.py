@@ -66,7 +66,10 @@ class Neighbours:
         return int((self._at < 0).sum())
 
     def near(self, number: int, n: int) -> list[tuple[int, float]]:
-        """Return the ``n`` windows nearest to window ``number``, best first, with their cosine, without overlapping ones."""
+        """Return the ``n`` windows nearest to window ``number``, best first, with their cosine.
+
+        They do not overlap.
+        """
         at = self._at[number]
         if at < 0:
             return []
@@ -87,7 +90,10 @@ class Neighbours:
 
 
 def _most(rows: Sequence[tuple[float, float, int, int]], longest: float, start: float, end: float) -> tuple[int, int] | None:
-    """Folder and number of the row, of those of a recording by their start, that holds most of a window."""
+    """Folder and number of the row that holds most of a window.
+
+    They are those of a recording by their start.
+    """
     best, most = None, 0.0
     for low, high, folder, row in rows[bisect.bisect_left(rows, (start - longest,)) :]:
         if low >= end:

@@ -66,7 +66,10 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
 
 
 def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool, seed: int = 0) -> np.ndarray:
-    """Logistic regression on standardised features, with the penalty that a held-out fifth of the rows likes best."""
+    """Logistic regression on standardised features.
+
+    The penalty is the one that a held-out fifth of the rows likes best.
+    """
     mean, std = x.mean(0), x.std(0) + 1e-6
     x, x_test = (x - mean) / std, (x_test - mean) / std
     held, softmax = _fifth(y, seed), not multilabel
@@ -93,7 +96,7 @@ def _fifth(y: np.ndarray, seed: int) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) -> np.ndarray:
-    """Classes of the k nearest rows by cosine of centred features, weighted by exp(cosine / 0.07)."""
+    """Classes of the k nearest rows by centred features' cosine, weighted by exp(cosine / 0.07)."""
     neighbours = KNeighborsRegressor(
         min(k, len(x)), metric="cosine", algorithm="brute", weights=lambda distance: np.exp(-distance / TEMPERATURE)
     )
@@ -136,7 +139,7 @@ def evaluate(
     trials: int = 20,
     k: int = 20,
 ) -> dict[str, Any]:
-    """Evaluate one (train, test) pair, or one for each fold, whose test rows are then scored together.
+    """Evaluate one (train, test) pair, or one a fold, whose test rows are then scored together.
 
     Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few
     shot" -> shots -> the same of accuracy, or cmAP of several classes, over draws of the examples.

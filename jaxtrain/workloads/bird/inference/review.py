@@ -1,4 +1,6 @@
-"""Windows that people judge: their content on the page, and the table of answers, which is written after each answer.
+"""Windows that people judge: their content on the page, and the table of answers.
+
+It is written after each answer.
 
 The table has a line for each answer: file, start, end, label, answer, asked, score. If the answer
 is "yes", the label is the class that is heard. If it is "no" or "skip", the label is empty, and
@@ -163,7 +165,9 @@ def read(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> list[Item]:
-    """Return the windows of a table of `jaxtrain detect` or `jaxtrain search`, or of any with file, start, end and label.
+    """Return the windows of a table with file, start, end and label.
+
+    It may be one of `jaxtrain detect` or `jaxtrain search`.
 
     Args:
       root: the folder that every recording must lie below; empty: of a search, that of its
@@ -244,7 +248,10 @@ def _root_of(folder: pathlib.Path) -> str:
 
 
 def ordered(items: Sequence[Item], order: str) -> list[Item]:
-    """Windows in an order: as they are, the best first, the least certain first, or those of one recording apart."""
+    """Windows in an order: as they are, best first, least certain first, or spread.
+
+    Those of one recording are apart then.
+    """
 
     def unsure(item: Item) -> float:
         return abs((0.0 if np.isnan(item.score) else item.score) - 0.5)
@@ -264,7 +271,7 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
-    """Return the sound of a window and a little around it: float32 [n], its rate, and the window's begin in it [s].
+    """Return a window's sound and a little around it: float32 [n], rate, the window's begin [s].
 
     Raises InferenceError.
     """
@@ -304,7 +311,9 @@ def sound(item: Item) -> bytes:
 
 
 def picture(item: Item) -> bytes:
-    """Return a PNG of the log-mel spectrogram of `wave`, low bands at the bottom, with lines at the window's begin and end.
+    """Return a PNG of the log-mel spectrogram of `wave`, low bands at the bottom.
+
+    Lines are at the window's begin and end.
 
     It has all frequencies of the recording, also those that the encoder does not see. Raises
     InferenceError.

@@ -1,4 +1,6 @@
-"""The rows of embeddings that are nearest to a query by cosine, or that a fitted head gives most: exact, in one pass.
+"""The rows of embeddings nearest to a query by cosine, or that a fitted head gives most.
+
+The result is exact, in one pass.
 
 Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines
 of its results.
@@ -38,7 +40,7 @@ class Hit(NamedTuple):
 
 
 def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
-    """Return the ``top`` rows whose features have the highest cosine with any of the queries, float32 [Q, D], the best first.
+    """Return the ``top`` rows with the highest cosine with any query, float32 [Q, D], best first.
 
     Raises InferenceError.
     """
@@ -56,7 +58,9 @@ def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, to
 def nearest_by_index(
     folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int, note: Callable[[str], None] = lambda text: None
 ) -> list[Hit]:
-    """`nearest`, with the candidates of an index of usearch, which is made once for each folder: a few rows may be missed.
+    """`nearest`, with the candidates of an index of usearch: a few rows may be missed.
+
+    The index is made once for each folder.
 
     Raises InferenceError: usearch is not installed, too.
     """
@@ -200,7 +204,7 @@ class Encoder:
     """Embeds clips as a folder was embedded, by its run."""
 
     def __init__(self, run: str, folder: Embeddings, kind: str):
-        """Raise StoredError, ConfigError, and InferenceError: it is not the encoder of the folder."""
+        """Raise StoredError, ConfigError, and InferenceError: it is not the folder's encoder."""
         self._model, self._kind = encoder.load(run), kind
         if folder.encoder != self._model.digest:
             raise InferenceError(
@@ -212,7 +216,9 @@ class Encoder:
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
-        """Return the features of the window that begins at ``start`` [s], or of the file's centre if it is None: float32 [D].
+        """Return the features of the window at ``start`` [s], or the file's centre: float32 [D].
+
+        None means the centre.
 
         Raises DataError: the file cannot be read, or ends before.
         """

@@ -1,4 +1,6 @@
-"""One objective, one file: every module of this folder defines ``OBJECTIVE`` (`jaxtrain.workloads.bird.objective`).
+"""One objective, one file: every module of this folder defines ``OBJECTIVE``.
+
+Its type is in `jaxtrain.workloads.bird.objective`.
 
 The folder is the list. A new file is found by its name, and nothing else is edited.
 """

@@ -65,7 +65,7 @@ def specs(c: Settings, s: Diet) -> PyTree:
 
 
 def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
-    """Cross-entropy with the index of the recording, under mixup with those of both, by their shares."""
+    """Cross-entropy with the recording's index, under mixup with both, by their shares."""
     index_b = x.batch["index"]
     weight_bv = jnp.broadcast_to(x.weight_b[:, None] / x.c.n_views, (index_b.shape[0], x.c.n_views))
     low_bvk, table = head(s, x)
@@ -84,7 +84,7 @@ def loss(s: Diet, x: Inputs) -> tuple[Array, dict[str, Mean]]:
 
 
 def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
-    """Features of low rank [B, V, K], and the table [rows, K] whose products with them are logits."""
+    """Features of low rank [B, V, K], and the table [rows, K]: their products are logits."""
     low_rk = x.features.pooled_rd @ x.params["w_low"] + x.params["b_low"][None]
     if s.norm != "none":
         low_rk = normed(s.norm, low_rk, x.params["scale_low"], x.params["bias_low"], views.repeated(x.c, x.weight_b))

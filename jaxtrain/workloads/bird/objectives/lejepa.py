@@ -1,4 +1,6 @@
-"""lejepa: views of a recording agree, and embeddings are spread like an isotropic Gaussian (Balestriero & LeCun 2025).
+"""lejepa: views of a recording agree, and embeddings are spread like an isotropic Gaussian.
+
+The source is Balestriero & LeCun 2025.
 
 SIGReg compares, along random directions, the empirical characteristic function of a batch with that
 of a standard normal. Both statistics are over the global batch on every mesh
@@ -28,7 +30,7 @@ KNOTS, LAST = 17, 3.0  # of the integral along each slice, evenly from 0 to LAST
 
 @dataclass(frozen=True)
 class Lejepa(Section):
-    """(1 - trade) × distance of the views from their mean + trade × SIGReg, of projected features."""
+    """(1 - trade) × distance of views from their mean + trade × SIGReg, of projected features."""
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("size", "hidden"))
 
@@ -91,7 +93,10 @@ def directions(key: Key, size: int, slices: int) -> Array:
 
 
 def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
-    """B × mean over views and slices of sum_k w_k ((mean_b cos(t_k u) - phi_k)^2 + (mean_b sin(t_k u))^2), u = z A.
+    """SIGReg of features, scaled by B: the distance of their distribution from a Gaussian.
+
+    B × mean over views and slices of sum_k w_k ((mean_b cos(t_k u) - phi_k)^2 + (mean_b sin(t_k
+    u))^2), u = z A.
 
     phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice, for the half
     line that symmetry leaves out.

@@ -87,7 +87,7 @@ def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, 
 
 
 def targets(c: Settings, labels: Labels) -> Array:
-    """float32 [R, C]: 1 for each class of the recording, in a mixture for those of both recordings."""
+    """float32 [R, C]: 1 for each class of the recording, in a mixture of both recordings."""
 
     def hot(label: Array) -> Array:
         return (label if c.multilabel else label[:, None] == jnp.arange(c.n_classes)[None]).astype(jnp.float32)

@@ -1,4 +1,7 @@
-"""teacher: the features that an average of the encoder has of masked patches, from the visible ones (Assran et al. 2023)."""
+"""teacher: an average of the encoder's features of masked patches, from the visible ones.
+
+The source is Assran et al. 2023.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,7 +41,7 @@ def carry(params: PyTree) -> PyTree:
 
 
 def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
-    """Make the teacher the student after the first step, and a slower and slower average of it from then on."""
+    """Make the teacher the student after the first step, then a slower and slower average of it."""
     momentum = jnp.where(step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0))
     return jax.tree.map(lambda old, new: momentum * old + (1 - momentum) * new, average, params["encoder"])
 

@@ -1,4 +1,4 @@
-"""Solves puzzles with a trained recursive model: the board, how sure the model is, and the steps that it took.
+"""Solves puzzles with a trained recursive model: the board, how sure it is, and its steps.
 
     jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N --noise S] [--steps K]
         [--stop none|halt|check|either]
