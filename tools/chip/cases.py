@@ -200,7 +200,7 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
 def smaller(chosen: Chosen) -> config_lib.Config | None:
     """Return the case with half the rows in a microbatch, or None, if it does not fit.
 
-    The plan said that it would.
+    The plan has expected it to fit.
     """
     config = chosen.assembly.config
     rows = config.train.batch // config.train.accumulate

@@ -196,7 +196,7 @@ class Mistakes:
 
     @property
     def serious(self) -> int:
-        """How many mistakes are of kinds that an index refuses unless it is told to drop them."""
+        """How many mistakes are of kinds that an index refuses, unless --on has another answer."""
         return sum(n for kind, n in self.counts.items() if KINDS[kind][1] == REFUSE)
 
     def refuse(self) -> None:
