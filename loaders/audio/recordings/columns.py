@@ -1,4 +1,4 @@
-"""The columns of one table by their meaning: by names, values, and the columns beside them.
+"""The columns of one table by their meaning: by names, values, and neighbours.
 
 A name alone does not decide: `fin` is an end in Spanish and a whale, and `low` may be a class of a
 wide table. So a column of 0 and 1 next to others is a class. A table that would lose its times or

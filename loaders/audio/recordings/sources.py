@@ -348,7 +348,7 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
 
 
 def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """xeno-canto's answer to a query: recordings beside it are XC<number> or have their names."""
+    """xeno-canto's answer to a query: recordings next to it are XC<number> or by name."""
     try:
         recordings = files.parse(text, str(path))["recordings"]
         if not isinstance(recordings, list) or not all(isinstance(each, dict) for each in recordings):
