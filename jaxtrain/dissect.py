@@ -96,6 +96,32 @@ def dissect(config: Config, step: int, *, without: Sequence[str] = (), lr: float
         return _Parts(assembly, state, item.arrays, item.index).step(item.index - history.offset, without, lr)
 
 
+def names(batch: Mapping[str, Any], n: int) -> list[str]:
+    """Return the names of the ``n`` examples of a batch: their ids, or else their places."""
+    index = batch.get("index")
+    return [f"{ROW}{k}" for k in range(n)] if index is None else [str(i) for i in jax.device_get(index).tolist()]
+
+
+def kept(ids: Sequence[str], without: Sequence[str]) -> np.ndarray:
+    """Return the places of the examples that stay.
+
+    Raises DissectError for a name that no example has, or if no example stays.
+    """
+    left = np.ones(len(ids), bool)
+    for name in without:
+        place = name.removeprefix(ROW)
+        rows = [int(place)] if name.startswith(ROW) and place.isdecimal() else [k for k, i in enumerate(ids) if i == name]
+        if not rows or max(rows) >= len(ids):
+            raise DissectError(
+                f"--without {name}: the step has no such example; it has {', '.join(ids[:8])}{' …' * (len(ids) > 8)}, "
+                f"and {ROW}0 to {ROW}{len(ids) - 1} by their places in the batch"
+            )
+        left[rows] = False
+    if not left.any():
+        raise DissectError("--without names every example of the step; leave one")
+    return np.flatnonzero(left)
+
+
 class _Parts:
     def __init__(self, assembly: Assembly, state: TrainState, batch: Batch, index: int):
         self._assembly, self._config, self._layout = assembly, assembly.config, assembly.layout
@@ -107,7 +133,7 @@ class _Parts:
 
     def step(self, position: int, without: Sequence[str], lr: float | None) -> Step:
         shown = self._shown(position)
-        ids = [example.id or own for example, own in zip(shown, self._ids(), strict=True)]
+        ids = [example.id or own for example, own in zip(shown, names(self._batch, len(shown)), strict=True)]
         tries = self._tries(ids, without, lr)  # refuses a wrong id before the long part
         made = [self._try(*each) for each in tries]
         params = dict(zip(specs.paths(self._state.variables.params), zip(*made[0][1], strict=True), strict=True))
@@ -120,11 +146,6 @@ class _Parts:
             ]
             alone = float(total.sum() / weight.sum())
         return Step(rows, variants[0].numbers["loss"], alone, params, self._activations(), variants)
-
-    def _ids(self) -> list[str]:
-        index = self._batch.get("index")
-        n = self._batch["row"].shape[0]
-        return [f"{ROW}{k}" for k in range(n)] if index is None else [str(i) for i in jax.device_get(index).tolist()]
 
     def _shown(self, position: int) -> list[Example]:
         show = workload.of(self._config.workload).get("examples")
@@ -193,25 +214,10 @@ class _Parts:
         everything = np.arange(len(ids))
         tries = [("as it was", self._assembly.tx, everything)]
         if without:
-            tries.append((f"without {', '.join(without)}", self._assembly.tx, self._kept(ids, without)))
+            tries.append((f"without {', '.join(without)}", self._assembly.tx, kept(ids, without)))
         if lr is not None:
             tries.append((f"lr {lr:g}", self._with_rate(lr), everything))
         return tries
-
-    def _kept(self, ids: Sequence[str], without: Sequence[str]) -> np.ndarray:
-        left = np.ones(len(ids), bool)
-        for name in without:
-            place = name.removeprefix(ROW)
-            rows = [int(place)] if name.startswith(ROW) and place.isdecimal() else [k for k, i in enumerate(ids) if i == name]
-            if not rows or max(rows) >= len(ids):
-                raise DissectError(
-                    f"--without {name}: the step has no such example; it has {', '.join(ids[:8])}{' …' * (len(ids) > 8)}, "
-                    f"and {ROW}0 to {ROW}{len(ids) - 1} by their places in the batch"
-                )
-            left[rows] = False
-        if not left.any():
-            raise DissectError("--without names every example of the step; leave one")
-        return np.flatnonzero(left)
 
     def _with_rate(self, lr: float) -> Optimizer:
         """Make the optimizer whose learning rate at this step is ``lr``."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -59,13 +59,19 @@ class Result(NamedTuple):
     evaluation: dict[str, float]  # the last one; empty without a test split, or if this start evaluated nothing
 
 
-def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}), *, until: int | None = None) -> Result:
+class Replay(NamedTuple):
+    """Steps of another run that are made again. The schedules stay those of config.train.steps."""
+
+    until: int  # the last step
+    check: Callable[[Data, int], None]  # raises an error before the first step; gets the data, and the offset of their position
+
+
+def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}), *, replay: Replay | None = None) -> Result:
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
 
     Args:
       command: how the run was launched ("source" of the config, "overrides"), stored for the
       report.
-      until: the last step of a replay. The schedules stay those of config.train.steps.
 
     Raises:
       USER_ERRORS: a mistake with its remedy.
@@ -82,6 +88,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             plan.refuse_if_too_large(assembly)  # before anything is allocated
         with process.phase(goodput.INDEX):
             data = closing.enter_context(Data(assembly, process.clock))
+            process.clock.reads(data.digest())
         with process.phase(goodput.RESTORE):
             checkpoints = closing.enter_context(CheckpointManager(assembly, data, process))
             if checkpoints.finished():
@@ -100,6 +107,8 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             if not is_missed(config, step, due=due.at(step).evaluate):
                 return Result(state, step, {})  # and nothing is compiled
         with process.phase(goodput.COMPILATION, "its compilation"):
+            if replay:
+                replay.check(data, checkpoints.history.offset)
             data.start(step, checkpoints.history.offset)
             metrics_logger = closing.enter_context(MetricsLogger(assembly, data, process, first=step, peak=peak))
             programs.ready(step)
@@ -109,7 +118,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         with process.phase(goodput.OTHERS):
             process.meet("compiled")
         metrics_logger.start_clock(step)
-        end = min(due.steps, until or due.steps)
+        end = min(due.steps, replay.until) if replay else due.steps
 
         last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
         while step < end and not checkpoints.stalled(step):

@@ -76,8 +76,11 @@ def runs(tmp_path_factory):
         yield folder
 
 
+MINE = ("--workload", "my_workload")
+
+
 def replay(*arguments):
-    return cli.main(["replay", *arguments, "--workload", "my_workload"])
+    return cli.main(["replay", *arguments, *MINE])
 
 
 def cells(page, section):
@@ -169,6 +172,21 @@ def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):
         assert "which is imported only if you trust its code" in capsys.readouterr().err
 
 
+def test_a_replay_of_other_data_is_refused_before_its_first_step(runs, capsys):
+    for name, error in (
+        ("with", "999 now"),
+        ("without", "began with other data or in another order (digest "),
+    ):
+        shutil.copytree(runs / "run", runs / name)
+        config = json.loads((runs / name / "config.json").read_text())
+        changed = {**config, "data": {**config["data"], "n": 999}, "resume": {**config["resume"], "data": "restart"}}
+        (runs / name / "config.json").write_text(json.dumps(changed))
+        if name == "without":
+            shutil.rmtree(runs / name / "checkpoints")
+        assert replay(name, "--step", "6", "--no-page") == 2
+        assert error in capsys.readouterr().err.splitlines()[-1] and not (runs / f"{name}-replay-6").exists()
+
+
 def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     assert cli.main(["diff", "run", "run"]) == 0
     assert "identical to step 12: 6 recorded steps have the same digest" in capsys.readouterr().out
@@ -187,6 +205,10 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
         (["replay", "run", "--step", "5", "--out", "other"], "other exists; remove it, or choose another --out"),
         (["replay", "run", "--step", "6", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
+        (
+            ["replay", "run", "--step", "6", "--without", "row:32", "--out", "x", *MINE],
+            "has no such example; it has row:0, row:1",
+        ),
         (["replay", "run", "--step", "6", "--lr", "0"], "'0'; expected a number above 0"),
         (["replay", "run", "--step", "6", "--lr", "1", "--no-page"], "--without and --lr are parts of the page"),
         (["replay", "run", "--step", "6", "--mesh", "2,2"], "'2,2'; expected three numbers of devices"),

@@ -91,11 +91,11 @@ def _mesh(text: str) -> tuple[int, int, int]:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from jaxtrain import loop
+    from jaxtrain.parallel import cluster
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import steps
 
-    run = run_lib.open_run(args.run)
+    run, main = run_lib.open_run(args.run), cluster.find().process == 0
     recorded, until = steps.read(run), args.until or args.step
     last = max(recorded.values["loss"])
     if until > last:
@@ -103,7 +103,7 @@ def _replay(args: argparse.Namespace) -> int:
             f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them"
         )
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
-    if out.exists():
+    if main and out.exists():
         raise run_lib.RunError(f"{out} exists; remove it, or choose another --out")
     every = run.setting("metrics.every", 1)
     if not any(args.step <= step <= until for step in recorded.values["loss"]):
@@ -119,10 +119,13 @@ def _replay(args: argparse.Namespace) -> int:
     config = _config(run, out, args)
     saved = _kept(run)
     begin = max((step for step in saved if step < args.step), default=0)
-    if not begin:
-        print(_from_the_start(run, args.step, until, saved))
-    _link(saved.get(begin), out)
-    loop.run(config, {"source": f"a replay of {args.run}"}, until=until)
+    if main:
+        _link(saved.get(begin), out)
+        if not begin:
+            print(_from_the_start(run, args.step, until, saved))
+    _make(args, config, until, "" if begin else _data_at_0(run))  # a checkpoint has its own
+    if not main:
+        return 0  # process 0 compares
     made = run_lib.open_run(str(out))
     compared = steps.Compared(recorded, steps.read(made))
     lines = [*_otherwise(run, made, args.step), compared.summary()]
@@ -131,6 +134,43 @@ def _replay(args: argparse.Namespace) -> int:
     if page:
         _write_page(args, config, run, begin, lines)
     return 0 if compared.steps and compared.differs is None else 1
+
+
+def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
+    """Make the steps. If they are refused before the first of them, no workdir is left."""
+    from jaxtrain import loop
+
+    replay = loop.Replay(until, functools.partial(_check, args, data))
+    try:
+        loop.run(config, {"source": f"a replay of {args.run}"}, replay=replay)
+    except (*loop.USER_ERRORS, ValueError):
+        if not (pathlib.Path(config.workdir) / "metrics.jsonl").exists():
+            shutil.rmtree(config.workdir, ignore_errors=True)
+        raise
+
+
+def _data_at_0(run: Any) -> str:
+    """Return the digest of the data at the run's beginning, "" if no start recorded it."""
+    return next((start.facts["data"] for start in reversed(run.starts) if not start.first and "data" in start.facts), "")
+
+
+def _check(args: argparse.Namespace, expected: str, data: Any, offset: int) -> None:
+    """Refuse other data than the run's, and examples that step N does not have."""
+    import jax
+    import numpy as np
+
+    from jaxtrain import dissect
+    from loaders.base import DataError
+
+    if expected and data.digest() != expected:
+        raise DataError(
+            f"{args.run} began with other data or in another order (digest {expected} then, {data.digest()} now), and no "
+            f"checkpoint before step {args.step} is kept; put its data back"
+        )
+    if args.without and jax.process_count() == 1:
+        rows = data.read(args.step - 1 - offset)
+        index = {"index": np.concatenate(rows["index"])} if "index" in rows else {}
+        dissect.kept(dissect.names(index, data.rows.batch), args.without)
 
 
 def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -> str:
@@ -234,5 +274,6 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
         mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
         checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, best=""),
         guard=dataclasses.replace(found.guard, verify_every=0),
+        resume=dataclasses.replace(found.resume, data=config_lib.Resume.data),  # no other data, whatever the run allowed
         metrics=config_lib.Metrics(every=1, digest=True),
     )

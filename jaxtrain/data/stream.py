@@ -1,8 +1,12 @@
 """The data of a run: its two loaders, and the stream of sharded batches of one of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.assembly import Assembly
 from jaxtrain.data import feed
@@ -61,6 +65,11 @@ class Data:
             self.train.close()
         self.test.close()
 
+    def read(self, position: int) -> Mapping[str, Sequence[np.ndarray]]:
+        """Read this process's rows of one training batch, before `start`."""
+        self.train.seek(position)
+        return next(self.train)[1]
+
     def start(self, step: int, offset: int) -> None:
         """Begins to read the batches behind ``step``. Called by all processes at once."""
         self.offset, self._step = offset, step
@@ -103,6 +112,10 @@ class Data:
     def fingerprints(self) -> dict[str, Any]:
         """Return the data's facts and order as JSON, which resumed runs and all processes share."""
         return self.train.state(0)
+
+    def digest(self) -> str:
+        """Return a short digest of `fingerprints`, for the record of a start."""
+        return hashlib.sha256(json.dumps(self.fingerprints(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def waited(self) -> float:

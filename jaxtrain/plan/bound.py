@@ -56,6 +56,7 @@ class Bound(NamedTuple):
     arguments: int  # of the state and the batch, exactly; without what the step does not read
     update: int  # beyond the arguments: all gradients exist at once
     kept: list[Array]  # beyond the arguments, in the fullest loop; the largest first
+    second: int = 0  # of the second state that config.guard.verify_every holds
 
     @property
     def temporaries(self) -> int:
@@ -63,12 +64,12 @@ class Bound(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return self.arguments + self.temporaries
+        return self.arguments + self.temporaries + self.second
 
     @property
     def certain(self) -> int:
         """The part that is plain arithmetic: state, batch and gradients."""
-        return self.arguments + self.update
+        return self.arguments + self.update + self.second
 
 
 def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Bound:
@@ -79,7 +80,8 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
     read = [x for x, u in zip(leaves, used, strict=True) if u and not memory.is_on_host(x)]
     arguments = sum(memory.device_bytes(x, tiled=tiled) for x in read)
     least = memory.least(memory.held(abstract, layout, tiled=tiled))
-    return Bound(arguments, max(0, least - arguments), kept)
+    second = memory.second(abstract, layout, tiled=tiled) if assembly.config.guard.verify_every else 0
+    return Bound(arguments, max(0, least - arguments), kept, second)
 
 
 def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:

@@ -78,6 +78,15 @@ def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
     return x.sharding.memory_kind == state_lib.HOST
 
 
+def second(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> int:
+    """Return the bytes that a step of config.guard.verify_every needs besides: a second state.
+
+    On a mesh of several devices the batch is on the neighbour, too.
+    """
+    copied = [abstract.state, *([abstract.batch] if layout.mesh.size > 1 else [])]
+    return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(copied) if not is_on_host(x))
+
+
 def least(held: Mapping[str, int]) -> int:
     """Return the bytes that a step needs at least: those held, and gradients of the parameters."""
     return sum(held.values()) + held["parameters"]

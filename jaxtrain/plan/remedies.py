@@ -35,7 +35,7 @@ def refuse_if_too_large(assembly: Assembly) -> None:
     if cluster.agree(size <= memory < needed.peak):
         log.info("a step may need more memory than there is: it is compiled now, to be sure")
         try:
-            size = compiled(assembly, traced).peak
+            size = compiled(assembly, traced).peak + needed.second
             beyond, amount = size - needed.peak, f"{in_bytes(size)}, by its compiler,"
         except PlanError as error:
             size = max(needed.peak, memory + 1)
@@ -116,5 +116,7 @@ def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, c
         yield f"--config.optim.moments={moments}", replace(config, optim=replace(o, moments=moments))
     if not o.offload:
         yield "--config.optim.offload=true", replace(config, optim=replace(o, offload=True))
+    if config.guard.verify_every:
+        yield "--config.guard.verify_every=0", replace(config, guard=replace(config.guard, verify_every=0))
     if t.ema:
         yield "--config.train.ema=0", replace(config, train=replace(t, ema=0.0))

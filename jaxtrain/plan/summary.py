@@ -23,6 +23,7 @@ from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
 from loaders import base
 
+SECOND = "second state of verified steps"  # of config.guard.verify_every
 MFU = 0.4  # share of the peak that hours are projected with
 
 
@@ -92,6 +93,8 @@ def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[st
     yield f"  {beside:32}{in_bytes(needed.temporaries):>12}"
     for size, what in needed.kept[:5] if is_loops else ():
         yield f"      {in_bytes(size):>12}  {what}"
+    if needed.second:
+        yield f"  {SECOND:32}{in_bytes(needed.second):>12}"
     yield f"  {'together':32}{in_bytes(needed.peak):>12}   of {in_bytes(target.memory)}"
     yield ""
     over = needed.certain - target.memory
@@ -129,13 +132,16 @@ def _compiled_lines(
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")
         yield from (f"not {title}: {answer.error}", "")
         return
-    if (over := step.peak - target.memory) > 0:
-        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, step.peak - needed.peak)}")
+    peak = step.peak + needed.second
+    if (over := peak - target.memory) > 0:
+        problems.append(f"it does not fit: {in_bytes(over)} too much. {ways(config, target, peak - needed.peak)}")
     before = " by an earlier plan, whose figures were kept" if step.again else ""
     yield f"{title}, in {step.seconds:.0f} s{before}"
     yield f"  {'arguments':28}{in_bytes(step.arguments):>12}"
     yield f"  {'while it runs':28}{in_bytes(step.temporaries):>12}"
-    yield f"  {'together':28}{in_bytes(step.peak):>12}   of {in_bytes(target.memory)}"
+    if needed.second:
+        yield f"  {SECOND:28}{in_bytes(needed.second):>10}"
+    yield f"  {'together':28}{in_bytes(peak):>12}   of {in_bytes(target.memory)}"
     if step.library_calls:
         calls = sorted(step.library_calls.items(), key=lambda item: -item[1])
         yield f"  calls of libraries and kernels: {', '.join(f'{n} × {name}' for name, n in calls)}"

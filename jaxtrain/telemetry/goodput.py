@@ -46,6 +46,7 @@ TOTALS: dict[str, Any] = {
     "first": 0, "step": 0, "phase": IMPORTS, "end": "", "now": 0.0, "seconds": {},
     "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
 }  # fmt: skip
+DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
 MAX_LINES = 1000  # of totals, after which all but the last are dropped
 
 
@@ -68,6 +69,7 @@ class Clock:
         self._totals = dict(TOTALS)
         self._first: int | None = None
         self._read_at = math.nan
+        self._data: dict[str, str] = {}
         self._before: dict[str, float] = {}  # seconds until this start, by phase
 
     def switch(self, phase: str) -> str:
@@ -94,6 +96,10 @@ class Clock:
         self._first = self._totals["step"] = step
         if self._thread:  # else the file could not be opened
             self._try()
+
+    def reads(self, data: str) -> None:
+        """Record which data this start reads, by their digest."""
+        self._data = {DATA: data}
 
     def steps(self, step: int) -> None:
         """Begin the steps after ``step``."""
@@ -207,7 +213,7 @@ class Clock:
             seconds = {phase: round(s, 3) for phase, s in self.seconds().items()}
             now = round(self.began + sum(seconds.values()), 3)
             known = {"first": self._first or 0, "phase": self._phase, "now": now, "seconds": seconds}
-            self._append({"id": self._id, **self._totals, **known})
+            self._append({"id": self._id, **self._totals, **known, **self._data})
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = b"\n" * self._torn + json.dumps(record, ensure_ascii=False).encode() + b"\n"
@@ -236,7 +242,7 @@ class Start:
     squares: float  # [s²] of them, summed
     longest: float  # [s]
     blocked: float  # [s] that reading the steps took: waiting for the devices, and so for other processes
-    facts: Mapping[str, Any]  # versions, commit, source and overrides of the config
+    facts: Mapping[str, Any]  # versions, commit, source and overrides of the config, and the digest of the data
 
     @property
     def own(self) -> float:
@@ -279,6 +285,7 @@ def _pairs(path: pathlib.Path) -> list[tuple[tuple[dict[str, Any], bytes], tuple
 
 def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
     facts = {name: value for name, value in head.items() if name not in HEAD}
+    facts |= {DATA: last[DATA]} if isinstance(last.get(DATA), str) else {}
     known = {name: head[name] for name in HEAD if name not in ("id", "pid")} | {n: last.get(n, TOTALS[n]) for n in TOTALS}
     return Start(**known | {"now": max(known["now"], head["began"]), "facts": facts})
 

@@ -1,6 +1,7 @@
 """What a plan says, and what it refuses."""
 
 import importlib
+import math
 import re
 import types
 
@@ -196,6 +197,23 @@ def test_without_a_compiler_a_plan_has_a_lower_bound_and_names_the_command_that_
         assert "not compiled for it: its compiler is not here; jaxtrain plan --setup gpu fetches it" in text
         assert "this is a lower bound: what one layer needs comes on top" in text
         assert f"{needed.kept[0].bytes / 1e6:.2f} MB  {needed.kept[0].name}" in text
+
+
+def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
+    verified = ("guard.verify_every", "200")
+    config, target = load("language", tmp_path, monkeypatch, ("mesh.data", "1"), verified), plan.parse_target("gpu:h100x1")
+    assembly = plan.abstractly(config, target)
+    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(assembly.abstract.state))
+    needed = plan.bound(assembly, assembly.trace(None), target)
+    assert needed.second == state and needed.peak == needed.arguments + needed.temporaries + state
+    with_memory(monkeypatch, needed.peak - state / 2)
+    text, well = plan.report(config, target.name)
+    assert not well and re.search(r"second state of verified steps +\S+ [kMG]B", text)
+    assert "--config.guard.verify_every=0 would make it at least" in text
+    split = plan.abstractly(
+        load("language", tmp_path, monkeypatch, ("mesh.fsdp", "8"), verified), plan.parse_target("gpu:h100x8")
+    )
+    assert plan.bound(split, split.trace(None), plan.parse_target("gpu:h100x8")).second < state / 4
 
 
 def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monkeypatch):
