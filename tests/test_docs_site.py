@@ -43,7 +43,19 @@ def test_the_site_has_the_api_and_the_commands(site):
 
 def test_each_page_begins_with_what_its_reader_can_do():
     for page in sorted((ROOT / "docs").rglob("*.md")):
-        if page.name != "reference.md":
-            _, _, text = page.read_text().partition("\n\n")
-            assert text.startswith("After this page "), page.name
-            assert "\n```" in text[:2_000], f"{page.name} has no example near its top"
+        _, _, text = page.read_text().partition("\n\n")
+        assert text.startswith("After this page "), page.name
+        assert "\n```" in text[:2_000], f"{page.name} has no example near its top"
+
+
+def test_each_workload_has_the_same_headings():
+    for page in (ROOT / "docs" / "workloads").glob("*.md"):
+        headings = re.findall(r"^## (.*)", page.read_text(), re.M)
+        usual = ["What it is", "Train", "Evaluate", "Use", "Export", "What it reached"]
+        assert page.name == "bird-inference.md" or headings == usual, page.name
+
+
+def test_each_picture_is_small_and_described():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+            assert text and (page.parent / target).stat().st_size < 60_000, f"{page.name}: {target}"

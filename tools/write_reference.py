@@ -23,9 +23,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# Reference: every field of a config
 
-Made by `python -m tools.write_reference`; `jaxtrain explain --config=FILE` prints the fields of one config with its own values.
-A field is set in a config file, or on the command line: `--config.train.batch=64`. `model` has the fields of the config's
-`workload`, and `data` those of its `loader`.
+After this page you know every field of a config, its default, unit and meaning, and every metric.
+
+```
+jaxtrain explain --config=xcm                          # the fields of one config with its own values
+jaxtrain train --config=xcm --config.train.batch=64    # sets a field on the command line
+```
+
+The section `model` has the fields of the config's `workload`, and `data` those of its `loader`.
+`python -m tools.write_reference` writes this page.
 """
 
 

@@ -108,7 +108,7 @@ print(pathlib.Path("found/raven/morning.wav.selections.txt").read_text())
 rows = list(csv.DictReader(open("found/detections.csv")))
 sound, _ = soundfile.read("field/morning.wav")
 figure, axis = plt.subplots(figsize=(9, 3.5))
-axis.specgram(sound, NFFT=1024, Fs=RATE, noverlap=512, cmap="Greys")
+axis.specgram(sound, NFFT=1024, Fs=RATE, noverlap=512, cmap="Greys", vmin=-74, vmax=-55)  # noise is white
 for number, species in enumerate(SPECIES):
     color, height = f"C{number}", 9_000 + 1_200 * number
     for row in rows:

@@ -1,0 +1,118 @@
+"""Draw the pictures of the docs that no notebook draws.
+
+python -m tests.docs_pictures report runs/xcm-demo  # docs/report.png and docs/classes.png
+python -m tests.docs_pictures plan  # docs/plan.svg: compiles four plans, in minutes
+python -m tests.docs_pictures loader  # docs/results/loader.svg, from the table of its page
+"""
+
+import base64
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from PIL import Image
+
+from tests.support.chromium import Browser
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PLANNED, DEVICES = "giblet:blank", (1, 2, 4, 8)
+UNITS = {"GB": 1.0, "MB": 1e-3, "kB": 1e-6, "B": 1e-9}
+matplotlib.rcParams.update({"svg.hashsalt": "docs", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+
+
+def jaxtrain(*arguments: object) -> str:
+    command = [sys.executable, "-m", "jaxtrain", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def save(figure, path: pathlib.Path) -> None:
+    """Write a figure without its date, so that the same numbers give the same file."""
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def parts_of(plan: str) -> dict[str, float]:
+    """The memory of a device by part [GB], from the text of a plan."""
+
+    def size(name: str) -> float:
+        found = re.search(rf"^  {name} +([\d.]+) (\w?B)\b", plan, re.M)
+        return float(found[1]) * UNITS[found[2]] if found else 0.0
+
+    running = size("while it runs") or size("gradients")
+    return {
+        "parameters": size("parameters"),
+        "optimizer": size("optimizer"),
+        "batch": size("batch"),
+        "gradients and activations": running,
+    }
+
+
+def plan() -> None:
+    texts = [jaxtrain("plan", f"--config={PLANNED}", f"gpu:h100x{n}") for n in DEVICES]
+    bars = [parts_of(text) for text in texts]
+    figure, axis = pyplot.subplots(figsize=(7, 2.6))
+    names = [f"{n} × H100" for n in DEVICES]
+    left = [0.0] * len(bars)
+    for part in bars[0]:
+        axis.barh(names, [bar[part] for bar in bars], left=left, label=part, height=0.62)
+        left = [at + bar[part] for at, bar in zip(left, bars, strict=True)]
+    for at, (end, text) in enumerate(zip(left, texts, strict=True)):
+        fits = "fits" if "this run has no problem" in text else "does not fit"
+        axis.text(end + 1.5, at, f"{end:.1f} GB, {fits}", va="center", bbox={"color": "white", "pad": 1})
+    axis.axvline(80, color="black", linestyle=":", linewidth=1)
+    axis.text(81, 3.4, "80 GB", va="bottom")
+    axis.set(xlabel="memory of each device [GB]", xlim=(0, 185))
+    axis.invert_yaxis()
+    axis.legend(frameon=False, loc="lower right")
+    save(figure, DOCS / "plan.svg")
+
+
+def loader() -> None:
+    page = DOCS / "results" / "loader.md"
+    table = re.search(r"^\| samples/s.*?\n\n", page.read_text(), re.M | re.S)
+    assert table, f"{page} has no table of samples/s"
+    head, _, ours, *others, ratio = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().split("\n"))
+    best = [max(float(row[i]) for row in others) for i in range(1, len(head))]
+    figure, axis = pyplot.subplots(figsize=(7, 2.8))
+    for shift, label, values in ((-0.2, "jaxtrain", [float(x) for x in ours[1:]]), (0.2, "best of six alternatives", best)):
+        bars = axis.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
+        axis.bar_label(bars, fmt="%.0f", fontsize=8)
+    axis.set_xticks(range(len(best)), [f"{name}\n{times}" for name, times in zip(head[1:], ratio[1:], strict=True)])
+    axis.set(ylabel="samples/s, one core")
+    axis.legend(frameon=False)
+    save(figure, DOCS / "results" / "loader.svg")
+
+
+def report(run: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = pathlib.Path(folder, "report.html")
+        jaxtrain("report", run, "--out", page)
+        with Browser(width=1164, height=828) as browser:
+            browser.call("Emulation.setScrollbarsHidden", hidden=True)
+            browser.open(page.as_uri())
+            browser.until("document.querySelector('.charts svg, .charts canvas')")
+            take(browser, 0, 1164, 828, DOCS / "report.png")
+            place = "document.querySelector('{}').getBoundingClientRect().top"
+            top, bottom = (browser.value(place.format(section)) for section in ("#classes", "#pictures"))
+            take(browser, top, 850, bottom - top, DOCS / "classes.png")
+
+
+def take(browser: Browser, top: float, width: float, height: float, path: pathlib.Path) -> None:
+    """Write a part of a page that begins at its left edge, in 64 colours."""
+    part = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
+    picture = browser.call("Page.captureScreenshot", clip=part, captureBeyondViewport=True)["data"]
+    Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64, dither=0).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    {"report": report, "plan": plan, "loader": loader}[sys.argv[1]](*sys.argv[2:])
