@@ -193,35 +193,42 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
     permuted, and half of the boards are transposed, if their boxes are square. Others: one of the
     eight symmetries of the square. View 0 is the puzzle itself.
     """
+    unchanged = np.asarray(view) == 0
     if kind not in BOXES:
-        turned = turns(math.isqrt(boards[0].shape[1]))
-        which = np.where(view == 0, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)).astype(int)
-        return tuple(np.take_along_axis(x, turned[which], axis=1) for x in boards)
+        which = np.where(unchanged, 0, order.hash_of(TURN, seed, index, view) % np.uint64(8)).astype(int)
+        places = turns(math.isqrt(boards[0].shape[1]))[which]
+        return tuple(np.take_along_axis(x, places, axis=1) for x in boards)
 
     side, (high, wide) = KINDS[kind], BOXES[kind]
-    unchanged = np.asarray(view) == 0
 
     def shuffled(domain: int, n: int, m: int = 1) -> np.ndarray:
         """[k, m, n]: m permutations of n for each board."""
         keys = order.hash_of(domain, seed, index[:, None], view[:, None], np.arange(m * n)[None]).reshape(-1, m, n)
         return np.where(unchanged[:, None, None], np.arange(n), np.argsort(keys, axis=2))
 
-    def lines(bands: int, inside: int, size: int) -> np.ndarray:
-        """[k, side]: rows (or columns) that stay in their bands, and bands in any order."""
-        band, line = shuffled(bands, side // size)[:, 0], shuffled(inside, size, side // size)
-        return (band[:, :, None] * size + line).reshape(-1, side)
-
-    rows, columns = lines(BANDS, LINES, high), lines(STACKS, COLUMNS, wide)
     digits = np.concatenate([np.tile([0, 1], (len(index), 1)), shuffled(DIGITS, side)[:, 0] + 2], axis=1)
-    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~unchanged & (high == wide)
-    which = np.arange(len(index))[:, None, None]
+    turn = (order.hash_of(TURN, seed, index, view) % np.uint64(2) == 1) & ~unchanged
+    rows = shuffled(BANDS, side // high)[:, 0], shuffled(LINES, high, side // high)
+    columns = shuffled(STACKS, side // wide)[:, 0], shuffled(COLUMNS, wide, side // wide)
+    places = moved(kind, rows, columns, turn)
+    named = (np.take_along_axis(digits, x.astype(np.int64), axis=1) for x in boards)
+    return tuple(np.take_along_axis(y, places, axis=1).astype(x.dtype) for x, y in zip(boards, named, strict=True))
 
-    def apply(x: np.ndarray) -> np.ndarray:
-        grid = np.take_along_axis(digits, x.astype(np.int64), axis=1).reshape(-1, side, side)
-        grid = grid[which, rows[:, :, None], columns[:, None, :]]
-        return np.where(turn[:, None, None], grid.transpose(0, 2, 1), grid).reshape(x.shape).astype(x.dtype)
 
-    return tuple(apply(x) for x in boards)
+def moved(kind: str, rows: tuple[Any, Any], columns: tuple[Any, Any], turn: Any) -> Any:
+    """Return the cell of a Sudoku that each place takes, int [k, cells]. Arrays as of `is_solved`.
+
+    Args:
+      rows: permutations of the bands, [k, bands], and of the rows in each, [k, bands, rows].
+      columns: those of the stacks and of the columns in them.
+      turn: bool [k] of boards that are transposed, if their boxes are square.
+    """
+    side, (high, wide) = KINDS[kind], BOXES[kind]
+    row, column = ((band[:, :, None] * size + line).reshape(-1, side) for (band, line), size in ((rows, high), (columns, wide)))
+    cell = row[:, :, None] * side + column[:, None, :]
+    if high == wide:
+        cell = cell + turn[:, None, None] * (cell.transpose(0, 2, 1) - cell)
+    return cell.reshape(-1, side * side)
 
 
 def turns(side: int) -> np.ndarray:

@@ -205,8 +205,8 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
     assert [(row["rollouts"], row["noise"]) for row in curve] == [
         ("1", "0.0"),
         ("2", "0.5"),
-        ("2", "2.0"),
         ("3", "0.5"),
+        ("2", "2.0"),
         ("3", "2.0"),
     ]
     assert all(
@@ -224,8 +224,8 @@ def test_other_puzzles_are_solved_by_the_same_command(tmp_path, kind, cells, sym
     made = ["sudoku", str(tmp_path / "p"), f"--kind={kind}", f"--side={round(cells**0.5)}", "--train=1", "--test=3"]
     assert cli.main(made) == 0
     out = tmp_path / "s.csv"
-    noise = ["--rollouts=2", "--noise=0.1", "--choose=check"]
-    assert cli.main(["solve", str(run), str(tmp_path / "p" / "test.csv"), *noise, "--out", str(out)]) == 0
+    how = ["--rollouts=2", "--noise=0.1", "--symmetry", "--choose=check"]
+    assert cli.main(["solve", str(run), str(tmp_path / "p" / "test.csv"), *how, "--out", str(out)]) == 0
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 and all(len(row["board"]) == cells and set(row["board"]) <= {*symbols, "?"} for row in rows)
@@ -290,7 +290,8 @@ def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_p
         (["solve", "{solver}", "{tmp}/five.txt"], "five.txt:2: row 1, column 3 is '5'; expected 1 to 4"),
         (["solve", "{solver}", "{tmp}/none.txt"], "none.txt:1: the board has no solution: row 1, column 1 and row 1, column 4"),
         (["solve", "{solver}", "{tmp}/many.txt"], "many.txt:1: the board has several solutions, which differ in row 3"),
-        (["solve", "{solver}", "{tmp}/one.txt", "--rollouts=4"], "--rollouts is 4 without noise, and all would be the same"),
+        (["solve", "{solver}", "{tmp}/one.txt", "--rollouts=4"], "--rollouts is 4, and all would be the same; add --symmetry"),
+        (["solve", "{solver}", "{tmp}/one.txt", "--symmetry"], "--symmetry is set with one rollout, and the first has none"),
         (["solve", "{solver}", "{tmp}/one.txt", "--noise=1"], "--noise is 1 with one rollout, and the first has none"),
         (["solve", "{untrained}", "{tmp}/one.txt", "--noise=1", "--rollouts=2"], "a halting head that was never trained"),
         (["solve", "{solver}", "{tmp}/one.txt", "--calibrate={tmp}/one.txt"], "one.txt shares 1 boards with"),

@@ -14,7 +14,7 @@ from jaxtrain.workloads.trm import confidence, rollouts
 from jaxtrain.workloads.trm.model import refine, start
 from jaxtrain.workloads.trm.rollouts import Search
 from loaders.base import DataError
-from loaders.sudoku import puzzles
+from loaders.sudoku import puzzle_generators, puzzles
 from tests.support.cases import Run, assert_alike
 from tests.support.cases.trm import CASE, TINY, WIDE, calm, random_batch
 
@@ -74,6 +74,51 @@ def test_noise_follows_from_the_board_and_the_rollout_alone(variables, whole):
     np.testing.assert_allclose(explore(replicated, Search(4, 6), shard=layout.shard).q, whole.q, atol=1e-2)
 
 
+@pytest.mark.parametrize(("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7), ("lights", 6)])
+def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
+    source = puzzles.Source(kind=kind, n_train=12, n_test=0, blanks=(3, 6), side=side)
+    made = puzzle_generators.generate(source, 0)["train"]
+    keys, vary = jax.random.split(jax.random.key(1), 12), jnp.arange(12) > 0
+    view = rollouts.views(kind, side, keys, vary)
+    boards, answers = (np.asarray(view.of(x.astype("i4"))) for x in (made.inputs, made.labels))
+    assert puzzles.is_solved(kind, boards, answers).all(), "its givens and its rules are kept"
+    changed = (answers != made.labels).any(1)
+    assert not changed[0] and changed[1:].mean() > 0.7
+    logits = jax.nn.one_hot(answers, puzzles.n_symbols(kind))
+    np.testing.assert_array_equal(view.back(logits).argmax(-1), made.labels)
+    if kind == "sudoku":
+        kept = np.array([[len(np.unique(b.reshape(9, 9)[:, k])) for k in range(9)] for b in np.asarray(view.places) // 9])
+        assert set(kept[1:].reshape(12 - 1, -1)[:, 0]) == {1, 9}, "some are transposed, and others are not"
+
+
+def test_a_rollout_answers_the_board_as_it_sees_it(variables, whole):
+    """Each but the first is the model's own pass over another board, put back."""
+    found = explore(variables, Search(4, 6, symmetry=True), 0.0)
+    np.testing.assert_allclose(found.logits[:, 0], whole.logits[:, 0], atol=2e-3)
+    assert len({q.tobytes() for q in found.q[0, :, 0]}) == 4
+    rows = random_batch(0)
+    seen = []
+
+    def pass_over(inputs):
+        batch = {"inputs": inputs, "puzzle": jnp.repeat(rows["puzzle"], 4)}
+        return rollouts.explore(TINY, variables, batch, Search(1, 6), 0.0, jax.random.key(3), stored_params.one_device().shard)
+
+    original = rollouts.views
+    rollouts.views = lambda *args: seen.append(original(*args)) or seen[-1]
+    try:
+        batch = {name: rows[name] for name in ("inputs", "puzzle")}
+        shard = stored_params.one_device().shard
+        rollouts.explore(TINY, variables, batch, Search(4, 1, symmetry=True), 0.0, jax.random.key(3), shard)
+    finally:
+        rollouts.views = original
+    expected = seen[0].back(pass_over(seen[0].of(jnp.repeat(rows["inputs"], 4, axis=0))).logits[:, 0])
+    np.testing.assert_allclose(found.logits.reshape(expected.shape), expected, atol=5e-3)
+    layout = make_layout(make_mesh(8, 1, 1), {})
+    replicated = jax.device_put(variables, layout.replicated())
+    spread = explore(replicated, Search(4, 6, symmetry=True), 0.0, shard=layout.shard)
+    np.testing.assert_allclose(spread.logits, found.logits, atol=1e-2)
+
+
 def test_stops_keep_the_board_at_which_they_stop(variables, whole, monkeypatch):
     halted = explore(variables, Search(4, 6, "halt"))
     np.testing.assert_array_equal(halted.steps, np.where(whole.sure > 0, whole.sure, 6))
@@ -119,9 +164,18 @@ def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
 
 
 def test_options_are_refused_by_name():
-    assert (
-        [n for n, _ in replace(TINY, rollouts=4).problems()] == ["noise"] == [n for n, _ in replace(TINY, noise=1.0).problems()]
-    )
+    def names(**options):
+        return [name for name, _ in replace(TINY, **options).problems()]
+
+    assert (names(rollouts=4), names(noise=1.0), names(symmetry=True)) == (["rollouts"], ["noise"], ["symmetry"])
+    assert not names(rollouts=4, symmetry=True) and not names(rollouts=4, noise=0.3)
+    data = {"n_cells": 16, "vocab": 6, "n_puzzles": 1, "n_difficulties": 2}
+    one = replace(TINY, rollouts=2, symmetry=True, n_puzzles=1)
+    assert not list(one.data_problems(data))
+    assert [text for _, text in replace(one, n_puzzles=2).data_problems(data)] == [
+        "is True, of boards of one kind, and the data have 2 ids of puzzles; use noise"
+    ]
+    assert "no kind of puzzle has 16 cells and 7 symbols" in next(replace(one, vocab=7).data_problems(data))[1]
     assert "noise" in [n for n, _ in replace(TINY, rollouts=2, noise=-1.0).problems()]
 
 

@@ -30,6 +30,7 @@ from jaxtrain.nn.layers import product, rotate
 from jaxtrain.specs import fan_in, ones, truncated_normal, zeros
 from jaxtrain.types import OF_DATA, Array, Export, OfData, PyTree, Shard, Spec
 from loaders.io import checks
+from loaders.sudoku.puzzles import kind_of
 
 MIXERS = ("mlp", "attention")
 POSITIONS = ("none", "rope", "learned")
@@ -49,7 +50,7 @@ class Config(ModelSection):
 
     on_resume = checks.OnResume(
         checks.FUNCTION,
-        free=("n_difficulties", "remat", "rollouts", "noise", "test_steps", "residual"),
+        free=("n_difficulties", "remat", "rollouts", "noise", "symmetry", "test_steps", "residual"),
         state=(
             *("contract", "n_cells", "vocab", "n_puzzles", "mixer", "embed", "depth", "expansion", "inner_multiple"),
             *("puzzle_tokens", "puzzle_embed"),
@@ -84,8 +85,11 @@ class Config(ModelSection):
     explore: float = 0.1  # [probability] that a row ignores the q-head for a random number of steps
     explore_end: float | None = None  # [probability] at the end of the run, reached linearly; None = explore
     q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
-    rollouts: int = 1  # [passes] over a board in an evaluation, all but the first with noise; the halting head chooses
+    rollouts: int = 1  # [passes] over a board in an evaluation, all but the first with noise or symmetry; the head chooses
     noise: float = 0.0  # [1] standard deviation added to both states before each supervision step of rollouts, whose size is 1
+    symmetry: bool = (
+        False  # [bool] each rollout sees the board in another order of lines, turned, or with other names of digits
+    )
     test_steps: int = 0  # [supervision steps] of an evaluation; 0 = halt_steps
     residual: float = 0.0  # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
@@ -125,11 +129,11 @@ class Config(ModelSection):
         yield from checks.choice(self, CONTRACTS, "contract")
         yield from checks.at_least(self, 1, "rollouts")
         yield from checks.not_negative(self, "noise", "residual", "test_steps")
-        if (self.rollouts > 1) != (self.noise > 0):
-            yield (
-                "noise",
-                f"is {self.noise} with rollouts={self.rollouts}; all rollouts but the first have noise, for example 0.3",
-            )
+        if self.rollouts > 1 and not (self.noise or self.symmetry):
+            yield "rollouts", f"is {self.rollouts}, and all would be the same; set symmetry=True, or noise, for example 0.3"
+        if self.rollouts == 1 and (self.noise or self.symmetry):
+            name = "noise" if self.noise else "symmetry"
+            yield name, f"is {getattr(self, name)} with rollouts=1, and the first has none; set rollouts, for example 16"
         yield from checks.not_negative(self, "least_steps", "first_steps", "growth_steps")
         yield from checks.not_negative(self, *(() if self.growth_low is None else ("growth_low",)))
         if self.contract == "deep":
@@ -153,6 +157,11 @@ class Config(ModelSection):
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):
                 yield name, f"is {value}, and the data need {needed}; config.model.{name}=None takes that"
+
+        if self.symmetry and not kind_of(self.n_cells or 0, self.vocab or 0):
+            yield "symmetry", f"is True, and no kind of puzzle has {self.n_cells} cells and {self.vocab} symbols; use noise"
+        elif self.symmetry and self.n_puzzles != 1:
+            yield "symmetry", f"is True, of boards of one kind, and the data have {self.n_puzzles} ids of puzzles; use noise"
 
     @property
     def n_tokens(self) -> int:

@@ -1,15 +1,16 @@
-"""Rollouts: passes over a board with noise in the states, of which the best is taken.
+"""Rollouts: different passes over the same board, of which the best is taken.
 
-The source is Sghaier et al. 2026.
-
-Before each supervision step, Gaussian noise is added to both states. It leads passes that would
-settle on a wrong board to others. The q-head, or the rules of the puzzle, choose among the boards.
-The first pass has no noise: it is the model's own. The norms keep the root mean square of a state
-at 1, so that noise is in its units.
+They differ by noise (Sghaier et al. 2026): before each supervision step, Gaussian noise is added to
+both states. Or they differ by symmetry: each pass sees the board in another order of its lines and
+with other names of its digits, and its answer is put back. Either leads passes that would settle on
+a wrong board to others. The q-head, or the rules of the puzzle, choose among the boards. The first
+pass is the model's own. The norms keep the root mean square of a state at 1, so that noise is in
+its units.
 
 Shapes: as in `model`; R rollouts, N = B × R rows, the rollouts of a board next to each other.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from jaxtrain.types import Array, Key, Shard, Variables
 from jaxtrain.workloads.trm.model import Config, refine, start
 from loaders.sudoku import puzzles
 
+OF_VIEW = 1 << 30  # folded into a rollout's key for its symmetry: its steps fold in smaller numbers
+
 
 class Search(NamedTuple):
     """How boards are searched. Each value is part of the compiled program."""
@@ -29,6 +32,7 @@ class Search(NamedTuple):
     steps: int = 16  # [supervision steps] at most
     stop: str = "none"  # halt: a rollout ends when the q-head is sure; check: those of a board, when one keeps the rules
     residual: float = 0.0  # [1] a rollout ends when its answer's state changes by less, in its own units; 0 = never
+    symmetry: bool = False  # [bool] all rollouts but the first see the board under a random symmetry
 
 
 class Found(NamedTuple):
@@ -57,9 +61,48 @@ class Found(NamedTuple):
         return logits_bsv, jnp.take_along_axis(self.q, best_b[:, None, None], 1)[:, 0]
 
 
+class Views(NamedTuple):
+    """A symmetry of the puzzle for each row."""
+
+    places: Array  # int32 [N, S]: the cell that each place takes
+    names: Array  # int32 [N, V]: the new symbol of each symbol
+
+    def of(self, inputs_ns: Array) -> Array:
+        """Return the boards as they are seen."""
+        return jnp.take_along_axis(jnp.take_along_axis(self.names, inputs_ns, 1), self.places, 1)
+
+    def back(self, logits_nsv: Array) -> Array:
+        """Return the logits of cells and symbols as they were."""
+        there = jnp.take_along_axis(logits_nsv, self.places.argsort(1)[..., None], 1)
+        return jnp.take_along_axis(there, self.names[:, None], 2)
+
+
+def views(kind: str, side: int, keys_n: Array, vary_n: Array) -> Views:
+    """Draw a symmetry of a kind of puzzle from each key. Rows that do not vary stay as they are."""
+
+    def draws(domain: int, *shape: int) -> Array:
+        return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, OF_VIEW + domain), shape))(keys_n)
+
+    def shuffled(domain: int, *shape: int) -> Array:
+        """[N, *shape]: permutations of the last axis."""
+        vary = vary_n.reshape(-1, *[1] * len(shape))
+        return jnp.where(vary, draws(domain, *shape).argsort(-1), jnp.arange(shape[-1])[(None,) * len(shape)])
+
+    names = jnp.broadcast_to(jnp.arange(puzzles.n_symbols(kind))[None], (len(vary_n), puzzles.n_symbols(kind)))
+    if kind not in puzzles.BOXES:
+        turns = jnp.asarray(puzzles.turns(side))
+        return Views(turns[jnp.where(vary_n, jnp.floor(8 * draws(puzzles.TURN)).astype(int), 0)], names)
+    high, wide = puzzles.BOXES[kind]
+    rows = shuffled(puzzles.BANDS, side // high), shuffled(puzzles.LINES, side // high, high)
+    columns = shuffled(puzzles.STACKS, side // wide), shuffled(puzzles.COLUMNS, side // wide, wide)
+    turn_n = vary_n & (draws(puzzles.TURN) < 0.5)
+    names = jnp.concatenate([names[:, :2], shuffled(puzzles.DIGITS, side) + 2], 1)
+    return Views(puzzles.moved(kind, rows, columns, turn_n), names)
+
+
 def search_of(c: Config) -> Search:
     """Return the search of an evaluation."""
-    return Search(c.rollouts, c.test_steps or c.halt_steps, "none", c.residual)
+    return Search(c.rollouts, c.test_steps or c.halt_steps, "none", c.residual, c.symmetry)
 
 
 def explore(
@@ -67,7 +110,7 @@ def explore(
 ) -> Found:
     """Search boards.
 
-    The noise of a row follows from the key, its board, its rollout and the step alone.
+    A row's noise and symmetry follow from the key, its board, its rollout and the step alone.
 
     Args:
       rows: ``inputs`` [B, S] and ``puzzle`` [B], among others.
@@ -82,6 +125,9 @@ def explore(
     keys_n = jax.vmap(lambda number, i: jax.random.fold_in(jax.random.fold_in(key, number), i))(
         _numbers(given["inputs"]), jnp.tile(jnp.arange(r), n_boards)
     )
+    if search.symmetry:
+        view = views(kind, math.isqrt(c.n_cells), keys_n, jnp.tile(jnp.arange(r) > 0, n_boards))
+        given["inputs"] = shard(view.of(given["inputs"]), "batch", None)
     noise_n = noise * jnp.tile(jnp.arange(r) > 0, n_boards)
 
     def disturbed(z_ntd: Array, i: Array, which: int) -> Array:
@@ -133,6 +179,8 @@ def explore(
         "i": jnp.int32(0),
     }
     state = jax.lax.while_loop(lambda state: (state["i"] < search.steps) & ~state["done"].all(), step, state)
+    if search.symmetry:
+        state["logits"] = shard(view.back(state["logits"]), "batch", None, None)
     return Found(*(state[name].reshape(n_boards, r, *state[name].shape[1:]) for name in Found._fields))
 
 

@@ -77,11 +77,19 @@ class Solved(NamedTuple):
     steps: int  # the first step whose board is the last one
     halted: int  # the first step at which the model was sure; 0: never
     valid: bool  # it keeps the givens and the rules
-    rollout: int  # its number; 0 has no noise
-    q_valid: bool  # whether the board that the head prefers is valid
-    halts: float  # share of the rollouts with noise that were sure at a step
-    solves: float  # share of all rollouts whose board is valid
+    rollout: int  # its number; 0 is the model's own
     taken: float  # [supervision steps] of a rollout, on average
+    logits: np.ndarray  # float32 [rollouts] of the head at the end of each
+    solved: np.ndarray  # bool [rollouts] whose board is valid
+    sure: np.ndarray  # int32 [rollouts] first step at which the head was sure; 0: never
+
+    def q_valid(self, n: int) -> bool:
+        """Return whether the board that the head prefers among the first n rollouts is valid."""
+        return bool(self.solved[self.logits[:n].argmax()])
+
+    def halts(self) -> float:
+        """Return the share of the rollouts, without the first of several, that were sure."""
+        return float((self.sure[min(1, len(self.sure) - 1) :] > 0).mean())
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
@@ -170,7 +178,7 @@ def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
         found = rollouts.explore(solver.c, variables, rows, search, noise, key, solver.shard)
         arrays = {name: getattr(found, name) for name in ("solved", "sure", "since", "steps")}
         best = {by: found.best(by) for by in CHOICES}
-        return {**arrays, "boards": found.logits.argmax(-1), "q": found.q[..., 0], "best": best}
+        return {**arrays, "boards": found.logits.argmax(-1), "logits": found.q[..., 0], **best}
 
     return run
 
@@ -192,17 +200,16 @@ def solve(
         inputs = np.concatenate([boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]).astype(np.int32)
         out = jax.device_get(run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed)))
         for i in range(len(some)):
-            at, preferred = out["best"][how.choose][i], out["best"]["q"][i]
-            sure, solved = out["sure"][i], out["solved"][i]
+            at = out[how.choose][i]
             yield Solved(
                 board=kinds.to_text(solver.kind, out["boards"][i, at]),
-                q=float(out["q"][i, at]),
+                q=float(out["logits"][i, at]),
                 steps=int(out["since"][i, at]),
-                halted=int(sure[at]),
-                valid=bool(solved[at]),
+                halted=int(out["sure"][i, at]),
+                valid=bool(out["solved"][i, at]),
                 rollout=int(at),
-                q_valid=bool(solved[preferred]),
-                halts=float((sure[1:] > 0).mean()) if len(sure) > 1 else float(sure[0] > 0),
-                solves=float(solved.mean()),
                 taken=float(out["steps"][i].mean()),
+                logits=out["logits"][i],
+                solved=out["solved"][i],
+                sure=out["sure"][i],
             )

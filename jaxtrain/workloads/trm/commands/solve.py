@@ -1,13 +1,12 @@
 """Solves puzzles with a trained recursive model: the board, how sure it is, and its steps.
 
-    jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N --noise S] [--steps K]
-        [--stop none|halt|check|either]
-                   [--residual R] [--choose q|check] [--calibrate FILE] [--curve FILE.csv] [--seed
-                   0] [--batch 64]
+    jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N] [--symmetry] [--noise S] [--steps K]
+                   [--stop none|halt|check|either] [--residual R] [--choose q|check]
+                   [--calibrate FILE] [--curve FILE.csv] [--seed 0] [--batch 64]
 
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
-    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --noise 0.3 --stop either \
-        --out solved.csv
+    jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 16 --symmetry --stop check \
+        --choose check --out solved.csv
     jaxtrain solve runs/trm-files puzzles/test.csv --rollouts 64 --noise 0.1 0.3 1 --curve curve.csv
 
 RUN is a run of jaxtrain.workloads.trm: its workdir, a step directory of it, or a folder of
@@ -21,18 +20,20 @@ without a solution, or with several, is an error. FILE gets
     halted        the first step at which the model was sure; 0: at none
     valid         whether it keeps the given digits, and each row, column and box holds every digit
                   once
-    rollout       the number of the chosen rollout; 0 is without noise
+    rollout       the number of the chosen rollout; 0 is the model's own
     q_valid       whether the board that the head prefers is valid
-    halts         share of the rollouts with noise that the model was sure of at a step
+    halts         share of the other rollouts that the model was sure of at a step
     solves        share of the rollouts whose board is valid
 
-Rollouts are passes with Gaussian noise of standard deviation S in both states, whose own size is 1,
-before each supervision step. By --choose q the head chooses among them. By --choose check the rules
-do, if any board keeps them. A rollout ends early by --stop halt, when the head is sure. All those
-of a board end by --stop check, when one keeps the rules. By --residual a rollout ends when its
-state changes by less. The confidence is fitted by --calibrate to a table with answers, which may
-share no board with PUZZLES. For 1, 2, 4 … N rollouts and each S, --curve writes accuracy with 95 %
-intervals, and seconds a board.
+Each rollout is another pass over the board. By --symmetry it sees the board with other names of its
+digits, its lines in another order, or transposed (mazes and lights: turned or mirrored), and its
+answer is put back. By --noise it has Gaussian noise of standard deviation S in both states, whose
+own size is 1, before each supervision step. By --choose q the head chooses among the rollouts. By
+--choose check the rules do, if any board keeps them. By --stop halt a rollout ends when the head is
+sure. By --stop check all those of a board end when one keeps the rules. By --residual a rollout
+ends when its state changes by less. The confidence is fitted by --calibrate to a table with
+answers, which may share no board with PUZZLES. For the first 1, 2, 4 … of N rollouts and each S,
+--curve writes accuracy with 95 % intervals, and their share of the seconds a board.
 
 Interrupted, by a full disk, too, the same command goes on behind the boards that are done.
 """
@@ -54,7 +55,10 @@ if TYPE_CHECKING:
     from jaxtrain.workloads.trm.rollouts import Search
 
 COLUMNS = ("question", "board", "confidence", "steps", "halted", "valid", "rollout", "q_valid", "halts", "solves")
-CURVE = ("noise", "rollouts", "boards", "by_q", "q_low", "q_high", "by_check", "check_low", "check_high", "halts", "seconds")
+CURVE = (
+    *("noise", "symmetry", "rollouts", "boards", "by_q", "q_low", "q_high", "by_check", "check_low", "check_high"),
+    *("halts", "seconds"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=arguments.positive, default=64, help="boards computed together; default: 64")
     parser.add_argument("--rollouts", type=arguments.positive, metavar="N", help="default: the run's model.rollouts")
     parser.add_argument("--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise")
+    parser.add_argument("--symmetry", action="store_true", help="each rollout sees a symmetric board; default: as the run")
     parser.add_argument("--steps", type=arguments.positive, metavar="K", help="supervision steps; default: the run's")
     parser.add_argument("--stop", choices=("none", "halt", "check", "either"), default="none", help="default: none")
     parser.add_argument("--residual", type=_size, metavar="R", help="default: the run's model.residual")
@@ -75,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.noise and len(args.noise) > 1 and not args.curve:
         parser.error(f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE")
+    if args.curve and args.stop in ("check", "either"):
+        parser.error(
+            f"--stop {args.stop} ends rollouts by each other, and --curve counts the first 1, 2, 4 … of them; leave it"
+        )
     if args.curve and args.out:
         parser.error("--curve and --out are two commands; run one after the other")
 
@@ -98,20 +107,25 @@ def _solve(args: argparse.Namespace) -> int:
 
     solver = solve.load(args.run, step=args.step, ema=args.ema)
     c = solver.c
-    noises = args.noise or [c.noise]
+    symmetry = args.symmetry or (c.symmetry and args.rollouts != 1)
+    noises = args.noise or [0.0 if args.symmetry or args.rollouts == 1 else c.noise]
     search = rollouts.Search(
         args.rollouts or c.rollouts,
         args.steps or c.test_steps or c.halt_steps,
         args.stop,
         c.residual if args.residual is None else args.residual,
+        symmetry,
     )
     solve.limit_cycles(c, search.steps, "--steps" if args.steps else args.run)
-    if search.rollouts > 1 and not all(noises):
+    if search.rollouts > 1 and not (symmetry or all(noises)):
         raise DataError(
-            f"--rollouts is {search.rollouts} without noise, and all would be the same; add --noise, for example 0.3"
+            f"--rollouts is {search.rollouts}, and all would be the same; add --symmetry, or --noise, for example 0.3"
         )
-    if search.rollouts == 1 and any(noises):
-        raise DataError(f"--noise is {noises[0]:g} with one rollout, and the first has none; add --rollouts, for example 16")
+    if search.rollouts == 1 and (symmetry or any(noises)):
+        raise DataError(
+            f"{f'--noise is {noises[0]:g}' if any(noises) else '--symmetry is set'} with one rollout, and the first has none; "
+            "add --rollouts, for example 16"
+        )
     if search.rollouts > 1 and args.choose == "q":
         solve.need_head(solver)
     puzzles = solve.read_puzzles(args.puzzles, solver.kind, solver.side)
@@ -129,11 +143,12 @@ def _solve(args: argparse.Namespace) -> int:
         halts = sum(float(row["halts"]) for row in found) / len(found)
         print(
             f"of {search.rollouts} rollouts each: the head's choice is valid for {sum(int(row['q_valid']) for row in found)}, "
-            f"some rollout for {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of those with noise "
-            f"halted; {seconds:.3g} s a board with compilation"
+            f"some rollout for {sum(float(row['solves']) > 0 for row in found)}; {100 * halts:.1f} % of all but the "
+            f"first halted; {seconds:.3g} s a board with compilation"
         )
         if not halts:
-            print(f"at noise {how.noise:g} no rollout halted: the head chose between boards that it is not sure of; lower it")
+            at, remedy = (f"at noise {how.noise:g} ", "; lower it") if how.noise else ("", "")
+            print(f"{at}no rollout halted: the head chose between boards that it is not sure of{remedy}")
     return 0
 
 
@@ -150,8 +165,9 @@ def _boards(
     from loaders.io import records
 
     def row(puzzle: "solve.Puzzle", each: "solve.Solved") -> dict[str, str]:
-        sure, flags = f"{scale(each.q):.4f}", (each.rollout, int(each.q_valid), f"{each.halts:.4f}", f"{each.solves:.4f}")
-        values = (puzzle.question, each.board, sure, each.steps, each.halted, int(each.valid), *flags)
+        sure, shares = f"{scale(each.q):.4f}", (f"{each.halts():.4f}", f"{each.solved.mean():.4f}")
+        flags = int(each.valid), each.rollout, int(each.q_valid(len(each.solved)))
+        values = (puzzle.question, each.board, sure, each.steps, each.halted, *flags, *shares)
         return dict(zip(COLUMNS, map(str, values), strict=True))
 
     if not args.out:
@@ -209,24 +225,25 @@ def _curve(
     from loaders.io import atomic_write
 
     counts = sorted({1 << i for i in range(search.rollouts.bit_length())} | {search.rollouts})
+    run = solve.program(solver, search)
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(CURVE)
     print("  ".join(f"{name:>10}" for name in CURVE))
-    for n in counts:
-        run = solve.program(solver, search._replace(rollouts=n))
-        for noise in noises if n > 1 else [0.0]:
-            how = solve.How(noise, args.choose, args.seed, args.batch)
-            list(solve.solve(solver, puzzles[:1], search, how, run=run))  # compiled before it is timed
-            began = time.perf_counter()
-            found = list(solve.solve(solver, puzzles, search, how, run=run))
-            seconds = (time.perf_counter() - began) / len(found)
-            by_q, by_check = sum(each.q_valid for each in found), sum(each.solves > 0 for each in found)
-            halts = sum(each.halts for each in found) / len(found)
-            shares = [(k / len(found), *confidence.interval(k, len(found))) for k in (by_q, by_check)]
-            values = (noise, n, len(found), *(f"{x:.4f}" for share in shares for x in share), f"{halts:.4f}", f"{seconds:.3g}")
-            rows.writerow(values)
-            print("  ".join(f"{value:>10}" for value in values))
+    for noise in noises:
+        how = solve.How(noise, args.choose, args.seed, args.batch)
+        list(solve.solve(solver, puzzles[:1], search, how, run=run))  # compiled before it is timed
+        began = time.perf_counter()
+        found = list(solve.solve(solver, puzzles, search, how, run=run))
+        seconds = (time.perf_counter() - began) / len(found) / search.rollouts
+        halts = sum(each.halts() for each in found) / len(found)
+        for n in counts if noise == noises[0] else counts[1:]:
+            right = sum(each.q_valid(n) for each in found), sum(bool(each.solved[:n].any()) for each in found)
+            shares = [f"{x:.4f}" for k in right for x in (k / len(found), *confidence.interval(k, len(found)))]
+            own = n == 1  # without noise or symmetry
+            values = (0.0 if own else noise, int(search.symmetry and not own), n, len(found), *shares, f"{halts:.4f}")
+            rows.writerow((*values, f"{n * seconds:.3g}"))
+            print("  ".join(f"{value:>10}" for value in (*values, f"{n * seconds:.3g}")))
     atomic_write.write(args.curve, text.getvalue())
     return 0
 
