@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import assembly as assembly_lib
+from jaxtrain import specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint.checkpointer import saved_parts
 from jaxtrain.compile.step_compiler import StepCompiler
@@ -68,9 +69,7 @@ class Verifier:
     def __init__(self, assembly: Assembly, data: Data, programs: StepCompiler, metrics_logger: MetricsLogger):
         self._assembly, self._data, self._programs, self._log = assembly, data, programs, metrics_logger
         self._guard = assembly.config.guard
-        self._paths = [
-            jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(saved_parts(assembly.abstract.state))
-        ]
+        self._paths = specs.paths(saved_parts(assembly.abstract.state))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self.steps = self.wrong = 0
         mesh = assembly.layout.mesh

@@ -2,14 +2,14 @@
 its step corrected."""
 
 import json
+import re
 
 import jax
-import numpy as np
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.compile import step_compiler
 from jaxtrain.verify import Verifier
+from tests.support import flips, processes
 from tests.support.pages import examples
 
 
@@ -34,34 +34,6 @@ def train(folder, monkeypatch):
         return code, lines
 
     return run
-
-
-def with_a_flip(monkeypatch, calls):
-    """The programs of a step get one bit of new parameters wrong. ``calls``: number of the call ->
-    device."""
-    count = iter(range(1000))
-    at, second = step_compiler.StepCompiler.at, Verifier._program
-
-    def flipped(x, device):
-        parts = [np.array(part.data) for part in x.addressable_shards]
-        device = [shard.device.id for shard in x.addressable_shards].index(device)
-        parts[device].reshape(-1).view(np.uint32)[:1] ^= np.uint32(1 << 7)
-        placed = [jax.device_put(p, s.device) for p, s in zip(parts, x.addressable_shards, strict=True)]
-        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
-
-    def wrapped(program):
-        def step(*arguments):
-            state, out = program(*arguments)
-            if (call := next(count)) in calls:
-                leaves, tree = jax.tree.flatten(state.variables.params)
-                params = jax.tree.unflatten(tree, [flipped(leaves[0], calls[call]), *leaves[1:]])
-                state = state.replace(variables=state.variables._replace(params=params))
-            return state, out
-
-        return step
-
-    monkeypatch.setattr(step_compiler.StepCompiler, "at", lambda self, item: wrapped(at(self, item)))
-    monkeypatch.setattr(Verifier, "_program", lambda self, *which: wrapped(second(self, *which)))
 
 
 def digests(lines):
@@ -91,19 +63,19 @@ def test_verified_steps_are_the_same_steps_raise_no_alarm_and_compile_once(train
 
 def test_a_wrong_step_stops_the_run_or_is_replaced_and_its_device_is_named(train, monkeypatch, capsys, folder):
     with monkeypatch.context() as patch:
-        with_a_flip(patch, {4: 5})
+        flips.programs({4: 5}, patch)
         code, _ = train("stopped", "--config.guard.verify_every=4")
     said = capsys.readouterr().err.splitlines()[-1]
     assert code == 2 and "step 4 was computed twice from the same state, and 1 of" in said
     assert "the first was wrong, on cpu 5 of process 0. Nothing of it is saved" in said
     with monkeypatch.context() as patch:
-        with_a_flip(patch, {4: 5})
+        flips.programs({4: 5}, patch)
         code, lines = train("corrected", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
     assert code == 0 and [x["miscomputed"] for x in lines if x["split"] == "verify"] == [1, 0]
     plain = [json.loads(line) for line in (folder / "plain" / "metrics.jsonl").read_text().splitlines()]
     assert digests(lines) == digests(plain), "the run took the right result"
     with monkeypatch.context() as patch:
-        with_a_flip(patch, {4: 5, 5: 2})
+        flips.programs({4: 5, 5: 2}, patch)
         code, _ = train("none", "--config.guard.verify_every=4", "--config.guard.on_mismatch=continue")
     assert code == 2 and "A third computation agrees with neither" in capsys.readouterr().err.splitlines()[-1]
 
@@ -116,6 +88,21 @@ def test_a_device_that_always_errs_is_found_by_the_other_placement(train, monkey
         def __missing__(self, call):
             return 5
 
-    with_a_flip(monkeypatch, OnItsPlace())
+    flips.programs(OnItsPlace(), monkeypatch)
     code, _ = train("always", "--config.guard.verify_every=4")
     assert code == 2 and "again and again: cpu 5 of process 0" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_several_processes_verify_and_name_the_process_and_its_device(folder):
+    text = "from my_config import get_config\nfrom tests.support import flips\n\nflips.programs({4: 3})\n"
+    (folder / "flipped.py").write_text(text)  # call 4 is the first computation of step 4, and call 3 its second
+    values = {"workdir": "two", "train.steps": 8, "metrics.every": 1, "metrics.digest": "true", "checkpoint.every": 8}
+    values |= {"guard.verify_every": 4, "guard.on_mismatch": "continue"}
+    arguments = [f"--config.{name}={value}" for name, value in values.items()]
+    both = processes.cluster(folder, "flipped.py", *arguments, processes=2, devices=2)
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    found = "step 4 was computed twice from the same state, and 1 of 14 arrays differ: params/b_out. A third computation says"
+    assert re.search(f"{re.escape(found)} that the first was wrong, on cpu \\d+ of process 1. The run continues", said[0])
+    lines = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [(x["step"], x["miscomputed"]) for x in lines if x["split"] == "verify"] == [(4, 1), (8, 0)]
