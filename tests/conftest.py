@@ -83,8 +83,7 @@ def pytest_addoption(parser):
 
 
 def fetched(kind):
-    """The environment of a compiler, fetched once and kept beneath the cache; where it cannot be
-    had, the test skips."""
+    """The environment of a compiler, fetched once into the cache. Without it the test skips."""
     from jaxtrain import plan  # here: most tests' workers need no planner
 
     try:

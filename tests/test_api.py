@@ -51,7 +51,7 @@ def test_a_script_trains_and_calls_the_model(folder, env):
     assert abs(float(values.strip("[]")) - 4) < 1
 
 
-def test_a_notebook_trains_and_a_mistake_there_is_an_exception(folder, env):
+def test_a_notebook_trains_and_an_error_there_is_an_exception(folder, env):
     manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3", cwd=str(folder), env=env)
 
     def run(code: str) -> tuple[dict, str]:

@@ -24,7 +24,7 @@ def config(steps, **optim):
     return Config(train=Train(steps=steps), optim=Optim(lr=1e-3, warmup=10, **optim))
 
 
-def test_a_longer_cosine_is_another_schedule_and_says_so(tmp_path, caplog):
+def test_a_longer_cosine_is_reported_as_another_schedule(tmp_path, caplog):
     text = resumed(tmp_path, caplog, config(100), config(200), step=100)
     assert "the schedule of the learning rate changes (train.steps from 100 to 200)" in text
     assert "at step 100 it is 0.000541, and was to be 0" in text
@@ -41,7 +41,7 @@ def test_a_longer_cosine_is_another_schedule_and_says_so(tmp_path, caplog):
         (config(100, schedule="wsd"), config(300, schedule="wsd"), 50),  # no decay: stable in both
     ],
 )
-def test_a_schedule_that_stays_is_not_spoken_of(tmp_path, caplog, before, now, step):
+def test_an_unchanged_schedule_is_not_mentioned(tmp_path, caplog, before, now, step):
     assert not resumed(tmp_path, caplog, before, now, step=step)
 
 

@@ -181,7 +181,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["train-codec", "codec.npz", "nowhere"], "nowhere does not exist"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_remedy(argv, text, capsys, monkeypatch):
+def test_an_error_is_one_line_with_its_remedy(argv, text, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     try:
         code = cli.main(argv)
@@ -193,7 +193,7 @@ def test_a_mistake_is_one_line_with_its_remedy(argv, text, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["embed", "export", "lora-to-peft", "generate-audio", "checkpoint"])
-def test_all_commands_say_the_same_of_what_is_no_run(name, tmp_path, capsys):
+def test_every_command_reports_a_path_without_a_run_the_same_way(name, tmp_path, capsys):
     rest = {"generate-audio": ["a dog", "--out", str(tmp_path / "out")], "checkpoint": []}
     for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "holds no step")):
         command = [name, *(["verify"] if name == "checkpoint" else []), str(path)]
@@ -221,7 +221,7 @@ STORES = [
         "export --reverse {run} --out o",
     ],
 )
-def test_a_store_that_cannot_be_read_is_told(argv, run, text, capsys, monkeypatch, tmp_path):
+def test_a_store_that_cannot_be_read_is_reported(argv, run, text, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     assert cli.main(argv.format(run=run).split()) == 2
@@ -231,7 +231,7 @@ def test_a_store_that_cannot_be_read_is_told(argv, run, text, capsys, monkeypatc
 
 @pytest.mark.parametrize(("path", "text"), STORES)
 @pytest.mark.parametrize("field", ["checkpoint.folder", "resume.path", "warm_start.source"])
-def test_a_store_in_a_config_that_cannot_be_read_is_told(field, path, text, monkeypatch, tmp_path):
+def test_a_store_in_a_config_that_cannot_be_read_is_reported(field, path, text, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(config_lib.ConfigError) as error:
         config_lib.load("trm_sudoku:4x4", [("workdir", str(tmp_path)), (field, path)])
@@ -289,7 +289,7 @@ def test_the_old_names_are_the_commands():
         (KeyError("known"), 2, "known"),
     ],
 )
-def test_what_ends_a_command_is_its_code(error, code, text, capsys):
+def test_the_exit_code_of_a_command_tells_how_it_ended(error, code, text, capsys):
     def action():
         raise error
 
@@ -310,7 +310,7 @@ def test_a_bug_keeps_its_traceback():
         arguments.run(lambda: 1 // 0)
 
 
-def test_who_reads_the_output_may_stop_reading():
+def test_a_reader_may_close_the_output_early():
     command = f"{sys.executable} -m jaxtrain.cli explain --config=configs/trm_sudoku.py:4x4 | head -1; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -322,7 +322,7 @@ def test_who_reads_the_output_may_stop_reading():
     [("", "head -1"), ("", "true"), ("--version", "true"), ("train --help", "true"), ("help plan", "true"), ("runs .", "true")],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_who_reads_no_output_makes_no_mistake(words, reader, unbuffered, tmp_path):
+def test_a_closed_output_is_not_an_error(words, reader, unbuffered, tmp_path):
     """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off
     to Python's end."""
     command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
@@ -340,7 +340,7 @@ def test_a_terminal_without_a_character_gets_its_escape(encoding):
         assert (done.returncode, done.stderr) == (0, "") and done.stdout, words
 
 
-def test_a_mistake_keeps_its_code_where_nobody_reads_the_output():
+def test_an_error_keeps_its_exit_code_if_the_output_is_closed():
     command = f"{sys.executable} -m jaxtrain.cli plan gpu:h100x8 | true; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -389,7 +389,7 @@ def run_in(folder, *argv, **environment):
 
 
 @pytest.mark.parametrize("argv", [["train", "--config=xcm"], ["plan", "--config=xcm"], ["embed", "run", "--out=x"]])
-def test_a_cache_that_cannot_be_written_is_told_before_jax_is_imported(argv, tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported_before_jax_is_imported(argv, tmp_path):
     (tmp_path / "file").touch()
     code, said, imported = run_in(tmp_path, *argv, JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))
     assert code == 2 and "jax" not in imported and "numpy" not in imported
@@ -401,12 +401,12 @@ def test_a_cache_that_cannot_be_written_is_told_before_jax_is_imported(argv, tmp
 
 
 @pytest.mark.parametrize("argv", [["fit", "~no-such-user/x", "--out", "y"], ["train", "--config=xcm:~no-such-user/x"]])
-def test_a_path_in_no_home_is_told(argv, capsys):
+def test_a_path_without_a_home_folder_is_reported(argv, capsys):
     assert cli.main(argv) == 2
     assert capsys.readouterr().err == "error: ~no-such-user/x: there is no such home on this machine; write the path out\n"
 
 
-def test_a_cache_in_no_home_is_told(monkeypatch):
+def test_a_cache_without_a_home_folder_is_reported(monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", "~no-such-user/cache")
     assert installation.unwritable_cache().startswith(
         "the cache folder of this user cannot be written (there is no such home);"
@@ -423,7 +423,7 @@ def test_a_cache_in_no_home_is_told(monkeypatch):
         ("no-such-package>=2; extra == 'slurm'", ""),
     ],
 )
-def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(needed, text, tmp_path):
+def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_imported(needed, text, tmp_path):
     """As pip leaves them when somebody installs another version afterwards."""
     about = tmp_path / "jaxtrain-0.1.0.dist-info"
     about.mkdir()
@@ -449,13 +449,13 @@ def test_packages_that_are_missing_or_too_old_are_told_before_jax_is_imported(ne
         ),
     ],
 )
-def test_a_package_of_an_extra_that_is_missing_is_told_before_jax_is_imported(argv, package, text, tmp_path):
+def test_a_package_of_an_extra_that_is_missing_is_reported_before_jax_is_imported(argv, package, text, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
     code, said, imported = run_in(tmp_path, *argv.split())
     assert code == 2 and said == [f"error: {text}"] and not {"jax", "orbax"} & imported
 
 
-def test_an_extension_that_was_not_built_is_told(tmp_path):
+def test_an_extension_that_was_not_built_is_reported(tmp_path):
     for part in ("jaxtrain", "loaders"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     code, said, _ = run_in(tmp_path, "train", "--config=xcm")
@@ -467,7 +467,7 @@ def test_an_extension_that_was_not_built_is_told(tmp_path):
 @pytest.mark.parametrize(
     "argv", [["train", "--config=xcm"], ["index", "recordings", "--out=x"], ["encode-audio", "a", "--codec=b"], ["sudoku", "x"]]
 )
-def test_a_debug_build_is_told_before_jax_is_imported(argv, tmp_path):
+def test_a_debug_build_is_reported_before_jax_is_imported(argv, tmp_path):
     """The extension of this test is the real one, but for what it says of itself."""
     stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
     (tmp_path / "sitecustomize.py").write_text(stand_in)
@@ -524,7 +524,7 @@ def test_the_version_of_a_checkout_names_its_commit(capsys):
     assert capsys.readouterr().out == f"jaxtrain {jaxtrain.__version__} (commit {commit})\n"
 
 
-def test_a_python_that_is_too_old_is_told():
+def test_a_python_that_is_too_old_is_reported():
     """Before any syntax that it does not know."""
     program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -532,7 +532,7 @@ def test_a_python_that_is_too_old_is_told():
     assert done.stderr == "error: jaxtrain needs Python 3.11 or newer, and this is 3.10\n"
 
 
-def test_a_folder_of_ones_own_modules_is_found_by_the_installed_command(tmp_path):
+def test_the_installed_command_finds_a_folder_of_the_users_modules(tmp_path):
     """`python -m jaxtrain.main` has the working directory on its path; the installed `jaxtrain` has
     it, too."""
     (tmp_path / "my_config.py").write_text("import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n")
@@ -558,7 +558,7 @@ def test_a_folder_of_others_is_no_place_for_modules(monkeypatch):
         assert sys.path == [os.getcwd()] * is_on_path
 
 
-def test_what_a_run_says_to_type_next_is_what_was_typed_but_longer(tmp_path):
+def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
     """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not
     offered."""
     (tmp_path / "metrics.jsonl").touch()
@@ -596,7 +596,7 @@ def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
     assert done.returncode == code and done.stdout == "the mistake\n" and said in done.stderr
 
 
-def test_a_process_without_compilations_ends_as_ever():
+def test_a_process_without_compilations_exits_normally():
     assert cli.process(lambda: 75) == 75
     with pytest.raises(ZeroDivisionError):
         cli.process(lambda: 1 // 0)

@@ -27,7 +27,7 @@ def test_libtpu_knows_every_option_of_the_table(target):
     assert [path for path, _ in error.value.problems] == ["compiler.xla_tpu_fast"]
 
 
-def test_jaxlib_knows_every_option_for_gpus_and_a_config_comes_over_the_table():
+def test_jaxlib_knows_every_option_for_gpus_and_a_config_overrides_the_table():
     cpu, kind = jax.devices()[0], "NVIDIA H100 80GB HBM3"
     assert xla_options.options({}, kind, count=8, device=cpu) == {SCHEDULER: True, MERGER: 0}
     assert xla_options.options({}, kind, count=1, device=cpu) == {MERGER: 0}, "one GPU moves nothing"
@@ -72,7 +72,7 @@ def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog):
     assert f"compiled without {GATHERS}" in caplog.text and SCHEDULER in caplog.text and "not supported" in caplog.text
 
 
-def test_what_only_a_real_program_shows_to_be_wrong_names_the_options():
+def test_an_error_of_compilation_names_the_options():
     """And those of the table are not blamed for it."""
     own = {GATHERS: True}
     with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported") as error:
@@ -80,7 +80,7 @@ def test_what_only_a_real_program_shows_to_be_wrong_names_the_options():
     assert SCHEDULER not in str(error.value)
 
 
-def test_a_run_says_what_is_wrong_before_any_data_is_read(tmp_path):
+def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
     boards = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"
     overrides = [("data.sources", boards), ("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]
     with pytest.raises(

@@ -13,7 +13,7 @@ def path_of(f, *arguments, options=()):
     return program_cache._path(jax.jit(f).lower(*arguments), dict(options))
 
 
-def test_a_program_is_another_where_only_its_arguments_are():
+def test_programs_that_differ_only_in_their_arguments_are_different():
     """JAX's text of a program leaves out what is not used, so that these have one text."""
     table = {"u": X, "w": X}
     first = path_of(lambda v, x: v["u"] * x, table, X)
@@ -37,7 +37,7 @@ def test_a_program_is_another_under_other_settings_of_jax(setting):
         jax.config.update(setting, before)
 
 
-def test_nothing_is_kept_where_the_cache_is_turned_off(monkeypatch):
+def test_no_program_is_kept_if_the_cache_is_off(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert program_cache._are_kept()
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")

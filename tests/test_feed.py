@@ -71,7 +71,7 @@ def test_a_process_reads_what_its_devices_hold():
     assert rows((8, 1, 1), devices[6:]) == ((12, 14), (14, 16))
 
 
-def test_whatever_the_mesh_and_the_processes_all_rows_are_read_in_order():
+def test_all_rows_are_read_in_order_on_any_mesh_with_any_number_of_processes():
     """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random.
 
     The processes together read the batch of a single process. Each reads exactly the rows of its

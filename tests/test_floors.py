@@ -135,7 +135,7 @@ def test_loaders_know_neither_jax_nor_the_trainer(path):
     assert not {m for m in imports(path) if m.split(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax", "jaxtrain")}
 
 
-def test_only_those_who_hold_data_know_the_loaders():
+def test_only_modules_that_hold_data_import_the_loaders():
     users = {
         name_of(path)
         for path in MODULES
@@ -194,7 +194,7 @@ def test_tests_share_through_support_and_fixtures():
     assert [path for path in tests if not (path.parent / "__init__.py").exists()] == [], "a folder of tests is a package"
 
 
-def test_no_module_is_a_drawer():
+def test_no_module_is_called_utils_or_helpers():
     everything = [p for top in ("jaxtrain", "loaders", "configs", "tools") for p in (ROOT / top).rglob("*.py")]
     assert not [str(p) for p in everything if {p.stem, *p.relative_to(ROOT).parts} & NO_ROOMS]
 

@@ -43,7 +43,7 @@ def test_promise_14_a_late_process_is_named(folder):
     assert "process 2 of 4" in (logs / "process-2.log").read_text()
 
 
-def test_promise_14_a_taken_port_is_told(folder):
+def test_promise_14_a_taken_port_is_reported(folder):
     port = free_port()
     with socket.create_server(("", port)):
         process = command(folder, "toy.py", "--config.distributed.init_timeout=2", **at(port, 0))
@@ -208,7 +208,7 @@ def test_promise_10_a_start_that_never_ends_is_ended(tmp_path):
     assert "no progress for 1 s" in done.stderr and "Thread" in (tmp_path / "stacks-0.txt").read_text()
 
 
-def test_what_is_compiled_behind_the_first_batch_has_the_time_of_a_start(tmp_path):
+def test_compilation_after_the_first_batch_gets_the_timeout_of_a_start(tmp_path):
     script = (
         "import sys, time; from jaxtrain.parallel.cluster import Watchdog\n"
         "dog = Watchdog(sys.argv[1], process=0, processes=1, timeout=0.5, start_timeout=100)\n"
@@ -313,7 +313,7 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
 
 
 def on_hosts(names, folder, source, *overrides, port=27508):
-    """One process on each host, told of the first one's address."""
+    """One process on each host, with the first one's address."""
     started = []
     for i, name in enumerate(names):
         environment = at(port, i, len(names)) | {"JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}", "JAXTRAIN_SECRET": "5e" * 16}
@@ -326,7 +326,7 @@ BOUNDS = ("--config.distributed.heartbeat_timeout=8", "--config.distributed.init
 
 
 @pytest.mark.parametrize("phase", ["a step", pytest.param("a save", marks=pytest.mark.slow)])
-def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_goes_on(folder, hosts, phase):
+def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_resumes(folder, hosts, phase):
     names, pull = hosts
     workdir = folder / "runs" / "toy"
     overrides = ("--config.train.eval_every=0", "--config.checkpoint.every=3", *BOUNDS)

@@ -40,8 +40,7 @@ SOMETIMES = (r"evaluation after step \d: batch \d of \d",)  # where that takes l
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The packages that a wheel holds, in a folder as pip makes it: nothing of the checkout is
-    beside them."""
+    """The packages that a wheel holds, in a folder as pip makes it, without the checkout."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("jaxtrain", "loaders", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

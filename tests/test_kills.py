@@ -97,7 +97,7 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
 
 
 @pytest.mark.slow
-def test_promises_4_and_5_one_sequence_whatever_the_processes(folder, corpus):
+def test_promises_4_and_5_one_sequence_for_any_number_of_processes(folder, corpus):
     """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4:
     recordings in one order."""
     args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")

@@ -52,7 +52,7 @@ def test_a_mesh_axis_of_size_one_splits_nothing():
     assert layout(8, 1, 1).spec(("batch",), (8,)) == PartitionSpec("data")
 
 
-def test_what_does_not_divide_is_named():
+def test_a_dimension_that_does_not_divide_is_named():
     with pytest.raises(LayoutError) as error:
         layout(1, 4, 2).spec(("embed", "mlp"), (6, 8), path="encoder/w_up")
     for part in ("encoder/w_up", "'embed'", "6", "'fsdp'", "4", "config.mesh.axis_rules", "'fsdp?'"):

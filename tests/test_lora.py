@@ -206,7 +206,7 @@ def test_peft_on_the_base_model_is_the_merged_export(tmp_path, name, train):
     assert np.abs(before - expected).max() > 0.1
 
 
-def test_a_bias_that_was_trained_beside_an_adapter_is_refused(tmp_path, capsys):
+def test_a_bias_that_was_trained_with_an_adapter_is_refused(tmp_path, capsys):
     run = partly(tmp_path / "run", "qwen2", adapt="w_q$", train="b_q")
     assert lora_to_peft.main([str(run), "--out", str(tmp_path / "adapter")]) == 2
     said = capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_sums_are_added_before_they_are_divided():
 
 
 def test_sums_over_many_batches_are_kept_in_float64():
-    """In float32, 1 would vanish beside 2**25."""
+    """In float32, 1 would vanish when added to 2**25."""
     sums = [{"a": Mean(np.float32(2**25), np.float32(1))}] + [{"a": Mean(np.float32(1), np.float32(0))}] * 3
     assert metrics.mean(sums)["a"] == 2**25 + 3
 

@@ -69,7 +69,7 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
 
 
 @pytest.mark.parametrize("argv", ["embed {run} --out o", "checkpoint inspect {run}", "export {run} --out o"])
-def test_a_store_that_does_not_answer_is_told(argv, monkeypatch, capsys, tmp_path):
+def test_a_store_that_does_not_answer_is_reported(argv, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stored, "PATIENCE", 0.5)
     for name, value in object_store.environment(free_port()).items():
@@ -80,7 +80,7 @@ def test_a_store_that_does_not_answer_is_told(argv, monkeypatch, capsys, tmp_pat
     )
 
 
-def test_what_is_read_of_a_store_is_read_as_on_a_disk(tmp_path, bucket, monkeypatch):
+def test_reading_from_a_store_equals_reading_from_a_disk(tmp_path, bucket, monkeypatch):
     environment, store = bucket
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

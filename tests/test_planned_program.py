@@ -62,7 +62,7 @@ def kernels(found: collections.Counter) -> set[str]:
     ("target", "mesh"), [("gpu:h100x8", (8, 1, 1)), ("gpu:a100x8", (2, 2, 2)), ("tpu:v5e:2x4", (8, 1, 1))], ids=str
 )
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_plan_traces_what_its_target_would(workload, target, mesh, tmp_path, monkeypatch):
+def test_a_plan_traces_the_program_of_its_target(workload, target, mesh, tmp_path, monkeypatch):
     """On a CPU, from an abstract mesh, against the trace on a mesh of devices that say that they
     are the target's."""
     monkeypatch.chdir(ROOT)

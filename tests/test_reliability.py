@@ -14,8 +14,7 @@ from tests.support.processes import at, cluster, command, free_port, hashes, ids
 
 
 def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder):
-    """NaN in one row of one of four devices. The steps around it are those of a run that never had
-    it."""
+    """NaN in one row of one of four devices. The other steps are those of a run without it."""
     overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
     output = run(folder, "toy.py", *overrides, devices=4, POISON="3")
     assert "step 3 skipped" in output and "examples [" in output

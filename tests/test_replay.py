@@ -90,7 +90,7 @@ def cells(page, section):
     return [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)] for row in rows]
 
 
-def test_the_page_of_a_step_has_its_examples_and_what_if(runs, capsys):
+def test_the_page_of_a_step_shows_its_examples_and_the_changed_step(runs, capsys):
     assert replay("run", "--step", "10", "--out", "paged", "--without", "row:1", "row:3", "--lr", "0.001") == 0
     said = capsys.readouterr().out
     assert "without row:1, row:3: grad_norm" in said and "lr 0.001: grad_norm" in said
@@ -216,7 +216,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["diff", "run", "nothing"], "nothing"),
     ],
 )
-def test_mistakes_are_one_line(runs, arguments, said, capsys):
+def test_errors_are_one_line(runs, arguments, said, capsys):
     try:
         code = cli.main(arguments)
     except SystemExit as end:

@@ -93,6 +93,6 @@ def test_digest_changes_with_a_path_and_not_with_the_order():
     assert specs.digest(dict(reversed(TABLE.items()))) == specs.digest(TABLE)
 
 
-def test_what_does_not_fit_the_mesh_is_named_by_path():
+def test_a_parameter_that_does_not_fit_the_mesh_is_named_by_path():
     with pytest.raises(LayoutError, match="encoder/pos: dimension 'embed' of size 4"):
         specs.abstract(TABLE, make_layout(make_mesh(1, 8, 1), {}))

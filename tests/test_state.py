@@ -76,7 +76,7 @@ def test_a_field_that_the_loader_does_not_give_is_named():
         make((1, 1, 1), fields={k: v for k, v in FIELDS.items() if k != "label"})
 
 
-def test_what_does_not_fit_the_mesh_is_named():
+def test_an_array_that_does_not_fit_the_mesh_is_named():
     with pytest.raises(LayoutError, match="body/w: dimension 'mlp' of size 6"):
         make((1, 1, 4))
     with pytest.raises(LayoutError, match=r"batch\['x'\]: dimension 'batch' of size 16"):

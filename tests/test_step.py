@@ -161,7 +161,7 @@ def test_the_state_is_donated(make_run):
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def test_the_state_is_written_where_it_was(make_run):
+def test_the_update_writes_the_state_in_place(make_run):
     """On one CPU device: the compiler would copy every parameter and moment first if it could not
     see who reads them last."""
     text = make_run("alone").compiled.as_text()

@@ -111,7 +111,7 @@ def test_promise_4_two_processes_equal_one(folder):
     assert traced.name == "steps-000003-000003-process-0", "the other process took the same steps without a trace"
 
 
-def test_what_a_run_leaves_in_its_workdir(folder, corpus):
+def test_a_run_leaves_its_files_in_the_workdir(folder, corpus):
     output = run(folder, f"tiny.py:{corpus}", "--config.train.steps=2", "--config.metrics.tensorboard=true", TRACED)
     workdir = folder / "runs" / "tiny"
     saved = json.loads((workdir / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_what_a_run_leaves_in_its_workdir(folder, corpus):
     assert "encoder/w_patch" in done.stdout and (workdir / "report.html").stat().st_size > 1_000_000
 
 
-def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
+def test_errors_come_together_and_before_a_device_is_touched(folder, corpus):
     output = run(
         folder,
         f"tiny.py:{corpus}",
@@ -176,7 +176,7 @@ def test_mistakes_come_together_and_before_a_device_is_touched(folder, corpus):
     assert "Traceback" not in output
 
 
-def test_control_c_ends_a_run_and_the_same_command_goes_on(folder, capsys):
+def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     process = command(folder, "toy.py", "--config.train.steps=100000", "--config.train.eval_every=0")
     metrics = folder / "runs" / "toy" / "checkpoints" / "20"
     deadline = time.monotonic() + 200

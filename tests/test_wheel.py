@@ -93,7 +93,7 @@ def crates(edges, *more):
     return {(line.split()[0], line.split()[1].removeprefix("v")) for line in lines if line}
 
 
-def test_the_list_beside_the_wheel_has_the_packages_of_python_too(wheel):
+def test_the_list_next_to_the_wheel_has_the_packages_of_python_too(wheel):
     listed = json.loads(wheel.with_suffix(".cdx.json").read_text())
     packages = {each["name"] for each in listed["components"] if each["purl"].startswith("pkg:pypi/")}
     assert {"jax", "jaxlib", "numpy", "pyarrow"} <= packages and "pytest" not in packages
@@ -123,7 +123,7 @@ def test_a_user_without_a_compiler_trains_plans_exports_and_verifies(jaxtrain):
     assert "no problems" in jaxtrain("checkpoint", "verify", "out").stdout
 
 
-def test_a_config_of_ones_own_changes_a_shipped_one(jaxtrain):
+def test_a_users_config_can_change_a_shipped_one(jaxtrain):
     text = "from jaxtrain.configs import xcm\n\n\ndef get_config():\n    config = xcm.demo()\n    config.seed = 7\n"
     (jaxtrain.folder / "mine.py").write_text(f"{text}    return config\n")
     explained = jaxtrain("explain", "--config=mine.py").stdout

@@ -114,7 +114,7 @@ def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, 
     assert found == {("train/loss", 10): 10, ("train/loss", 20): 20, ("train/loss", 30): 60}
 
 
-def test_promise_15_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
     """With a stand-in for the service's client: the id that a workdir keeps is used again, and no
     step is sent twice."""
     calls, ids = [], iter(["first", "second"])
@@ -166,7 +166,7 @@ def kept(tmp_path, **metrics):
             writer.close()
 
 
-def test_promise_15_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
     """With a stand-in for its client: one run, its config once, and no record twice. The next test
     has the real one."""
     calls = []
@@ -189,7 +189,7 @@ def test_promise_15_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert [c[0] for c in calls[-2:]] == ["flush_async_logging", "end_run"]
 
 
-def test_promise_15_trackio_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
     calls, sent = [], []
     run = types.SimpleNamespace(
         log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append(("finish", {}))

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back: every bit on any mesh, and never a bit of a damaged step."""
+"""A checkpoint gives back every bit on any mesh, and never a bit of a damaged step."""
 
 import asyncio
 import errno
@@ -143,7 +143,7 @@ def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
     assert [path.name for path in steps] == ["2", "6"] and [checksums.verify(path) for path in steps] == [[], []]
 
 
-def test_what_orbax_cannot_read_of_a_step_is_said(written, tmp_path):
+def test_parts_of_a_step_that_orbax_cannot_read_are_reported(written, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(written[0], workdir)
     noted = workdir / "checkpoints" / "4" / "_CHECKPOINT_METADATA"

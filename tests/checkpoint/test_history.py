@@ -53,7 +53,7 @@ def test_a_nan_of_an_older_version_gives_way_to_the_next_number(tmp_path):
     assert kept(ours, [5, 10]) == [False, True] and ours.progress == 10
 
 
-def test_another_metric_begins_anew(tmp_path, caplog):
+def test_another_metric_starts_a_new_best(tmp_path, caplog):
     scores(tmp_path).add(1, {"loss": 0.1})
     ours = scores(tmp_path, best="-perplexity")
     ours.add(2, {"perplexity": 5.0})

@@ -1,5 +1,4 @@
-"""A start from other weights: what is declared happens, what is not is refused, and nothing is read
-twice."""
+"""A start from other weights does as declared, refuses the rest, and reads nothing twice."""
 
 import dataclasses
 import functools
@@ -135,7 +134,7 @@ def test_every_part_is_read_once_and_only_parts(run):
     assert sorted(parts) == sorted(((0, 2), e, m) for e in ((0, 4), (4, 8)) for m in ((0, 8), (8, 16)))
 
 
-def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_remedy():
+def test_all_missing_extra_and_different_arrays_are_reported_together_with_a_remedy():
     arrays = numbers(0)
     arrays["encoder/positions"] = arrays.pop("encoder/pos")
     arrays["head/w"] = np.zeros((8, 7), np.float32)
@@ -151,7 +150,7 @@ def test_what_is_missing_unwanted_or_different_is_reported_at_once_with_its_reme
     assert "'^nothing/' matches nothing" in idle
 
 
-def test_one_remedy_for_all_that_it_is_a_remedy_for():
+def test_a_remedy_for_several_arrays_is_printed_once():
     """Another depth, another width: a line for each pair of shapes, below one remedy with the
     choices that give them."""
     stack = {f"blocks/{name}": np.zeros((4, 3), np.float32) for name in "abcdef"}
@@ -261,7 +260,7 @@ def test_a_grid_of_positions_is_resampled_along_both_of_its_axes():
     assert "does not fit" in problems(arrays, dataclasses.replace(rules, reshape={"pos$": "grid 2x2 to 4x3"}))[0]
 
 
-def test_floats_are_rounded_to_the_tables_dtype_and_it_is_said():
+def test_rounding_of_floats_to_the_tables_dtype_is_reported():
     arrays = numbers(0)
     arrays["head/b"], arrays["encoder/blocks/b"] = (
         arrays["head/b"].astype(np.float16),
@@ -290,7 +289,7 @@ def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
             warm_start.open_source(bad)
 
 
-def test_mistakes_of_the_section_are_reported_with_the_configs_others(tmp_path):
+def test_errors_of_the_section_are_reported_with_the_configs_others(tmp_path):
     tell = lambda rules: dict(rules.problems())  # noqa: E731
     assert tell(WarmStart()) == {}
     assert tell(WarmStart(source=str(tmp_path), reshape={"x": "grid 1x2 to 2x2", "y": "pad"})) == {}

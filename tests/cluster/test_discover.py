@@ -43,7 +43,7 @@ def test_an_explicit_environment(environment, expected):
         ({C: "h:", N: "x"}, [I, "not host:port", f"{N}='x'"]),
     ],
 )
-def test_an_explicit_environment_that_makes_no_sense_is_reported_whole(environment, told):
+def test_an_explicit_environment_that_is_invalid_is_reported_whole(environment, told):
     with pytest.raises(ClusterError) as error:
         from_environment(environment)
     assert len(error.value.problems) == len(told)
@@ -54,7 +54,7 @@ def test_an_explicit_environment_that_makes_no_sense_is_reported_whole(environme
 def slurm(
     process: int = 0, *, tasks: int = 4, per_node: str = "1(x4)", nodes: str = "node[007-010]", **more: str
 ) -> dict[str, str]:
-    """What srun gives a task; the values of a real step of SLURM 22.05, for other numbers."""
+    """The variables of a task of srun, from a real step of SLURM 22.05, for other numbers."""
     local = int(per_node.partition("(")[0])
     return {
         "SLURM_JOB_ID": "4711",
@@ -233,7 +233,7 @@ STEP = {
     ],
     ids=lambda changes: str(changes)[:50],
 )
-def test_variables_that_make_no_sense_are_one_message(changes):
+def test_variables_that_are_invalid_are_one_message(changes):
     with pytest.raises(discover.ClusterError) as raised:
         discover.from_environment({**STEP, **changes})
     [problem] = raised.value.problems

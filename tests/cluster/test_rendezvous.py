@@ -27,7 +27,7 @@ def port():
 
 
 def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal="", **more):
-    """What each process gets: None, or its error; and the seconds it took."""
+    """The result of each process: None, or its error; and the seconds it took."""
 
     def one(process):
         time.sleep((delay or {}).get(process, 0))
@@ -53,7 +53,7 @@ def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, 
         return list(pool.map(one, processes))
 
 
-def test_all_come_in_any_order_and_the_port_is_free_again(port):
+def test_processes_may_arrive_in_any_order_and_the_port_is_free_afterwards(port):
     for _ in range(2):
         assert [error for error, _ in call(port, 2, 1, 0, 3, of=4, delay={0: 0.5, 3: 0.8})] == [None] * 4
 
@@ -111,7 +111,7 @@ def hello(**changed):
     } | changed
 
 
-def test_one_that_leaves_and_comes_again_is_counted_once(port):
+def test_a_process_that_leaves_and_returns_is_counted_once(port):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         both = pool.submit(call, port, 0, 1, 2, of=3, delay={1: 1.2, 2: 1.0})
         time.sleep(0.3)
@@ -119,7 +119,7 @@ def test_one_that_leaves_and_comes_again_is_counted_once(port):
         assert [error for error, _ in both.result()] == [None] * 3
 
 
-def test_what_differs_is_named_with_the_process_and_the_field(port):
+def test_differences_between_processes_name_the_process_and_the_field(port):
     facts = {i: {"config": {"train": {"batch": 8}, "lr": 1}, "versions": {"jax": "0.10"}} for i in range(4)}
     facts[2] = {"config": {"train": {"batch": 16}, "lr": 1}, "versions": {"jax": "0.11"}}
     for error, _ in call(port, 0, 1, 2, 3, of=4, facts=facts):
@@ -129,7 +129,7 @@ def test_what_differs_is_named_with_the_process_and_the_field(port):
         assert "process 2" in lines[2] and 'versions.jax is "0.11", elsewhere "0.10"' in lines[2]
 
 
-def test_process_0_may_be_the_odd_one_and_a_missing_field_is_a_difference():
+def test_process_0_may_be_the_one_that_differs_and_a_missing_field_is_a_difference():
     told = [{"process": p, "facts": {"a": 1, "b": {}}} for p in range(3)]
     assert differences(told) == ""
     told[0]["facts"] = {"a": 2}
@@ -168,12 +168,12 @@ def test_a_signal_ends_the_wait_of_all(port, who):
     assert all(seconds < 20 for _, seconds in found)
 
 
-def test_what_keeps_process_0_from_beginning_is_said_to_all(port):
+def test_a_refusal_of_process_0_is_reported_by_every_process(port):
     for error, _ in call(port, 0, 1, 2, of=3, refusal="the workdir is in use"):
         assert str(error) == "the workdir is in use"
 
 
-def test_process_0_concludes_of_those_present_and_all_of_them_return_it(port):
+def test_every_process_returns_the_conclusion_of_process_0(port):
     """Facts that differ, and a process that is late, are the conclusion's."""
     heard, told = [], []
 
@@ -213,8 +213,8 @@ def stranger(port, data, *, seconds=5.0):
         return heard
 
 
-def test_strangers_hear_random_bytes_and_nothing_else(port):
-    """Whatever they say, and as many as they are: the processes of the run meet."""
+def test_unauthenticated_peers_receive_only_random_bytes(port):
+    """The processes of the run meet, however many others connect, with any messages."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(call, port, 0, 1, of=2, delay={1: 1.5}, secret=SECRET)
         time.sleep(0.5)
@@ -241,7 +241,7 @@ def test_a_process_with_another_secret_is_not_admitted_and_says_why(port):
     assert "the listener there has another JAXTRAIN_SECRET" in str(found[1][0])
 
 
-def test_one_that_only_repeats_what_it_is_sent_is_not_believed_to_be_process_0(port):
+def test_a_listener_that_echoes_messages_is_not_taken_for_process_0(port):
     """No message of a process is a proof for another, and nobody gets its facts before the
     proof."""
     heard = []
@@ -342,7 +342,7 @@ def test_a_listener_that_answers_byte_by_byte_is_not_waited_for_beyond_the_timeo
         thread.join()
 
 
-def test_an_idle_stranger_is_sent_away(port, monkeypatch):
+def test_an_idle_unauthenticated_peer_is_disconnected(port, monkeypatch):
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.5)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(call, port, 0, 1, of=2, delay={1: 2.0}, secret=SECRET)
@@ -353,7 +353,7 @@ def test_an_idle_stranger_is_sent_away(port, monkeypatch):
         assert [error for error, _ in run.result()] == [None, None]
 
 
-def test_process_0_listens_where_the_coordinator_is(port):
+def test_process_0_listens_at_the_coordinators_address(port):
     """For 127.0.0.1, a connection to another address of this machine is refused."""
     outside = next(f"127.0.0.{i}" for i in (2, 3))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -364,7 +364,7 @@ def test_process_0_listens_where_the_coordinator_is(port):
         assert [error for error, _ in run.result()] == [None, None]
 
 
-def test_where_process_0_listens():
+def test_the_address_that_process_0_listens_on():
     assert rendezvous.addresses("127.0.0.1", 1) == ["127.0.0.1"] and "127.0.0.1" in rendezvous.addresses("localhost", 1)
     assert rendezvous.addresses("192.0.2.1", 1) == [], "an address that is another machine's: every interface"
     assert rendezvous.addresses("no-such-host.invalid", 1) == []

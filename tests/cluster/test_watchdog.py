@@ -1,4 +1,4 @@
-"""Which process holds the others up, by what each has reported."""
+"""The process that holds the others up, by the reports of all."""
 
 import pytest
 

@@ -186,7 +186,7 @@ def test_export_keeps_the_weights_and_says_so(run, tmp_path, capsys):
     assert "weights only" in call(capsys, "inspect", tmp_path / "weights")[1]
 
 
-def test_what_is_no_checkpoint_is_told_with_what_there_is(saved, tmp_path, capsys):
+def test_a_path_without_a_checkpoint_is_reported_with_the_steps_that_exist(saved, tmp_path, capsys):
     code, out = call(capsys, "inspect", tmp_path)
     assert code == 2 and "holds no step; expected a run's workdir" in out
     code, out = call(capsys, "inspect", saved, "--step", "15")
@@ -220,7 +220,7 @@ def test_an_export_is_looked_into_as_a_step_is(saved, tmp_path, capsys):
     assert code == 2 and "is an export, which holds one step; omit --step" in text
 
 
-def test_an_export_is_refused_where_it_is_of_no_use(saved, tmp_path, capsys):
+def test_commands_that_need_a_run_refuse_an_export(saved, tmp_path, capsys):
     safetensors.export(str(saved), str(tmp_path / "out"))
     for main in (export.main, lora_to_peft.main):
         assert main([str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
@@ -245,7 +245,7 @@ def test_a_relative_path_is_one_from_here(saved, capsys, monkeypatch):
 
 
 def test_other_peoples_orbax_directories_are_read_too(tmp_path):
-    """One folder per array, as Orbax wrote before it had one store for all; and its own item name,
+    """One folder per array, as Orbax wrote before it used one store for all; and its own item name,
     `default`."""
     x = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "list": [np.int32(1), np.float16(2)]}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "old", ocp.args.PyTreeSave(x))

@@ -1,5 +1,4 @@
-"""Checkpoints to safetensors and back: every bit, every name, little memory, from whatever wrote
-them."""
+"""Checkpoints to safetensors and back: every bit, every name, little memory, from every writer."""
 
 import json
 import os
@@ -113,7 +112,7 @@ def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_pat
     assert checked.returncode == 0 and checked.stdout.count(": OK") == len(content(tmp_path / "a")) - 1
 
 
-def test_a_part_of_a_model_is_named_as_one(named, tmp_path, capsys):
+def test_an_export_of_a_part_of_a_model_is_labelled_as_a_part(named, tmp_path, capsys):
     """transformers would fill the arrays that are missing with random numbers, and the metrics are
     the whole model's."""
     for only, is_part, left_out in (("^head/", True, 4), ("w_qkv", True, 5), ("^encoder/", False, 2), ("", False, 0)):
@@ -298,7 +297,7 @@ def test_a_damaged_source_is_refused_both_ways(saved, tmp_path, capsys):
     assert "model.safetensors differs" in capsys.readouterr().err and not (tmp_path / "back").exists()
 
 
-def test_what_cannot_be_done_is_told(saved, tmp_path, capsys):
+def test_impossible_exports_are_reported(saved, tmp_path, capsys):
     runs.save(tmp_path / "plain", 1, {"step": jnp.int32(1), "params": {"w": jnp.zeros(2)}, "ema": ()})
     assert call(tmp_path / "plain", "--ema", "--out", tmp_path / "out") == 2
     assert "kept no average" in capsys.readouterr().err

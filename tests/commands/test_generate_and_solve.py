@@ -142,7 +142,7 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
 
 
 def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
-    """Alone, or beside others that are longer, in another batch."""
+    """Alone, or with longer ones, in another batch."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "seven"}\n"one"\n')
     texts = {}
     for name, given, batch in (("all", ["--prompts", str(tmp_path / "p.jsonl")], "3"), ("alone", ["one"], "2")):
@@ -299,7 +299,7 @@ def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_p
         (["solve", "{writer}", "{tmp}/short.csv"], "expected a run of jaxtrain.workloads.trm"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(writer, solver, untrained, tmp_path, capsys, argv, text):
+def test_an_error_is_one_line(writer, solver, untrained, tmp_path, capsys, argv, text):
     boards = {"five": f"{SOLUTION}\n125{SOLUTION[3:]}", "none": f"1..1{SOLUTION[4:]}", "many": f"{SOLUTION[:8]}........"}
     for name, text_of in {**boards, "one": f".{SOLUTION[1:]}"}.items():
         (tmp_path / f"{name}.txt").write_text(text_of + "\n")

@@ -105,7 +105,7 @@ def exported(request, tmp_path_factory):
 
 
 def test_an_export_is_what_transformers_wrote(exported):
-    """Every name, dtype and bit; a config.json that says the same; the tokenizer beside it."""
+    """Every name, dtype and bit, a config.json with the same fields, and the tokenizer."""
     name, c, _, folder = exported
     with safetensors.safe_open(folder / "out" / "model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}, "what transformers' own loader insists on"
@@ -179,7 +179,7 @@ def test_bfloat16_arrays_say_so_in_config_json(exported):
     assert {x.dtype.name for x in safetensors.numpy.load_file(folder / "short" / "model.safetensors").values()} == {"bfloat16"}
 
 
-def test_what_cannot_be_read_is_told(tmp_path):
+def test_unsupported_models_are_reported(tmp_path):
     h = json.loads((DATA / "llama3" / "config.json").read_text())
     for change, text in (
         ({"model_type": "mamba"}, "model_type is 'mamba'"),
@@ -258,7 +258,7 @@ def test_a_tied_head_is_the_embedding_or_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_read_computes_what_transformers_does(tmp_path):
+def test_an_imported_model_computes_the_same_as_transformers(tmp_path):
     """With transformers and torch (dependency group "peers"): logits of random weights, and of the
     export."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")

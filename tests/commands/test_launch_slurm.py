@@ -199,7 +199,7 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):
     assert [c.workdir for c in points] == [str(base / "000"), str(base / "001"), "elsewhere"]
 
 
-def test_what_is_wrong_in_any_point_is_told_before_anything_is_submitted(folder, corpus, capsys, monkeypatch):
+def test_errors_in_any_point_of_a_sweep_are_reported_before_submission(folder, corpus, capsys, monkeypatch):
     monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # would fail
     points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
     stale = small_runs.TINY + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
@@ -333,7 +333,7 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
 
 
 @pytest.mark.slow
-def test_a_job_that_reaches_its_time_limit_goes_on_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):
+def test_a_job_that_reaches_its_time_limit_resumes_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):
     overrides = ("--config.train.steps=100", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
     source, workdir = f"tiny.py:{corpus}", folder / "runs" / "tiny"
     job = slurm(f"--config={source}", *overrides, "--time=2", pause=1.2)

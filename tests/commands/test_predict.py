@@ -113,7 +113,7 @@ def test_a_disk_that_fills_midway_keeps_the_volumes_that_were_done(film, run, tm
     assert [p.name for p in out.parent.iterdir()] == [out.name]
 
 
-def test_mistakes_are_one_line(film, run, tmp_path, capsys):
+def test_errors_are_one_line(film, run, tmp_path, capsys):
     workdir = str(run[0])
     other = tmp_path / "other"
     (other / "fmri").mkdir(parents=True)

@@ -165,7 +165,7 @@ def test_fmri_is_the_masked_and_z_scored_scan(prepared, sources):
         np.testing.assert_allclose(np.load(prepared / "fmri" / f"{name}.npy"), z, atol=2e-3)
 
 
-def test_a_mask_of_ones_own(sources, tmp_path):
+def test_the_users_own_mask_is_used(sources, tmp_path):
     inside = np.zeros(GRID, np.uint8)
     inside[:2, 1, 1] = 1  # one of them constant
     nibabel.save(nibabel.Nifti1Image(inside, np.diag([3, 3, 3, 1])), tmp_path / "mask.nii")
@@ -240,7 +240,7 @@ def test_rows_say_since_when_they_share_a_segment(prepared):
     assert since != list(range(VOLUMES))
 
 
-def test_arrays_may_come_as_npy_and_what_no_volume_has_is_told(sources, tmp_path, capsys):
+def test_arrays_may_come_as_npy_and_what_no_volume_has_is_reported(sources, tmp_path, capsys):
     np.save(tmp_path / "codes.npy", sources[2])
     np.save(tmp_path / "e.npy", np.ones((3, 4), np.float64))
     (tmp_path / "late.csv").write_text("start,end\n0,1\n6,7\n100,200\n")
@@ -262,7 +262,7 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "audio.npy"), sources[2].T)
 
 
-def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
+def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
     """Semicolons, Latin-1, decimal commas, hh:mm:ss; and a workbook's own times."""
     folder, expected = sources[0], segments.read_annotations(sources[0] / "segments.csv", "start", "end")
     lines = [f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}" for i in range(5)]
@@ -295,7 +295,7 @@ def test_tables_as_others_write_them_say_the_same(sources, tmp_path):
         "end,Start,start\n8100,no,60\n",
     ],
 )
-def test_a_table_that_was_made_by_hand_says_the_same(tmp_path, text):
+def test_a_table_made_by_hand_gives_the_same_result(tmp_path, text):
     """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a
     separator behind the last cell."""
     (tmp_path / "a.csv").write_text(text)
@@ -331,7 +331,7 @@ def test_a_scan_with_an_axis_of_one_is_the_scan(tmp_path, shape):
     np.testing.assert_array_equal(fmri.read_volumes(tmp_path / "five.nii.gz", 5), plain[..., :5])
 
 
-def test_a_unit_that_does_not_exist_is_told(tmp_path):
+def test_a_unit_that_does_not_exist_is_reported(tmp_path):
     brain(tmp_path / "sub.nii", 1)
     content = bytearray((tmp_path / "sub.nii").read_bytes())
     content[123] = 160  # xyzt_units of the header
@@ -340,7 +340,7 @@ def test_a_unit_that_does_not_exist_is_told(tmp_path):
         fmri.check([tmp_path / "sub.nii"], None, None)
 
 
-def test_sound_becomes_bands_that_hear_its_pitch(sources, tmp_path):
+def test_the_bands_of_a_sound_follow_its_pitch(sources, tmp_path):
     assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
     features = np.load(tmp_path / "out" / "audio.npy")
     assert abs(len(features) - 12 * 75) <= 10 and features.shape[1] == 8
@@ -454,7 +454,7 @@ def test_the_loader_reads_what_was_prepared(prepared):
         (dict(fmri=["hertz.nii.gz"]), "hertz.nii.gz does not say its TR with a unit; give --tr"),
     ],
 )
-def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, changes, message):
+def test_errors_are_reported_and_leave_nothing_behind(sources, tmp_path, capsys, changes, message):
     folder, _, codes = sources
     brain(folder / "short.nii.gz", 3, volumes=6)
     brain(folder / "grid.nii.gz", 3, grid=(4, 4, 4))
@@ -501,7 +501,7 @@ def test_mistakes_are_told_and_leave_nothing_behind(sources, tmp_path, capsys, c
 
 
 @pytest.mark.parametrize("kilobytes", [4, 16, 48])
-def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes, small_disk):
+def test_a_full_disk_is_reported_and_left_empty(sources, tmp_path, capsys, kilobytes, small_disk):
     """Full at the text, at a scan, at the film."""
     disk = small_disk(kilobytes)
     assert call(sources, disk / "out") == 2
@@ -514,7 +514,7 @@ def test_a_full_disk_is_told_and_left_empty(sources, tmp_path, capsys, kilobytes
 
 
 @pytest.mark.parametrize("change", [dict(tr="nan"), dict(fps="inf"), dict(code_rate="-1"), dict(slots=0)])
-def test_a_number_that_is_none_is_refused(sources, tmp_path, capsys, change):
+def test_a_text_in_place_of_a_number_is_refused(sources, tmp_path, capsys, change):
     with pytest.raises(SystemExit):
         call(sources, tmp_path / "out", **change)
     assert "expected a positive, finite number" in capsys.readouterr().err

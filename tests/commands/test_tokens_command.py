@@ -111,7 +111,7 @@ def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
         tokens.facts(config)
 
 
-def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
+def test_a_killed_run_resumes_and_workers_change_no_byte(tmp_path):
     for i in range(30):
         (tmp_path / f"in{i:02}.txt").write_text(f"file {i} " * 20_000)
     args = [str(tmp_path / "in*.txt"), "--tokenizer=bytes"]
@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_and_workers_change_no_byte(tmp_path):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
 
 
-def test_a_folder_says_what_is_not_read(tmp_path, capsys):
+def test_files_of_a_folder_that_are_not_read_are_reported(tmp_path, capsys):
     folder = tmp_path / "in"
     for name in ("a.txt", "B.TXT", "c.jsonl.gz", "d.json", "e.csv", ".h.txt", ".cache/f.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def test_a_paragraph_ends_at_a_blank_line_alone(tmp_path):
     assert found == ["one\ntwo", "three\n\u2028\nfour\n\f\nfive"]
 
 
-def test_mistakes_are_named(tmp_path, capsys):
+def test_errors_are_named(tmp_path, capsys):
     def fails(match, *args):
         assert tokens_command.main([str(tmp_path / "out"), *map(str, args)]) == 2
         assert match in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "has no column 'text'; expected one of: body (--column)" in capsys.readouterr().err
 
 
-def test_the_same_command_again_says_what_is_there(tmp_path, capsys):
+def test_running_the_same_command_again_reports_the_existing_output(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("to be")
     command = [str(tmp_path / "out"), str(tmp_path / "a.txt"), "--tokenizer=bytes"]
     assert tokens_command.main(command) == 0

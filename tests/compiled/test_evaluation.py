@@ -1,4 +1,4 @@
-"""What an evaluation exchanges, compiled for a TPU slice."""
+"""The exchanges of an evaluation, compiled for a TPU slice."""
 
 import json
 import os
@@ -28,7 +28,7 @@ print(json.dumps([[c.kind, c.axes(dict(mesh.shape)), c.times] for c in moves]))
 """
 
 
-def test_rows_of_the_recursive_models_evaluation_stay_where_they_are(tmp_path, tpu_compiler):
+def test_rows_of_the_recursive_models_evaluation_stay_on_their_device(tmp_path, tpu_compiler):
     """There were 16 gathers of rows over data, and 50 exchanges of rows and widths."""
     path = os.pathsep.join([environment.path(environment.find("tpu")), *sys.path])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

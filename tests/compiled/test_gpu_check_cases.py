@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py runs on a card, compiled for one H100 without it: at the first size that
+"""The cases of tools/gpu_check.py, compiled for one H100 without it: at the first size that
 fits by the plan.
 
 With the versions of its pack (Python 3.12, jax 0.11): run these tests by such a Python.

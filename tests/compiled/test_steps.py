@@ -126,7 +126,7 @@ def test_no_device_has_the_whole_embedding_or_head_of_a_language_model(answers, 
     assert sum(exchanged.sent for exchanged in found.collectives.values()) < 3.3e9
 
 
-def test_matrices_are_not_written_beside_adapters(answers, gpu_compiler):
+def test_adapters_do_not_materialise_merged_matrices(answers, gpu_compiler):
     """Higgs Audio, 64 rows. Merged with the adapters', the feed-forward nets' matrices were [3072,
     8192 + 8192 + 32 + 32]."""
     found = answers("gpu:h100x8", "higgs", "published", "fsdp").compiled

@@ -14,7 +14,7 @@ from tests.config.toys import load
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_mistakes_of_the_command_line_are_reported_together():
+def test_errors_of_the_command_line_are_reported_together():
     with pytest.raises(ConfigError) as error:
         load("--confg.train.steps=3", "train.steps=4", "--plan-setup=cpu", "--config.seed", source="configs/tyo.py")
     text = str(error.value)
@@ -30,7 +30,7 @@ def test_mistakes_of_the_command_line_are_reported_together():
 
 
 def test_the_command_line_is_read_without_the_workload(here):
-    """Whose module may import what takes a second."""
+    """The module may import packages that take a second."""
     program = (
         "import sys\n"
         "from jaxtrain import config\n"
@@ -49,7 +49,7 @@ def test_the_command_line_is_read_without_the_workload(here):
         ("--confg.seed=3", "the config has a mistake: argument '--confg.seed=3' is unknown; "),
     ],
 )
-def test_a_single_mistake_is_one_line(argument, line):
+def test_a_single_error_is_one_line(argument, line):
     with pytest.raises(ConfigError) as error:
         load(argument)
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
@@ -64,7 +64,7 @@ def command(here, *arguments):
     )  # fmt: skip
 
 
-def test_mistakes_are_reported_before_a_device_is_touched(here):
+def test_errors_are_reported_before_a_device_is_touched(here):
     done = command(here, "--config.train.bacth=3", "--config.model.whole=x")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "config.train.bacth" in done.stderr and "config.model.whole" in done.stderr
@@ -78,7 +78,7 @@ def test_explain_touches_no_device_and_trains_nothing(here):
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_modules_of_ones_own_are_found_by_the_command_as_by_python_m(here, where):
+def test_the_command_finds_the_users_modules_like_python_m(here, where):
     """`jaxtrain` starts without the folder where it is typed among its modules; the config's own
     folder counts, too."""
     file, folder = "configs/toy.py", here

@@ -100,7 +100,7 @@ def test_a_misspelt_key_within_a_tuple_is_reported_by_place():
     assert "did you mean 'match'?" in found["optim.groups[1].mtach"]
 
 
-def test_a_key_that_is_like_no_other_lists_what_there_is():
+def test_an_unknown_key_without_a_similar_name_lists_the_allowed_keys():
     assert "steps, batch" in mistakes("--config.train.zzzz=1")["train.zzzz"]
 
 
@@ -124,7 +124,7 @@ def test_a_key_that_is_like_no_other_lists_what_there_is():
         ("train=3", "is a section"),
     ],
 )
-def test_a_wrong_type_is_reported_with_the_one_that_is_wanted(argument, wanted):
+def test_a_wrong_type_is_reported_with_the_one_that_is_expected(argument, wanted):
     path, _, value = argument.partition("=")
     text = mistakes(f"--config.{argument}")[path]
     assert wanted in text and value.strip("'") in text
@@ -146,7 +146,7 @@ def test_a_file_is_held_to_its_types_without_guessing(value):
 
 @pytest.mark.parametrize("value", [5, None, True, ["toy_workload"], ""])
 @pytest.mark.parametrize("name", ["workload", "loader"])
-def test_a_module_that_is_no_name_is_one_mistake(name, value):
+def test_an_invalid_module_name_is_one_error(name, value):
     with pytest.raises(ConfigError) as error:
         config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
     ((path, text),) = error.value.problems
@@ -155,14 +155,14 @@ def test_a_module_that_is_no_name_is_one_mistake(name, value):
 
 @pytest.mark.parametrize("value", [None, 0, False, "", ()])
 @pytest.mark.parametrize("name", ["model", "data", "checkpoint"])
-def test_a_section_that_is_none_is_a_mistake(name, value):
+def test_a_section_of_the_wrong_type_is_an_error(name, value):
     with pytest.raises(ConfigError) as error:
         config_lib.from_dict({"workload": "toy_workload", "loader": "toy_loader", "workdir": "runs", name: value})
     ((path, text),) = error.value.problems
     assert path == name and text.startswith(f"is {value!r}; it is a section with the fields ")
 
 
-def test_data_that_cannot_be_read_are_a_mistake_of_the_config(here):
+def test_data_that_cannot_be_read_are_an_error_of_the_config(here):
     (here / "broken").touch()
     assert mistakes("--config.data.path=broken") == {"data": "shard 3 is cut short"}
 
@@ -173,7 +173,7 @@ def test_a_missing_dataset_is_reported_by_the_real_loader(here):
     assert "did you mean" in found["data.train"] and "esc10" in found["data.train"]
 
 
-def test_a_missing_file_is_reported_with_those_that_there_are():
+def test_a_missing_file_is_reported_with_those_that_exist():
     assert "did you mean 'configs/toy.py'?" in mistakes(source="configs/tyo.py")[""]
     assert "does not exist" in mistakes(source="nowhere/toy.py")[""]
     with pytest.raises(ConfigError, match="file is missing; for example --config="):
@@ -190,7 +190,7 @@ def test_a_shipped_config_is_found_by_its_name_anywhere(here):
     assert mistakes(source="text")[""] == "file text is no config; its name must end in .py"
 
 
-def test_a_config_of_ones_own_changes_a_shipped_one(here):
+def test_a_users_config_can_change_a_shipped_one(here):
     own = "from jaxtrain.configs import trm_sudoku\n\n\ndef get_config():\n    config = trm_sudoku.get_config('4x4')\n"
     (here / "mine.py").write_text(f"{own}    config.train.steps = 70\n    return config\n")
     config = config_lib.load("mine.py", [("train.batch", "8"), ("train.eval_every", "0")])
@@ -231,7 +231,7 @@ def test_a_workload_that_cannot_be_imported_is_reported(here):
     assert found == f"is 'cut_short', and importing it failed: {here}/configs/cut_short.py, line 1: invalid syntax"
 
 
-def test_what_a_file_says_against_its_argument_is_a_mistake_of_the_config(here):
+def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
     text = 'def get_config(name="mine"):\n    raise ValueError(f"{name} and nothing else")\n'
     (here / "configs" / "default.py").write_text(text)
     assert mistakes(source="configs/default.py")[""].endswith("says: mine and nothing else")
@@ -311,8 +311,8 @@ def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path
 
 @pytest.mark.parametrize("given", ["model", "data"])
 @pytest.mark.parametrize("of_file", ["", "model", "data"])
-def test_a_value_of_the_wrong_type_is_told_where_it_was_given_alone(given, of_file, tmp_path):
-    """Whatever the file says, of whichever side."""
+def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(given, of_file, tmp_path):
+    """For any text of the file, on either side."""
     text = FRAMES if of_file != "data" else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
     text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
     (tmp_path / "frames.py").write_text(text)

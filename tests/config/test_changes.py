@@ -91,7 +91,7 @@ def test_an_older_config_had_the_defaults_of_fields_that_it_lacks():
     assert [str(c) for c in config_lib.compare(saved, now, {})] == ["config.model.window: 0 saved, 3 now"]
 
 
-def test_a_section_of_ones_own_is_compared_if_it_declares_nothing():
+def test_a_users_section_without_declarations_is_compared():
     @dataclasses.dataclass(frozen=True)
     class Own(Decoder):
         mine: int = 1

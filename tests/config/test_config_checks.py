@@ -56,7 +56,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (["train.batch.size=3"], "train.batch.size", "not a section"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_reported_with_the_remedy(arguments, path, told):
+def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, told):
     found = mistakes(*[f"--config.{a}" for a in arguments])
     assert list(found) == [path]
     assert told in found[path]
@@ -89,7 +89,7 @@ def test_looking_at_a_workdir_leaves_nothing_behind(here):
     assert sorted(p for p in here.rglob("*") if "__pycache__" not in p.parts) == before
 
 
-def test_all_mistakes_are_reported_together(here):
+def test_all_errors_are_reported_together(here):
     (here / "file").touch()
     found = mistakes(
         "--config.trian.steps=3",
@@ -124,7 +124,7 @@ def test_a_share_of_the_run_is_so_many_steps(steps):
     assert mistakes("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), "a share of what"
 
 
-def test_what_is_longer_than_the_run_is_named_with_what_would_fit():
+def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     long = ["--config.optim.schedule=wsd", "--config.optim.warmup=100", "--config.optim.decay=2000"]
     found = mistakes("--config.train.steps=40", *long)
     assert set(found) == {"optim.warmup", "optim.decay"}, "both at once"
@@ -150,15 +150,15 @@ def test_what_is_longer_than_the_run_is_named_with_what_would_fit():
         ("model.n_classes=three", [], {}),
     ],
 )
-def test_nothing_is_said_about_a_default_that_stands_for_a_value_of_the_wrong_type(wrong, rests, others):
-    """And what is wrong besides is said along with it."""
+def test_a_default_that_replaces_a_value_of_the_wrong_type_is_not_reported(wrong, rests, others):
+    """Other errors are reported together with it."""
     path = wrong.partition("=")[0]
     given = [wrong, *rests, *(f"{name}={value}" for name, value in others.items())]
     found = mistakes(*(f"--config.{text}" for text in given))
     assert set(found) == {path, *others} and "; expected " in found[path]
 
 
-def test_what_never_comes_up_within_the_run_is_said_with_what_would(caplog):
+def test_an_interval_that_never_comes_up_is_reported_with_one_that_does(caplog):
     """And it runs: its last step is saved, evaluated and recorded."""
     longer = ["--config.train.eval_every=1000", "--config.checkpoint.every=500", "--config.metrics.every=5"]
     load("--config.train.steps=40", *longer)

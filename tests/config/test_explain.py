@@ -65,7 +65,7 @@ def test_explain_lists_every_field_with_value_unit_and_meaning():
         assert explained[path].split(maxsplit=3) == [path, value, unit, meaning]
 
 
-def test_the_fields_come_first_and_then_what_is_wrong(here, capsys):
+def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
     """A config that is incomplete is explained just then."""
     from jaxtrain.commands import explain, train
 

@@ -111,7 +111,7 @@ def test_all_fields_that_nothing_reads_are_named_together():
 
 
 def test_no_device_is_touched(here):
-    """With a platform that does not exist: whatever asks for a device fails."""
+    """With a platform that does not exist, so that asking for a device fails."""
     code = """
 from tests.config.toys import mistakes, load
 load("--config.optim.name=optax.contrib:schedule_free_adamw", "--config.optim.schedule=optax:linear_schedule",

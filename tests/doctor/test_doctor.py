@@ -138,7 +138,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):
         ("import sys\nsys.exit(3)\n", "file", "wrong.py: SystemExit: 3"),
     ],
 )
-def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, name, says):
+def test_config_errors_are_findings_about_the_config(folder, text, name, says):
     (folder / "wrong.py").write_text(text)
     looked, facts = config.examine(source=f"{folder}/wrong.py", overrides=[], count=2, kind="cpu")
     (wrong,) = [check for check in looked if check.verdict == FAIL]
@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_config_is_a_finding_of_the_config(folder, text, na
     assert not facts
 
 
-def test_each_mistake_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):
+def test_each_error_of_a_config_is_a_finding_and_the_last_is_not_lost(folder):
     names = [f"no_such_field_of_this_name_{i}" for i in range(30)]
     text = f"def get_config():\n    return dict(train=dict.fromkeys({names}, 3), **{NAMED})\n"
     (folder / "wrong.py").write_text(text)
@@ -197,7 +197,7 @@ def test_built_in_data_are_not_made_to_look_at_a_config(tmp_path, monkeypatch, l
     assert loader.Config().exists() and not loader.Config().missing()
 
 
-def test_what_is_wrong_with_jax_and_with_a_config_is_told_apart(folder):
+def test_errors_of_jax_and_of_a_config_are_separate_findings(folder):
     """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and
     the rest is looked at."""
     (folder / "broken.py").write_text("import nothing_of_this_name\n")
@@ -253,7 +253,7 @@ def nvidia_smi(folder, monkeypatch, *lines):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
+def test_values_of_nvidia_smi_are_checked_against_limits(tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, "0, 470.82.01, 40000, 81559, 0", "1, 470.82.01, 1, 81559, 3")
     judged = {check.name: check for check in devices._driver([])}
     assert judged["driver"].text == "470.82.01, of 2 GPUs memory in use and memory errors" and judged["driver"].verdict == OK
@@ -264,7 +264,7 @@ def test_what_nvidia_smi_says_is_judged(tmp_path, monkeypatch):
     assert {check.name for check in devices._driver([])} == {"ECC", "driver"}
 
 
-def test_what_nvidia_smi_does_not_say_is_not_taken_for_well(tmp_path, monkeypatch):
+def test_values_missing_from_nvidia_smi_are_not_taken_as_healthy(tmp_path, monkeypatch):
     """A card without ECC, and a driver that is not there."""
     nvidia_smi(tmp_path, monkeypatch, "0, 580.1, 1, 24000, [N/A]")
     (driver,) = devices._driver([])
@@ -327,7 +327,7 @@ def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
     assert check.verdict == WARN and "not known" in check.text and "0 B" not in check.text
 
 
-def test_shared_memory_has_a_line_whatever_the_gpus():
+def test_shared_memory_is_reported_with_and_without_gpus():
     assert host._shared_memory(0).verdict == OK and host._shared_memory(8).name == "/dev/shm"
 
 

@@ -59,7 +59,7 @@ def test_a_limit_of_files_is_named(tmp_path):
     assert found[2] == FAIL and "File too large" in found[3] and "ulimit -f unlimited" in found[4]
 
 
-def test_what_a_plan_needs_is_compared_with_what_is_free(tmp_path):
+def test_the_needs_of_a_plan_are_compared_with_the_free_space(tmp_path):
     assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
     check = disk.room_for(str(tmp_path), 3, 1 << 60)
     assert check.verdict == FAIL and "3 checkpoints of 1152921504.61 GB need 3458764513.82 GB" in check.text

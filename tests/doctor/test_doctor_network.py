@@ -45,7 +45,7 @@ def whole(meetings):
     return meetings.token, plan, meetings.hold("the check of each other", {"checks": []}, meetings.saw, 60.0), meetings
 
 
-def test_process_0_hears_what_all_found_compares_it_and_tells_all_whether_it_is_well(met):
+def test_process_0_collects_and_compares_findings_and_sends_every_process_the_verdict(met):
     zero, one, two = met(free_port(), 0, 1, 2, of=3, then=whole)
     told = [json.loads(json.dumps(each[:3])) for each in (zero, one, two)]
     assert told[0] == told[1] == told[2] and not zero[2]
@@ -62,7 +62,7 @@ def test_process_0_hears_what_all_found_compares_it_and_tells_all_whether_it_is_
     assert text.startswith("all 3 processes met at 127.0.0.1:") and text.endswith(" (test)")
 
 
-def test_a_process_that_never_comes_and_one_that_goes_are_named_and_the_others_go_on(met):
+def test_processes_that_never_arrive_or_leave_are_named_and_the_others_continue(met):
     def then(meetings):
         if meetings.process == 2:
             return "left"
@@ -78,7 +78,7 @@ def test_a_process_that_never_comes_and_one_that_goes_are_named_and_the_others_g
     assert gone.text.startswith("process 2 of 4 did not connect to ")
 
 
-def test_a_process_that_does_not_meet_process_0_says_why(met):
+def test_a_process_that_cannot_reach_process_0_reports_the_reason(met):
     (check,) = met(free_port(), 1, of=2, wait=0.5)
     assert "found no process 0" in check.text and "refused" in check.text and "start process 0 on 127.0.0.1" in check.remedy
     zero, one = met(port := free_port(), 0, 1, of=2, wait=3.0, job={0: "a", 1: "b"}, then=whole)

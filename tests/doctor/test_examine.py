@@ -65,7 +65,7 @@ def test_the_network_of_one_process_is_looked_at(asked, monkeypatch):
     assert set(found) == {"host name"}
 
 
-def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
+def test_config_errors_are_not_blamed_on_the_driver(asked):
     alone()
     remedies = {each.group: each.remedy for each in asked.found}
     assert "nvidia-smi" in remedies["devices"] and "nvidia-smi" not in remedies["config"] + remedies["data"]
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_a_config_is_not_blamed_on_the_driver(asked):
             assert "ends the process" in each.crashed and "hang" not in each.crashed and "answers" not in each.crashed
 
 
-def test_each_mistake_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
+def test_each_error_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
     for name in cluster.discover.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAXTRAIN_COORDINATOR", "nowhere")

@@ -31,7 +31,7 @@ def recordings(tmp_path):
     return tmp_path / "recordings"
 
 
-def test_nothing_is_passed_over_in_silence(recordings, tmp_path, capsys):
+def test_everything_that_is_left_out_is_counted(recordings, tmp_path, capsys):
     (recordings / "c.wma").write_bytes(bytes.fromhex("3026b2758e66cf11") + bytes(99))
     (recordings / "no-ending").write_bytes((recordings / "a.wav").read_bytes())
     (recordings / "d.wv").write_bytes(b"wvpk" + bytes(99))
@@ -84,7 +84,7 @@ def test_recordings_that_a_table_does_not_name_are_counted(recordings, tmp_path)
     assert counts(tmp_path / "near") == {"no-table": len(near) - 2}
 
 
-def test_the_second_writer_of_an_index_is_told(recordings, tmp_path, capsys):
+def test_the_second_writer_of_an_index_is_reported(recordings, tmp_path, capsys):
     with atomic_write.alone(tmp_path / ".out.new"):
         (tmp_path / ".out.new" / "mine").touch()
         assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 2
@@ -146,7 +146,7 @@ def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
     assert "20210623_201730.WAV: its name states" in (tmp_path / "out" / "mistakes.csv").read_text()
 
 
-def test_a_dry_run_prints_what_is_understood(recordings, tmp_path, capsys):
+def test_a_dry_run_prints_the_meaning_of_every_column(recordings, tmp_path, capsys):
     (tmp_path / "t.csv").write_text(
         "Filename,Start (ms),End (ms),Species,notes\na.wav,2000,3000,robin,loud\nnone.wav,1,2,wren,\n"
     )
@@ -157,7 +157,7 @@ def test_a_dry_run_prints_what_is_understood(recordings, tmp_path, capsys):
     assert "missing-file: 1 (refused)" in told and sorted(path.name for path in tmp_path.iterdir()) == ["recordings", "t.csv"]
 
 
-def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordings, tmp_path, capsys):
+def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_reported(recordings, tmp_path, capsys):
     table = tmp_path / "species.csv"
     table.write_text("file,label\na.wav,robin\na.wav,wren\nb.wav,robin\n")
     assert index(table, "--audio", tmp_path / "recording", "--out", tmp_path / "out") == 2
@@ -169,7 +169,7 @@ def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_told(recordin
     assert "--split recording=0.01 put no recording into test; of few" in capsys.readouterr().err
 
 
-def test_a_date_that_contradicts_the_files_name_is_told(tmp_path):
+def test_a_date_that_contradicts_the_files_name_is_reported(tmp_path):
     """Two of four dates have the day first, and the fourth, with its month first, decides the
     column."""
     names = [f"A_2024{month}{day}_053000.wav" for month, day in (("05", "01"), ("05", "12"), ("06", "03"), ("06", "14"))]

@@ -66,7 +66,7 @@ def hold(folder, began):
         time.sleep(60)
 
 
-def test_the_second_writer_of_a_folder_is_told(tmp_path):
+def test_the_second_writer_of_a_folder_is_reported(tmp_path):
     context = multiprocessing.get_context("spawn")
     began = context.Event()
     other = context.Process(target=hold, args=(tmp_path / "out", began), daemon=True)

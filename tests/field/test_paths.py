@@ -102,7 +102,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, c
     [("a\\b", "backslash"), ("gs:", "address"), ("x\udc80", "no UTF-8"), ("gs://bucket/run", "is an address")],
     ids=ascii,
 )
-def test_what_orbax_cannot_do_is_refused_before_the_first_step(tmp_path, monkeypatch, name, why):
+def test_paths_that_orbax_cannot_write_are_refused_before_the_first_step(tmp_path, monkeypatch, name, why):
     monkeypatch.chdir(tmp_path)
     tree = {"workload": "jaxtrain.workloads.trm", "loader": "loaders.sudoku.sudoku"}
     with pytest.raises(config_lib.ConfigError, match=f"(?s)config.workdir is .*{why}.*choose another folder"):

@@ -311,7 +311,7 @@ def watched(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _peak() -> int:
-    """The most memory [bytes] that this process has had."""
+    """The most memory [bytes] that this process has used."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

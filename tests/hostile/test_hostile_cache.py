@@ -1,4 +1,4 @@
-"""What lies in the cache in place of a kept file is made anew: nothing waits for it, nothing in it
+"""A damaged cache entry is made again: nothing waits for it, nothing in it
 is unpickled."""
 
 import gzip
@@ -52,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_is_read_or_made_anew(cache, tmp_path, kind):
+def test_a_damaged_cache_entry_is_not_used(cache, tmp_path, kind):
     said = plan_cache.Figures(1, 2, 3, 0.5, "text")
     plan_cache.keep("a", said)
     assert plan_cache.find("a") == said

@@ -104,7 +104,7 @@ def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monk
 
 
 @pytest.mark.parametrize("length", [-8, 32 << 20], ids=["to the end", "32 MiB"])
-def test_what_a_scan_says_besides_its_values_is_not_read(tmp_path, length):
+def test_header_extensions_of_a_scan_are_not_read(tmp_path, length):
     """An extension of its header that unpacks to gigabytes; its length need not be that."""
     content = b"\1\0\0\0" + length.to_bytes(4, "little", signed=True) + bytes(4 + (32 << 20) + 1000)
     path = scan(tmp_path / "a.nii.gz", (2, 2, 2, 2), content, offset=(32 << 20) + 352)
@@ -235,7 +235,7 @@ def test_a_sparse_file_is_not_given_to_tensorstore_whole(tmp_path, name, size, o
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_what_an_archive_says_of_a_member_is_bounded(tmp_path, capsys, kind):
+def test_the_size_that_an_archive_claims_for_a_member_is_bounded(tmp_path, capsys, kind):
     first, second = tarfile.TarInfo("a"), tarfile.TarInfo("b.wav")
     second.type, second.size = kind, 1 << 40
     with gzip.open(tmp_path / "a.tar.gz", "wb") as file:

@@ -42,7 +42,7 @@ def write(folder: pathlib.Path, header: bytes, *, length: int | None = None) -> 
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_a_header_that_lies_is_refused_whoever_reads_it(tmp_path, what):
+def test_a_header_that_lies_is_refused_by_every_reader(tmp_path, what):
     folder = write(tmp_path / "in", HEADERS[what])
     with pytest.raises(stored.StoredError, match="model.safetensors"):
         safetensors.reverse(str(folder), str(tmp_path / "out"))

@@ -42,7 +42,7 @@ def exchange(folder: pathlib.Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["a link", "the folder", "a pipe", "a device"])
-def test_what_takes_the_place_of_a_file_is_not_read(folder, what):
+def test_a_file_that_is_swapped_for_a_link_or_a_device_is_not_read(folder, what):
     found = files.inside(folder, "deep/a"), stored.inside(epath.Path(folder), "deep/a")
     exchange(folder, what)
     for each in found:

@@ -287,7 +287,7 @@ def test_patterns_without_bounds_are_refused(tmp_path, capsys, adapted, rules, r
     assert reason in said and len(said) < 5000
 
 
-def test_what_steers_a_terminal_is_printed_as_an_escape(tmp_path, capsys):
+def test_terminal_control_characters_are_printed_as_escapes(tmp_path, capsys):
     name = "\x1b[2J\u202e\udcff.jsonl"
     os.mkdir(tmp_path / "in")
     (tmp_path / "in" / name).write_text("no json\n")
@@ -318,7 +318,7 @@ def test_a_recording_outside_is_not_opened_before_it_is_refused(tmp_path, capsys
 @pytest.mark.parametrize(
     "job", [{"job": 1}, {"job": "--help"}, {"job": "1", "workdir": "x" * 5000}, {"job": "1", "workdir": "\x1b"}]
 )
-def test_jobs_that_are_none(tmp_path, capsys, monkeypatch, job):
+def test_invalid_jobs_are_refused(tmp_path, capsys, monkeypatch, job):
     monkeypatch.setenv("PATH", f"{pathlib.Path(__file__).parent / 'bin'}:{os.environ['PATH']}")  # a SLURM that knows no job
     inputs.jobs(tmp_path)
     (tmp_path / "slurm" / "jobs.jsonl").write_text(json.dumps({"workdir": str(tmp_path), **job}) + "\n")
@@ -415,7 +415,7 @@ def test_the_log_of_a_job_is_a_file_of_its_folder(tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().out == "\\u001b[2Jdone\n"
 
 
-def test_what_an_index_says_is_not_read_through_a_link_out_of_it(tmp_path):
+def test_an_index_does_not_lead_through_a_link_out_of_its_folder(tmp_path):
     (tmp_path / "index").mkdir()
     (tmp_path / "secret.json").write_text('{"root": "."}')
     (tmp_path / "index" / "index.json").symlink_to("../secret.json")

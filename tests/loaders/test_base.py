@@ -84,7 +84,7 @@ def test_reading_ahead_is_done_by_other_threads():
     assert threading.current_thread().name not in names
 
 
-def test_what_a_loader_need_not_say():
+def test_methods_that_a_loader_may_leave_out_have_defaults():
     loader = Plain()
     assert loader.fields == loader.buckets[-1] and loader.bucket_at(3) == 0
     assert loader.population is None and loader.diagnostics() == {}

@@ -193,7 +193,7 @@ def test_buckets_are_those_with_the_least_padding():
     assert costs[2] == best
 
 
-def test_what_cannot_be_used_is_left_out_and_told_up_to_a_budget(tmp_path, caplog):
+def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog):
     config = chat.corpus(tmp_path, n=30, bad_budget=0.2)
     samples = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "broken.wav").write_bytes(b"RIFF but no sound")
@@ -255,7 +255,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
         ({"tokenizer": ""}, "tokenizer", "empty"),
     ],
 )
-def test_mistakes_are_told(tmp_path, changes, field, text):
+def test_errors_are_reported(tmp_path, changes, field, text):
     config = dataclasses.replace(chat.corpus(tmp_path, n=2), **changes)
     assert [(f, text in t) for f, t in config.problems()] == [(field, True)]
 
@@ -278,7 +278,7 @@ def test_wave_files_of_any_rate(tmp_path):
     assert rvq.encode(wave, rate).shape == (2, 25)
 
 
-def test_a_place_that_cannot_be_written_is_told_with_the_remedy(tmp_path):
+def test_a_place_that_cannot_be_written_is_reported_with_the_remedy(tmp_path):
     config = chat.corpus(tmp_path, n=4)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="codes cannot be kept in .*file.*data.cache"):

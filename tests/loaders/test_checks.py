@@ -1,4 +1,4 @@
-"""Range and choice messages: which values are wrong, and what is said."""
+"""Messages about ranges and choices: which values are wrong, and the text."""
 
 from types import SimpleNamespace
 
@@ -44,5 +44,5 @@ def test_an_unknown_name_comes_with_those_that_are_allowed_and_the_nearest():
     assert found(checks.choice, 3, (4, 8)) == [("a", "is 3; expected one of: 4, 8")]
 
 
-def test_problems_of_a_part_are_told_by_its_path():
+def test_problems_of_a_part_are_reported_by_its_path():
     assert list(checks.under("sources[0]", [("share", "is 0")])) == [("sources[0].share", "is 0")]

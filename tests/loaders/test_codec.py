@@ -29,7 +29,7 @@ def learned():
     return codec.train(x, codebooks=4, size=64, components=64, rounds=8)
 
 
-def test_a_codec_hears_25_times_a_second_whatever_the_rate(learned):
+def test_a_codec_gives_25_codes_a_second_at_any_rate(learned):
     assert codec.FRAME_RATE == 25
     for n, rate, times in (
         (32_000, 32_000, 25),

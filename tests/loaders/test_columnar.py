@@ -27,7 +27,7 @@ def test_a_process_that_ends_as_soon_as_it_has_read_a_table_is_not_aborted(tmp_p
     assert [(each.returncode, each.stdout, each.stderr) for each in ended] == [(0, "7\n", "")] * 12
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
+def test_opening_a_pipe_in_place_of_a_table_does_not_block(tmp_path):
     (tmp_path / "folder").mkdir()
     for name, reason in (("folder", "is a folder"), ("missing", "does not exist")):
         with pytest.raises(files.FileError, match=reason), columnar.native(tmp_path / name):

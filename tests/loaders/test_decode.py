@@ -325,7 +325,7 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
     # the same names.
     ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan"],
 )
-def test_what_cannot_be_decoded_says_why(data, message):
+def test_a_recording_that_cannot_be_decoded_names_the_reason(data, message):
     with pytest.raises(ValueError, match=message):
         _rust.decode(data)
 

@@ -121,7 +121,7 @@ def test_full_corpus_is_balanced_small_and_free_of_codec_hints():
     assert min(seconds) == 3 and 30 < max(seconds) <= 60 and np.median(seconds) < np.mean(seconds)
 
 
-def test_the_outline_says_of_the_corpus_what_the_corpus_says(corpus, monkeypatch):
+def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
     """So that a run can be checked before a minute goes into making it."""
     monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
     monkeypatch.setattr(demo, "N_TEST", N_TEST)
@@ -195,7 +195,7 @@ def test_a_killed_maker_leaves_nothing_that_counts(corpus, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {made.name, "birds.lock"}
 
 
-def test_made_once_and_said_in_one_line(tmp_path, caplog):
+def test_the_corpus_is_made_once_and_reported_in_one_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="jaxtrain"):
         made = demo.ensure(tmp_path, n_train=2, n_test=1)
         stamp = (made / "dataset_dict.json").stat().st_mtime_ns
@@ -223,7 +223,7 @@ def test_a_changed_recipe_is_another_folder(tmp_path, monkeypatch):
     assert demo.ensure(tmp_path, n_train=1, n_test=1) != made
 
 
-def test_where_it_is_kept(monkeypatch, tmp_path):
+def test_the_corpus_is_kept_in_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("JAXTRAIN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -86,7 +86,7 @@ def test_mean_and_deviation_are_those_of_the_front_end():
         (dict(std=0.0), "std is 0.0; it must be a positive number"),
     ],
 )
-def test_front_ends_that_make_no_sense_are_reported(bad, said):
+def test_front_ends_that_are_invalid_are_reported(bad, said):
     assert any(f"{name} {text}".startswith(said) for name, text in FrontEnd(**bad).problems())
     if "f_min" not in bad and "f_max" not in bad:  # whose message names both
         with pytest.raises(ValueError, match=said.split("_ms")[0].split()[0]):

@@ -97,7 +97,7 @@ def test_recordings_of_several_classes(tmp_path, kind):
     assert drawn["labels"].tolist() == [expected[i] for i in drawn["index"]]
 
 
-def test_lists_that_are_none_are_named(tmp_path):
+def test_values_that_should_be_lists_are_named(tmp_path):
     corpus.save_to_disk(tmp_path / "lists", [lists([corpus.wav(0, 0.25)], [[0]])])
     with pytest.raises(DataError, match="multilabel=true"):
         spectrogram.facts(spectrogram.Config(train=str(tmp_path / "lists"), **QUICK))

@@ -65,12 +65,12 @@ def test_one_source_is_itself():
 
 
 @pytest.mark.parametrize("shares", [(), (1, 0), (1, -1), (1, float("nan"))])
-def test_shares_that_are_none(shares):
+def test_invalid_shares_are_refused(shares):
     with pytest.raises(DataError, match="shares are"):
         Mixture(shares, seed=0)
 
 
-def test_quotas_fill_a_block_whatever_the_shares():
+def test_quotas_fill_a_block_for_any_shares():
     rng = np.random.default_rng(0)
     for _ in range(200):
         shares = rng.random(rng.integers(1, 40)) ** rng.integers(1, 30)

@@ -24,7 +24,7 @@ VOLUMES, FRAMES, TIMES = 30, 218, 305
 
 
 def make(folder, *, viewers=3, audio="codes", volumes=VOLUMES, dtype=np.float16):
-    """Every frame, code and embedding is told by its value."""
+    """Every frame, code and embedding is known by its value."""
     (folder / "fmri").mkdir(parents=True)
     np.save(folder / "video.npy", np.arange(FRAMES, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 3), np.uint8))
     times = np.arange(TIMES)[:, None] * 3 + np.arange(2)
@@ -217,7 +217,7 @@ def test_an_average_is_over_the_viewers(config):
         ("short", "the video ends .* s before the last of 30 volumes"),
     ],
 )
-def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
+def test_a_folder_that_does_not_fit_together_is_reported(config, change, message):
     folder = pathlib.Path(config.path)
     if isinstance(change, dict):
         config = replace(config, **change)
@@ -258,14 +258,14 @@ def test_a_folder_that_does_not_fit_together_is_told(config, change, message):
         (dict(version=2), "format version 2; expected 1"),
     ],
 )
-def test_an_entry_of_dataset_json_that_means_nothing_is_told(config, entry, message):
+def test_an_entry_of_dataset_json_that_means_nothing_is_reported(config, entry, message):
     amend(config, **entry)
     with pytest.raises(DataError, match=message):
         multimodal.facts(config)
 
 
 @pytest.mark.parametrize("content", ["[]", "", "{", '"a"', "{}"])
-def test_a_dataset_json_that_is_none_is_told(config, content):
+def test_an_invalid_dataset_json_is_reported(config, content):
     (pathlib.Path(config.path) / "dataset.json").write_text(content)
     film_files._open_once.cache_clear()
     with pytest.raises(DataError, match="film"):
@@ -273,7 +273,7 @@ def test_a_dataset_json_that_is_none_is_told(config, content):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\3\4", None])
-def test_an_array_that_is_broken_or_empty_is_told(config, content):
+def test_an_array_that_is_broken_or_empty_is_reported(config, content):
     """By its name."""
     path = pathlib.Path(config.path) / "fmri" / "s1.npy"
     if content is None:
@@ -304,13 +304,13 @@ def test_a_response_that_is_cut_off_at_its_start_is_refused(config, seconds):
         rows_of(replace(config, hrf=("text",), hrf_seconds=seconds))
 
 
-def test_mistakes_of_a_config_are_told_together(tmp_path):
+def test_config_errors_are_reported_together(tmp_path):
     wrong = Config(path=str(tmp_path), frame_skip=0, padding="none", hrf=("smell", "video"), hrf_norm="peak", test_share=1.0)
     assert {name for name, _ in wrong.problems()} == {"path", "frame_skip", "padding", "hrf", "hrf_norm", "test_share"}
     assert {name for name, _ in Config(subjects=("a", "a"), hrf_seconds=1e9).problems()} == {"subjects", "hrf_seconds"}
 
 
-def test_a_folder_that_was_made_anew_is_read_anew(config):
+def test_a_folder_that_was_rewritten_is_read_again(config):
     assert multimodal.facts(config)["audio"] == "codes"
     path = pathlib.Path(config.path)
     shutil.rmtree(path)
@@ -325,7 +325,7 @@ def test_a_split_that_segments_leave_nothing_of_names_them(config):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_contents_that_no_step_should_see_are_told_before_the_first(config, monkeypatch, tmp_path, known):
+def test_contents_that_no_step_should_see_are_reported_before_the_first(config, monkeypatch, tmp_path, known):
     """A folder made by hand: with checksums, or without."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     folder = pathlib.Path(config.path)

@@ -71,7 +71,7 @@ def test_the_block_order_is_a_bijection_that_the_reference_knows(size, window):
         np.testing.assert_array_equal(_rust.block_order(seed, epoch, stops, window, places), found[places])
 
 
-def test_blocks_lie_in_one_shard_and_side_by_side():
+def test_blocks_are_contiguous_within_one_shard():
     rows = np.setdiff1d(np.arange(1100), np.arange(3, 1100, 7))
     stops = order.block_stops(rows, SHARDS, 32)
     for begin, end in zip([0, *stops[:-1]], stops, strict=True):

@@ -269,7 +269,7 @@ def test_a_row_without_a_recording_is_refused(ramps):
         _rust.Index([shard])
 
 
-def test_events_read_as_clips_are_a_mistake(tmp_path):
+def test_events_read_as_clips_are_an_error(tmp_path):
     """As in BirdSet's test: the recording of a row is there several times, and rows say when their
     event begins."""
     rows = corpus.table([corpus.wav(0)] * 3, [0, 1, 0])

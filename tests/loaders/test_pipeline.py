@@ -364,7 +364,7 @@ def test_promise_11_null_audio_is_a_bad_recording(tmp_path):
     assert "row 1 (row 1 of this shard): holds no audio bytes, only the path" in pipeline.diagnostics()["bad_list"][0][1]
 
 
-def test_plans_that_make_no_sense(mixed):
+def test_invalid_plans_are_refused(mixed):
     for options, match in (
         ({"rows": []}, "rows is empty"),
         ({"ranges": [(0, 9)]}, r"range \[0, 9\) is not a part of a batch of 8"),

@@ -135,7 +135,7 @@ def test_an_index_keeps_its_rows_and_parts(tmp_path):
     assert min(likeness) > 0.5, likeness  # half a sample apart; another channel or part would have none
 
 
-def test_what_does_not_fit_is_refused_by_name(folder, tmp_path):
+def test_recordings_that_do_not_fit_are_refused_by_name(folder, tmp_path):
     out = tmp_path / "out"
     prepared.prepare(str(folder), out, prepared.Settings(sample_rate=24_000))
     with pytest.raises(DataError, match="prepared with sample_rate=24000, and data.sample_rate is 32000"):

@@ -336,7 +336,7 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_listed_together_and_nothing_is_written(recordings, tmp_path, capsys):
+def test_errors_are_listed_together_and_nothing_is_written(recordings, tmp_path, capsys):
     lines = ["file,start,end,label", *(text for text, _ in MISTAKES.values()), "d.ogg,1,2,x"]
     (tmp_path / "t.csv").write_text("\n".join(lines))
     (tmp_path / "classes.txt").write_text("x\ny\n")
@@ -397,7 +397,7 @@ def test_broken_recordings_are_a_line_each(recordings, tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read(recordings, tmp_path, capsys):
+def test_files_and_folders_without_permission_are_counted(recordings, tmp_path, capsys):
     (recordings / "closed").mkdir(mode=0)
     (recordings / "a.wav").chmod(0)
     err = index(recordings, "--labels=none", "--out", tmp_path / "out", code=2, capsys=capsys)
@@ -544,7 +544,7 @@ def test_each_channel_as_a_row(tmp_path, capsys):
     assert "bad-row: 1 (refused)" in err and "s.wav has 2 channels, and no channel 2 from 0" in err
 
 
-def test_an_index_may_lie_beside_its_recordings(recordings, tmp_path, capsys, monkeypatch):
+def test_an_index_may_lie_next_to_its_recordings(recordings, tmp_path, capsys, monkeypatch):
     """In the folder that it is made of, or the folder where the command is given; the same command
     again finds it there."""
     for n in (4, 0):
@@ -555,7 +555,7 @@ def test_an_index_may_lie_beside_its_recordings(recordings, tmp_path, capsys, mo
     assert rows(tmp_path / "here") == rows(recordings / "index")
 
 
-def test_what_leaves_nothing_is_said(recordings, tmp_path, capsys):
+def test_a_selection_that_leaves_no_rows_is_reported(recordings, tmp_path, capsys):
     said = {"": "is empty; expected a table", "file,start,end,label\n": "they name no recording"}
     for text, what in said.items():
         (tmp_path / "t.csv").write_text(text)

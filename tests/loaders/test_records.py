@@ -20,7 +20,7 @@ def make(path, made_of, stop=None):
 
 
 @pytest.mark.parametrize("torn", [0, 1, 5])
-def test_an_interrupted_file_goes_on_behind_its_last_whole_record(tmp_path, torn):
+def test_an_interrupted_file_is_continued_after_its_last_complete_record(tmp_path, torn):
     path = tmp_path / "out [1].txt"
     with pytest.raises(KeyboardInterrupt):
         make(path, "ab", stop=2)
@@ -33,7 +33,7 @@ def test_an_interrupted_file_goes_on_behind_its_last_whole_record(tmp_path, torn
     assert path.read_bytes() == b"".join(RECORDS) and list(tmp_path.iterdir()) == [path]
 
 
-def test_another_command_begins_anew_and_leaves_nothing_behind(tmp_path):
+def test_another_command_starts_over_and_leaves_nothing_behind(tmp_path):
     path = tmp_path / "out.txt"
     with pytest.raises(KeyboardInterrupt):
         make(path, ("a", 1), stop=2)

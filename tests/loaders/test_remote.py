@@ -215,7 +215,7 @@ def test_the_cache_is_bounded_and_what_is_in_use_stays(store, tmp_path, monkeypa
         remote.fetch(f"{store.url}/birds/train/")
 
 
-def test_what_a_server_claims_removes_nothing_until_it_comes(store, tmp_path, monkeypatch):
+def test_a_servers_claimed_size_evicts_nothing_from_the_cache_before_the_bytes_arrive(store, tmp_path, monkeypatch):
     first = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
     whole = content(first)
     size = sum(map(len, whole.values()))

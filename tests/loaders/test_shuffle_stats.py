@@ -1,5 +1,5 @@
 """Measures of shuffling: independent draws meet their expectations, and orders that are not
-shuffled are told."""
+shuffled are reported."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_the_global_order_is_shuffled_and_repeats_nothing():
     assert last["window_unique"] == 70 * BATCH > last["window_unique_expected"]
 
 
-def test_an_order_that_is_not_shuffled_is_told():
+def test_an_order_that_is_not_shuffled_is_reported():
     found = record(np.arange(N)[: 70 * BATCH].reshape(-1, BATCH))[-1]
     assert found["chi2_shard"] > 20 * found["chi2_shard_expected"] and found["chi2_div"] > 20
     assert found["chi2_mod"] < 0.1 < 0.9 < found["chi2_mod_expected"], "neighbours are spread too evenly"

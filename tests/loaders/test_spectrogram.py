@@ -50,7 +50,7 @@ def test_defaults_have_no_problems():
     assert problems() == {}
 
 
-def test_facts(folder):
+def test_dataset_info_counts_recordings_and_classes(folder):
     assert spectrogram.facts(config(folder)) == {
         "n_train": 40,
         "n_test": 10,
@@ -69,7 +69,7 @@ def test_facts(folder):
     assert spectrogram.facts(config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test")))["n_train"] == 38
 
 
-def test_fields_are_what_a_batch_holds(folder):
+def test_the_element_spec_describes_a_batch(folder):
     for split in ("train", "test"):
         found = loader(config(folder), split)
         position, batch = next(found)
@@ -123,7 +123,7 @@ def test_recordings_are_excluded_by_their_path(folder, tmp_path):
     assert "which is not a file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
 
 
-def test_recordings_beside_the_shards(tmp_path):
+def test_recordings_next_to_the_shards(tmp_path):
     for i in range(6):
         (tmp_path / f"{i}.wav").write_bytes(corpus.wav(i, 0.25))
     shard = corpus.write_parquet(tmp_path / "shards" / "s.parquet", corpus.table([None] * 6, [0] * 6))
@@ -243,7 +243,7 @@ def only_train(parent):
     return parent / "only"
 
 
-def test_numbers_that_make_no_sense_are_reported_together():
+def test_numbers_that_are_invalid_are_reported_together():
     found = problems(
         test_share=1.0, bad_budget=-0.1, threads=-1, depth=0, exclude=(4, -1), clip_seconds=6.0, views=0, dtype="half"
     )

@@ -293,7 +293,7 @@ def test_a_mixture_keeps_its_shares_pads_and_numbers_its_tasks():
         sudoku.make_loader(config, split="train", rows=Rows(1, ((0, 1),)), seed=0)
 
 
-def test_what_a_checkpoint_checks():
+def test_a_checkpoint_compares_the_settings_of_its_data():
     def state(config, seed=0):
         return sudoku.make_loader(config, split="train", rows=Rows(12, ((0, 12),)), seed=seed).state(7)
 
@@ -308,7 +308,7 @@ def test_what_a_checkpoint_checks():
 
 
 @pytest.mark.parametrize("kind, what", [("csv", "sudoku"), ("npy", "sudoku"), ("csv", "maze"), ("csv", "lights")])
-def test_what_the_command_writes_is_what_is_read(tmp_path, kind, what):
+def test_the_loader_reads_the_boards_that_the_command_wrote(tmp_path, kind, what):
     arguments = ["--train=30", "--test=9", "--blanks", "20", "40", "--seed=3", "--side=8", f"--format={kind}"]
     assert sudoku_command.main([str(tmp_path / "out"), f"--kind={what}", *arguments]) == 0
     made = sudoku.generate(sudoku.Source(kind=what, n_train=30, n_test=9, blanks=(20, 40), side=8), 3)
@@ -328,7 +328,7 @@ def write_csv(folder, rows):
             csv.writer(file).writerows([("source", "question", "answer", "rating"), *rows])
 
 
-def test_a_csv_is_drawn_from_and_its_mistakes_are_named(tmp_path):
+def test_a_csv_is_drawn_from_and_its_errors_are_named(tmp_path):
     answer = "1234341221434321"
     blank = (0, 1, 2, 3, 4, 5, 8, 10, 12, 15)  # in this order, one solution is left
     rows = [(str(i), "".join("." if c in blank[:i] else d for c, d in enumerate(answer)), answer, i) for i in range(10)]
@@ -424,7 +424,7 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
         batches(config, 1, batch=2)
 
 
-def test_mistakes_of_the_config_are_named():
+def test_errors_of_the_config_are_named():
     wrong = sudoku.Source(kind="chess", share=0, path="no such folder")
     config = sudoku.Config(
         (wrong, replace(SMALL, blanks=(9, 3)), replace(SMALL, grade="hardest"), replace(SOURCES["maze"], grade="easy"))

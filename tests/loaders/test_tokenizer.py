@@ -109,7 +109,7 @@ def test_tokens_that_only_the_companions_have(tmp_path):
     assert open_tokenizer(path).vocab == 7, "by added_tokens.json"
 
 
-def test_a_tokenizer_beside_another_has_none_of_its_files(tmp_path, capsys):
+def test_a_tokenizer_next_to_another_uses_none_of_its_files(tmp_path, capsys):
     other = words(tmp_path / "t", {"[unk]": 0, "to": 1})
     (other.parent / "tokenizer_config.json").write_text('{"eos_token": "to"}')
     own = other.parent / "mine.json"
@@ -142,7 +142,7 @@ def test_a_continuation_keeps_the_blank_before_it(tmp_path, kind):
     assert tokenizer_lib.continuation(opened.decode, prompt, [2], "To") == " be", "as the tokenizer does not say it"
 
 
-def test_files_that_are_none_are_named(tmp_path):
+def test_invalid_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(DataError, match="tokenizer.json cannot be read as a tokenizer.json of Hugging Face"):
         open_tokenizer(tmp_path / "tokenizer.json")

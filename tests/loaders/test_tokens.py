@@ -64,7 +64,7 @@ def test_an_epoch_holds_every_prediction_of_every_document_once(tmp_path):
     assert first != second and len(first) != 0
 
 
-def test_rows_speak_for_themselves(tmp_path):
+def test_rows_hold_whole_documents_and_the_next_token_as_target(tmp_path):
     """Segments are documents side by side; a target is the next token of its own; no document that
     fits is cut."""
     documents = corpus(tmp_path / "x")
@@ -86,7 +86,7 @@ def test_rows_speak_for_themselves(tmp_path):
 
 
 def test_best_fit_is_best_fit_decreasing():
-    """Against the rule said plainly, one length after the other."""
+    """Compared with the plain rule, one length after the other."""
     rng = np.random.default_rng(0)
     for capacity in (1, 7, 50, 300):
         for n in (0, 1, 40, 400):
@@ -103,7 +103,7 @@ def test_best_fit_is_best_fit_decreasing():
 
 
 @pytest.mark.parametrize("packing", tokens.PACKINGS)
-def test_position_says_it_all(tmp_path, packing):
+def test_a_batch_depends_only_on_its_position(tmp_path, packing):
     """Any start, any batch size, any split over processes: row number s is the same."""
     corpus(tmp_path / "a")
     corpus(tmp_path / "b", seed=1, n=90)
@@ -199,7 +199,7 @@ def test_diagnostics_report_padding_shares_and_passes(tmp_path):
     assert np.dot(found["padding"], found["share"]) == pytest.approx(padding) and padding < 0.05
 
 
-def test_mistakes_are_named(tmp_path):
+def test_errors_are_named(tmp_path):
     def fails(config, match):
         with pytest.raises(DataError, match=match):
             tokens.make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=0)

@@ -72,7 +72,7 @@ def test_xla_equals_the_definition(case):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c["packed"]], ids=str)
-def test_an_odd_length_sees_nothing_of_what_makes_it_even(case):
+def test_padding_an_odd_length_changes_no_result(case):
     """What cuDNN's kernel is given, by XLA: 127 places, as a ViT's patches and its CLS token
     are."""
     q, key, v, segments = (x[:, :127] for x in inputs())
@@ -158,7 +158,7 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
 
 
 def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
-    """Bytes that XLA plans for 8 devices, beside those of all weights at once: T × T a head."""
+    """Bytes that XLA plans for 8 devices, against all weights at once: T × T a head."""
     t, h = 4096, 2
     shard = make_layout(make_mesh(1, 8, 1), {"batch": "data", "seq": "fsdp"}).shard
     ring = Ring("fsdp", 8, chunk=64)
@@ -177,7 +177,7 @@ def lowered(f, *args):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_a_gpu_is_given():
+def test_a_program_for_gpus_holds_a_fused_attention_kernel():
     """From a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels or
     Triton's."""
 

@@ -1,8 +1,8 @@
 """Attention compiled for eight H100s and for TPUs, without any: which kernels are called, and what
 a device holds and moves.
 
-The compilers are those of `--plan-setup gpu` and `--plan-setup tpu`, fetched once; where they
-cannot be had, the tests skip. `FULL` has every mesh with every mask; it is slow.
+The compilers are those of `--plan-setup gpu` and `--plan-setup tpu`, fetched once. Without
+them the tests skip. `FULL` has every mesh with every mask; it is slow.
 """
 
 import json

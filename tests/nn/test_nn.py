@@ -57,8 +57,7 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
 
 
 def test_cross_entropy_never_holds_all_logits():
-    """Bytes that XLA plans beside the arguments: gradients, and a chunk's logits instead of 2048 ×
-    4096 of them."""
+    """Bytes besides the arguments: gradients, and a chunk's logits instead of 2048 × 4096."""
     n, d, v = 2048, 8, 4096
     shard = shard_on(1, 1, 1)
 
@@ -75,7 +74,7 @@ def test_cross_entropy_never_holds_all_logits():
 
 
 @pytest.mark.parametrize("word", ["full", "save b", "save a,b"])
-def test_what_is_recomputed_changes_no_number(word):
+def test_rematerialisation_changes_no_number(word):
     stack = jax.random.normal(jax.random.key(0), (7, 4, 4)) / 2
     x = jax.random.normal(jax.random.key(1), (3, 4))
 
@@ -91,7 +90,7 @@ def test_what_is_recomputed_changes_no_number(word):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1.5e-5), expected, found)  # of up to 15
 
 
-def test_recomputing_keeps_less():
+def test_rematerialisation_keeps_fewer_activations():
     def kept(word):
         def layer(x, w):
             y = remat.name(jnp.tanh(x @ w), "a")
@@ -107,7 +106,7 @@ def test_recomputing_keeps_less():
     assert full < kept("save a") < none
 
 
-def test_a_wrong_choice_is_told():
+def test_an_unknown_choice_is_reported():
     names = ("qkv", "mlp")
     assert not [*remat.problems("full", names), *remat.problems("save qkv,mlp", names)]
     for word, text in (("some", "expected one of: none, full"), ("save ", "expected one of"), ("save x", "qkv, mlp")):

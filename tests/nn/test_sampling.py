@@ -99,7 +99,7 @@ def test_an_environment_scores_by_weighted_functions():
     assert means == pytest.approx({"reward": 2 / 3, "same_length": 2 / 3, "is_right": 1 / 3})
 
 
-def test_an_environment_that_cannot_be_used_is_a_mistake_of_the_config():
+def test_an_environment_that_cannot_be_used_is_an_error_of_the_config():
     for target, text in (
         (language.Target(module="no_such_module"), "No module named"),
         (language.Target(module=__name__, arguments={"m": "3"}), "load_environment"),

@@ -187,7 +187,7 @@ def test_masters_work_under_any_optimizer():
     np.testing.assert_allclose(state.masters["w"], 1 - 3e-5, rtol=1e-6)
 
 
-def test_a_schedule_of_ones_own_gives_learning_rates(monkeypatch):
+def test_a_users_schedule_gives_the_learning_rates(monkeypatch):
     own(monkeypatch, falling=lambda steps, learning_rate, low=0.0: lambda step: learning_rate * (1 - step / steps) + low)
     optim = Optim(name="sign_sgd", lr=0.5, schedule="own_optim:falling", schedule_arguments={"low": 0.25}, clip=0.0)
     optim = replace(optim, weight_decay=0.0)

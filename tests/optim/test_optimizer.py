@@ -292,7 +292,7 @@ SMALL = Optim(lr=3e-3, weight_decay=0.0, schedule="constant")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_moments_in_few_bits_train_alike_and_take_their_bytes(name):
+def test_moments_in_few_bits_train_equally_well_and_take_fewer_bytes(name):
     optim = replace(SMALL, name=name, lr=3e-4 if name == "lion" else 3e-3)
     n, moments = 64 * 128 * 2, 2 if name == "adamw" else 1
     whole, *_ = descend(optim)

@@ -162,7 +162,7 @@ def test_of_many_contenders_for_an_expired_lease_one_takes_over(tmp_path, start)
         assert [p.name for p in folder.iterdir()] == ["lease.json"]
 
 
-def test_of_many_runs_that_start_at_once_one_goes_on(tmp_path, start):
+def test_of_many_runs_that_start_at_once_one_trains(tmp_path, start):
     many = [start(tmp_path, DELAY="0.3") for _ in range(4)]
     said = [process.says() for process in many]
     assert said.count("holder") == 1 and sum("in use" in text for text in said) == 3, said
@@ -176,7 +176,7 @@ def test_a_contender_that_is_killed_while_it_writes_stops_nobody(tmp_path, start
     assert start(tmp_path).says() == "holder"
 
 
-def test_another_machine_is_believed_dead_after_its_silence_and_alive_by_a_sign(tmp_path, start):
+def test_another_machine_counts_as_dead_after_the_lease_timeout_and_alive_after_a_heartbeat(tmp_path, start):
     there = start(tmp_path, ELSEWHERE="there")
     assert there.says() == "holder"
     message = start(tmp_path, LEASE_TIMEOUT="30").says()  # it hears a heartbeat
@@ -232,7 +232,7 @@ def test_a_lease_that_cannot_be_read_expires_after_its_timeout(tmp_path, kind, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_run_writes_under_that_name_is_refused_by_name(tmp_path):
+def test_a_special_or_huge_lease_file_is_refused_by_name(tmp_path):
     path = tmp_path / "lease.json"
     for make, undo in (
         (lambda: path.symlink_to("/dev/zero"), path.unlink),
@@ -249,7 +249,7 @@ def test_what_no_run_writes_under_that_name_is_refused_by_name(tmp_path):
         undo()
 
 
-def test_what_went_away_is_noticed_and_what_was_only_removed_is_written_again(tmp_path):
+def test_a_lost_workdir_is_noticed_and_a_removed_lease_is_written_again(tmp_path):
     workdir = tmp_path / "run"
     with Lease([str(workdir)]) as lease:
         (workdir / "lease.json").unlink()
@@ -374,7 +374,7 @@ def test_a_file_that_went_with_its_workdir_is_no_error_of_the_file(tmp_path, cap
             picture.touch()
 
 
-def test_what_process_0_lost_is_lost_for_all(monkeypatch):
+def test_a_workdir_that_process_0_lost_ends_every_process(monkeypatch):
     def process(found):
         host = ProcessContext(config_lib.Config(workdir="runs/toy"))
         host._processes, host._signals = 2, cluster_lib.StopSignals(())

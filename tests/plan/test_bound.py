@@ -131,7 +131,7 @@ def test_an_array_counts_as_its_part_on_one_device():
     assert found == [7 * X / 4, 7 * X / 4, X / 4, 7 * W / 4]
 
 
-def test_what_is_computed_again_is_not_kept():
+def test_recomputed_activations_are_not_counted():
     def loss(x, ws):
         return squares(jax.lax.scan(jax.checkpoint(layer), x, ws)[0])
 

@@ -10,7 +10,7 @@ from jaxtrain.plan import compile as compile_lib
 
 
 @pytest.mark.usefixtures("libtpu")
-def test_what_a_tpus_compiler_lets_fit_is_told_to_fit():
+def test_a_step_that_the_tpu_compiler_makes_fit_is_reported_to_fit():
     """Four layers that are computed again, 4 M rows of 128: libtpu calls 16.4 GB temporaries, which
     with x are 18 of 17 GB."""
 

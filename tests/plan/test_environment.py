@@ -1,5 +1,4 @@
-"""The compilers' environments: what is fetched, that only a whole one counts, and what is said
-where none can be had."""
+"""The compilers' environments: their packages, incomplete ones, and the message without one."""
 
 import concurrent.futures
 import importlib.metadata
@@ -71,7 +70,7 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
     assert plan_command.main(["--setup", "gpu"]) == 0 and "is there already" in capsys.readouterr().out
 
 
-def test_an_environment_without_pip_is_told(cache, monkeypatch, capsys):
+def test_an_environment_without_pip_is_reported(cache, monkeypatch, capsys):
     """As `uv venv` makes one: nothing is wrong with the network."""
     monkeypatch.setitem(sys.modules, "pip", None)
     assert plan_command.main(["--setup", "gpu"]) == 2
@@ -91,7 +90,7 @@ def test_a_folder_without_a_whole_mark_is_not_taken_for_an_environment(mark, cac
     assert environment.find("gpu") and len(pip.commands) == 1
 
 
-def test_what_a_killed_set_up_left_is_removed_by_the_next(cache, pip):
+def test_leftovers_of_a_killed_set_up_are_removed_by_the_next_one(cache, pip):
     place = environment.folder("gpu")
     left, other = (place.with_name(f".{name}.partial") for name in (place.name, environment.folder("tpu").name))
     (left / "packages").mkdir(parents=True), other.mkdir()

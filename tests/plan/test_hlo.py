@@ -58,7 +58,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_what_is_executed_how_often_over_which_axes_and_how_much():
+def test_collectives_are_counted_with_their_axes_and_bytes():
     found = {c.kind: c for c in hlo.collectives(PROGRAM)}
     assert set(found) == {"all-reduce", "all-gather", "reduce-scatter"}
     reduce, gather, scatter = found["all-reduce"], found["all-gather"], found["reduce-scatter"]

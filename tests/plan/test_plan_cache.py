@@ -1,4 +1,4 @@
-"""What a compiler said is kept: the same plan is compiled once."""
+"""The compiler's figures are kept: the same plan is compiled once."""
 
 import types
 
@@ -61,7 +61,7 @@ def test_a_program_is_compiled_once_for_its_devices_options_and_compilers(asked,
     assert len(list(path.parent.iterdir())) < 4 and take(xla_cpu_enable_fast_min_max=True).again
 
 
-def test_what_does_not_fit_is_known_too_and_a_cache_that_cannot_be_written_costs_nothing(asked, tmp_path, monkeypatch):
+def test_plans_that_do_not_fit_are_cached_too_and_an_unwritable_cache_is_harmless(asked, tmp_path, monkeypatch):
     program, times = small(1), []
 
     def refuse(*_):

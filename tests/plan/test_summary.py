@@ -16,7 +16,7 @@ from tests.plan.cases import ROOT, load, on
 
 
 @pytest.mark.usefixtures("libtpu")
-def test_a_topology_that_there_is_not_is_an_error():
+def test_an_unknown_topology_is_an_error():
     with pytest.raises(plan.PlanError, match="libtpu knows no such topology"):
         plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
 
@@ -64,7 +64,7 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     assert rows["objective/supervised/b"] == "whole; vocab (14) does not divide"
 
 
-def test_what_speaks_against_a_run_is_told(tmp_path, monkeypatch):
+def test_problems_of_a_planned_run_are_reported(tmp_path, monkeypatch):
     config = load("bird", tmp_path, monkeypatch, ("model.embed", "16384"), ("model.depth", "40"), ("checkpoint.keep", "100000"))
     text, well = plan.report(config, "gpu:l40sx1")
     assert not well
@@ -117,7 +117,7 @@ def test_a_plan_makes_no_array(tmp_path, monkeypatch):
 TIGHT = (("model.embed", "2048"), ("model.depth", "56"), ("train.batch", "64"), ("train.ema", "0.99"))
 
 
-def test_what_does_not_fit_is_told_with_the_single_changes_that_would_make_it(tmp_path, monkeypatch):
+def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit(tmp_path, monkeypatch):
     target = plan.parse_target("gpu:l40sx8")
     text, well = plan.report(load("bird", tmp_path, monkeypatch, *TIGHT), target.name)
     told = next(line for line in text.splitlines() if line.startswith("problem: it"))
@@ -139,7 +139,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_pat
     assert len(jax.live_arrays()) == before and not (tmp_path / "checkpoints").exists()
 
 
-def test_a_run_for_which_a_device_has_too_little_memory_names_the_plan(tmp_path, monkeypatch, capsys):
+def test_a_run_that_exceeds_a_devices_memory_names_the_plan(tmp_path, monkeypatch, capsys):
     def exhaust(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nBuffers: …")
 

@@ -36,7 +36,7 @@ def test_intervals_are_wilsons(right, of, low, high):
         assert abs(right / of - p) == pytest.approx(classes.Z * np.sqrt(p * (1 - p) / of), abs=1e-9)
 
 
-def test_lines_that_are_none_are_left_out(tmp_path):
+def test_invalid_lines_are_left_out(tmp_path):
     good = classes.line(*counted(np.array([0, 0, 1]), np.array([0, 1, 1]), 2))
     odd = [
         {"rows": [1]},

@@ -129,7 +129,7 @@ def test_the_page_says_what_the_files_say(page):
     assert text.count('src="data:image/png') == 2 and "Order of the examples" not in text, "what there is, and no more"
 
 
-def test_the_page_is_one_file_that_believes_no_text_of_a_run(page):
+def test_the_page_is_one_file_and_escapes_every_text_of_a_run(page):
     text = page.read_text()
     assert len(text) < 5e6 and EVIL not in text and html.escape(EVIL) in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", re.sub(r'id="library">.*?</script>', "", text))
@@ -160,7 +160,7 @@ def test_several_runs_are_ranked_and_compared(sweep):
     assert {curve["run"] for chart in data["charts"] if "curves" in chart for curve in chart["curves"]} == set(range(12))
 
 
-def test_pictures_that_have_no_room_are_told_in_one_line(tmp_path):
+def test_pictures_that_have_no_room_are_reported_in_one_line(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)  # 90 kB, of which each run has two
     for i in range(12):
         path = make(tmp_path / f"{i:02}")

@@ -97,7 +97,7 @@ with jax.profiler.trace(sys.argv[1]):
 
 
 def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
-    """Its operations have the number that it had where it was compiled; here that is another
+    """Its operations have the number of the process that compiled it; here that is another
     program's."""
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for others in (0, 12):
@@ -107,7 +107,7 @@ def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
         assert found[0][0].startswith("mine/") and sum(share for name, share, _ in found if name.startswith("mine/")) > 0.5
 
 
-def test_operations_that_run_side_by_side_share_their_time():
+def test_operations_that_run_next_to_each_other_share_their_time():
     """Forward from 0 to 10 on two threads, backward from 6 to 10 on one, nothing until 16, then 4
     of the optimizer."""
     forward, backward, update = (

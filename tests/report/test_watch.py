@@ -61,7 +61,7 @@ def test_the_page_follows_the_run_and_is_made_again_only_then(served):
     assert ask(port, "/token/version")[0] == 200
 
 
-def test_nobody_else_is_answered(served):
+def test_requests_without_the_token_are_refused(served):
     _, port = served
     for path in ("/", "/other/", "/token/../config.json", "/token/config.json", "/token", "/t%6fken/"):
         assert ask(port, path)[0] == 404, path
@@ -69,7 +69,7 @@ def test_nobody_else_is_answered(served):
     assert ask(port, "/token/", host=f"localhost:{port}")[0] == 200
 
 
-def test_strangers_keep_nobody_out_and_fill_no_console(served, monkeypatch, capfd):
+def test_unauthenticated_requests_block_no_reader_and_print_nothing(served, monkeypatch, capfd):
     _, port = served
     monkeypatch.setattr(loopback, "AT_ONCE", 3)
     with contextlib.ExitStack() as closing:

@@ -39,7 +39,7 @@ def data_of(page):
 
 
 def assert_drawn(page, folder):
-    """Opens a page in a browser: every chart has marks, and nothing is said on the console."""
+    """Opens a page in a browser: every chart has marks, and the console is empty."""
     command = [chromium.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
     command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -63,7 +63,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_the_remedy(folder, capfd, 
 
 
 @pytest.mark.parametrize("arguments", [["--codecs=ape"], ["--peers=nobody"], ["--threads=4096"], ["--recordings=1"]])
-def test_bad_arguments_say_what_there_is(arguments, capsys):
+def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     with pytest.raises(SystemExit):
         bench_loader.main(arguments)
     error = capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
 
 
 def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
-    """No Docker and no cluster are here: what would be typed is read, beside what it names."""
+    """Without Docker or a cluster: the commands are compared with the files that they name."""
     page = (FOLDER.parents[1] / "docs" / "install.md").read_text()
     build, run, secret, apply = [shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)]
     assert build[:2] == ["docker", "build"] and FOLDER.parents[1] / build[build.index("--file") + 1] == DOCKERFILE
@@ -81,7 +81,7 @@ def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
     assert FOLDER.parents[1] / apply[apply.index("--filename") + 1] == JOB
 
 
-def test_a_pod_that_saved_is_made_again_and_a_mistake_ends_the_job():
+def test_a_pod_that_saved_is_made_again_and_an_error_ends_the_job():
     _, job = yaml.safe_load_all(JOB.read_text())
     rules = {
         code: rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"] for code in rule["onExitCodes"]["values"]

@@ -33,7 +33,7 @@ def test_the_folds_leave_out_every_recording_once():
     assert left_out[5][0] == 0 and left_out[1][0] == 80 and left_out[4][-1] == 399
 
 
-def test_what_was_trained_with_other_overrides_is_not_taken_for_it(tmp_path, capsys):
+def test_a_run_with_other_overrides_is_not_reused(tmp_path, capsys):
     (tmp_path / "mae_1").mkdir()
     noted = {"path": "/esc10", "overrides": ["--config.train.steps=9"], "cpu_seconds": 3.5}
     (tmp_path / "mae_1" / "finished.json").write_text(json.dumps(noted))

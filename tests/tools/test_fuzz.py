@@ -72,7 +72,7 @@ def test_a_crash_that_comes_again_is_found_again(tmp_path, target):
         assert [path.name for path in result.found] == ["crash-1"] and result.runs == 10
 
 
-def test_a_target_goes_on_until_it_had_its_cpu_time(tmp_path, target):
+def test_a_target_is_fuzzed_until_its_cpu_time_is_used(tmp_path, target):
     """However little of it a busy machine gives by the clock."""
     result = fuzz.fuzz("wav", target(0.4), tmp_path / "corpus", tmp_path / "found", seconds=1.0)
     asked = [int(line) for line in (tmp_path / "asked").read_text().split()]

@@ -57,7 +57,7 @@ def test_a_gradient_that_differs_is_found_and_named():
     assert all(check.well for check in correctness.compare("x", (2.0, grads), (2.0, grads), "float32"))
 
 
-def test_a_process_that_fails_or_hangs_is_told_and_ends_no_other(tmp_path):
+def test_a_process_that_fails_or_hangs_is_reported_and_ends_no_other(tmp_path):
     args = gpu_check.parse(["--quick"])
     result, why = gpu_check.run(gpu_check.Unit("model", "no-such-case"), args, tmp_path, 60)
     assert result is None and "StopIteration" in why and why.endswith("ended with code 1")
@@ -98,13 +98,13 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
         (["--only=feeding,state", "--models=trm"], "gpu", []),
     ],
 )
-def test_what_runs_is_what_was_asked_for(arguments, platform, expected):
+def test_only_the_selected_parts_are_run(arguments, platform, expected):
     units = gpu_check.units(gpu_check.parse(arguments), {"machine": {"platform": platform}})
     assert [str(unit) for unit in units] == ["machine", *expected]
 
 
 @pytest.mark.parametrize("arguments", [["--only=speeed"], ["--models=bert"], ["--out=/no/such/folder/x.json"]])
-def test_bad_arguments_say_what_there_is(arguments, capsys):
+def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         gpu_check.main(arguments)
     assert exit_.value.code == 2
@@ -143,7 +143,7 @@ def test_of_a_cpus_operations_the_products_are_products():
     assert [each.kind for each in rows] == ["product", "product", "copy"]
 
 
-def test_what_ynnpack_computes_is_in_its_scope(tmp_path):
+def test_ynnpacks_operations_are_in_its_scope(tmp_path):
     """Its fusions have one name, whether of a product or a sum.
 
     The programs have names of their own: of two with one name, the trace of a program that came
@@ -175,7 +175,7 @@ def test_what_ynnpack_computes_is_in_its_scope(tmp_path):
         ([("CudaGraph:5", 0, 100)], "xla_gpu_enable_command_buffer="),
     ],
 )
-def test_what_to_look_at_next(rows, said):
+def test_a_trace_suggests_the_next_thing_to_look_at(rows, said):
     assert said in trace.advice(trace.summary(operations(*rows)))
 
 

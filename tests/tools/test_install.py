@@ -67,21 +67,21 @@ def test_uv_installs_for_the_python_that_runs_it(environment, tmp_path):
 @pytest.mark.parametrize(
     "settings", ["global.index-url='https://packages.example/simple'", ":env:.proxy='http://proxy.example'"]
 )
-def test_where_pip_is_told_more_than_uv_is_pip_installs(environment, tmp_path, settings):
+def test_pip_installs_if_it_is_configured_and_uv_is_not(environment, tmp_path, settings):
     python, wheel = environment
     folder = a_uv(tmp_path / "uv", settings)
     assert run(python, folder, wheel).returncode == 0
     assert imports(python) and not (folder / "said").exists()
 
 
-def test_where_uv_fails_pip_installs(environment, tmp_path):
+def test_pip_installs_if_uv_fails(environment, tmp_path):
     python, wheel = environment
     done = run(python, a_uv(tmp_path / "uv", code=2), wheel)
     assert done.returncode == 0 and imports(python)
     assert "uv could not install that; pip tries to" in done.stderr
 
 
-def test_where_uv_cannot_be_kept_pip_installs_and_says_why(environment, tmp_path):
+def test_pip_installs_and_gives_the_reason_if_uv_cannot_be_kept(environment, tmp_path):
     python, wheel = environment
     settings = tmp_path / "env" / "pyvenv.cfg"  # here the environment has no pip either
     settings.write_text(
@@ -93,7 +93,7 @@ def test_where_uv_cannot_be_kept_pip_installs_and_says_why(environment, tmp_path
     assert "pip installs, since uv cannot be had" in done.stderr
 
 
-def test_what_neither_can_install_is_an_error(environment, tmp_path):
+def test_a_wheel_that_neither_installer_finds_is_an_error(environment, tmp_path):
     python, _ = environment
     done = run(python, a_uv(tmp_path / "uv", code=1), tmp_path / "missing-1.0-py3-none-any.whl")
     assert done.returncode and "missing-1.0" in done.stderr

@@ -1,4 +1,4 @@
-"""tools/launch_tpu.sh against a gcloud that writes down what it is asked, and answers as told."""
+"""tools/launch_tpu.sh against a stand-in for gcloud that records its arguments."""
 
 import json
 import os
@@ -195,7 +195,7 @@ def test_a_dry_run_calls_nothing_and_prints_what_a_shell_can_read(launch):
         (["--files=nowhere"], "--files=nowhere is no folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_called(launch, arguments, told):
+def test_errors_are_reported_before_anything_is_called(launch, arguments, told):
     done, kinds, _ = launch(*arguments, code=2)
     assert told in done.stderr and not kinds
 

@@ -69,7 +69,7 @@ def test_an_environment_of_an_old_python_is_one_line(tmp_path):
     assert line.startswith(f"the Python in {tmp_path}/env is older than 3.11; remove {tmp_path}/env")
 
 
-def test_the_console_of_a_first_train_is_for_who_reads_it(tmp_path):
+def test_the_console_of_a_first_training_is_readable(tmp_path):
     """What is installed, what is trained, and no line of the recipe."""
     python(tmp_path / "env" / "bin" / "python", "(3, 11)")
     done = make("train", f"VENV={tmp_path}/env", JAXTRAIN_CACHE=str(tmp_path / "cache"))

@@ -52,7 +52,7 @@ def test_a_folder_installs_from_itself_alone_and_runs_the_check(tmp_path):
     }
 
 
-def test_what_the_machine_has_and_the_project_itself_are_left_out(tmp_path, monkeypatch):
+def test_packages_of_the_system_and_the_project_itself_are_left_out(tmp_path, monkeypatch):
     asked = []
 
     def resolve(wanted, python, *, deps=True):
@@ -75,7 +75,7 @@ def test_a_folder_that_is_too_large_is_an_error_that_names_the_largest(tmp_path)
         tool.assemble(tmp_path / "pack", limit=2)
 
 
-def test_mistakes_are_told(tmp_path, capsys):
+def test_errors_are_reported(tmp_path, capsys):
     assert tool.main([f"--out={tmp_path}"]) == 2 and "exists; name a new folder" in capsys.readouterr().err
     missing = tmp_path / "no-such.whl"
     assert tool.main([f"--out={tmp_path / 'pack'}", f"--wheel={missing}"]) == 2 and str(missing) in capsys.readouterr().err

@@ -21,7 +21,7 @@ SMALL = (
 ).split()
 
 
-def test_a_lap_that_lost_a_row_or_a_record_is_told(tmp_path):
+def test_a_lap_that_lost_a_row_or_a_record_is_reported(tmp_path):
     def lap(number, rows, losses):
         (tmp_path / f"rows{number}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '[1, 0, "cut')
         workdir = tmp_path / soak.DISK / f"lap{number}"
@@ -125,7 +125,7 @@ def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
     assert workloads == {"jaxtrain.workloads.bird", "jaxtrain.workloads.language"}
 
 
-def test_every_option_is_explained_and_a_model_that_is_none_is_refused(capsys):
+def test_every_option_is_explained_and_an_unknown_model_is_refused(capsys):
     assert all(action.help for action in soak.make_parser()._actions)
     with pytest.raises(SystemExit):
         soak.main(["--model", "lungs"])

@@ -341,8 +341,8 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
         x_bd, cache = step(params, pick("tokens"), jnp.maximum(pick("codes"), 0), pick("recording") >= 0, jnp.array(at), cache)
 
 
-def test_what_is_generated_is_a_conversation_again(folders, numbers):
-    """Greedy: laid out anew and run through the training forward, each place is what its logits
+def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
+    """Greedy: laid out again and run through the training forward, each place is what its logits
     say. Ends come delayed."""
     c, params = open_folder(folders["plain_rope"])
     rows, starts = laid_out(numbers), (47, 47)

@@ -58,7 +58,7 @@ def test_the_sound_of_a_recording_is_the_crop_that_its_spectrogram_shows(here):
         assert example.pictures["spectrogram"].shape == spectrogram.T.shape
 
 
-def test_a_board_is_drawn_and_a_slot_that_goes_on_has_no_id_of_the_batch(here):
+def test_a_board_is_drawn_and_a_slot_that_continues_has_no_id_of_the_batch(here):
     (here / "trm.py").write_text(small_runs.TRM.replace("tests.support.proxy_loader", "loaders.sudoku.sudoku"))
     batch, found, carry = shown(config_lib.load("trm.py"))
     assert all(x.id == "" for x in found), "a new slot takes the batch's row"

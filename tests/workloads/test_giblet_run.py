@@ -44,14 +44,14 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     assert "ended at step 8" in again and sorted(processes.records(workdir, "test")) == [2, 4, 6, 8]
 
 
-def test_a_best_metric_that_no_evaluation_has_is_told_at_the_start(folder):
+def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):
     output = processes.run(folder, "giblet.py", "--config.checkpoint.best=-total_los", code=2)
     assert "config.checkpoint.best names 'total_los'; expected one of: audio_loss, " in output and "total_loss" in output
     output = processes.run(folder, "giblet.py", "--config.data.test_share=0", code=2)
     assert "config.checkpoint.best is 'fmri_r', and there is no test split" in output
 
 
-def test_what_a_model_and_its_data_disagree_about_is_told_before_a_device_is_touched(folder):
+def test_disagreements_of_model_and_data_are_reported_before_a_device_is_touched(folder):
     wrong = ("--config.model.n_voxels=13", "--config.model.reconstruct=frame", "--config.model.frame=4")
     output = processes.run(folder, "giblet.py", *wrong, "--config.checkpoint.best=", code=2)
     assert "config.model.n_voxels is 13, and the data have 12; nothing is cut or padded to fit" in output

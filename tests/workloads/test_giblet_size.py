@@ -74,8 +74,7 @@ def test_bytes_are_the_known_ones(load):
     ],
 )
 def test_state_and_gradients_fit_where(load, target, overrides, fits):
-    """A necessary condition, with which the plan's report begins: what the update needs beside
-    comes on top."""
+    """A necessary condition, with which the plan's report begins. The update needs more."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
     assert (plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False)) <= where.memory) == fits

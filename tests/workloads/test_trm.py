@@ -326,7 +326,7 @@ def test_cycles_without_gradient_keep_no_activations():
 
 
 @pytest.mark.parametrize(("loss", "q_continue"), [("softmax", False), ("stablemax", True)])
-def test_what_cannot_run_in_the_original_learns_here(loss, q_continue):
+def test_variants_that_fail_in_the_original_train_here(loss, q_continue):
     """Overfits one batch."""
     model = replace(TINY, loss=loss, q_continue=q_continue)
     found, _ = Run(CASE._replace(model=model, batch=lambda seed: random_batch(0)), (1, 1, 1)).take(12)

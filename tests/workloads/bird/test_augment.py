@@ -65,7 +65,7 @@ def test_nothing_by_default(batch):
 
 @pytest.mark.parametrize(("kind", "axis", "longest"), [("time", 1, 20), ("mel", 2, 8)])
 def test_masks_lie_on_their_axis(batch, kind, axis, longest):
-    """Time is the first axis of a spectrogram and mel the second; the original had them swapped."""
+    """Time is the first axis of a spectrogram and mel the second; the original swaps them."""
     before, after = many(batch, 400, lib.Config(**{f"{kind}_masks": 1, f"{kind}_mask": longest}))
     different = before[None] != after
     changed = different.all(axis=3 - axis)  # a whole frame, or a whole band
@@ -138,6 +138,6 @@ def test_a_background_is_weaker_by_so_many_decibels(batch):
     ("field", "value"),
     [("shift", -1), ("noise", -0.1), ("mel_mask", -1), ("crop", 0.0), ("background", 2.0), ("crop_ratio", (2.0, 1.0))],
 )
-def test_one_that_makes_no_sense_names_the_field(field, value):
+def test_an_invalid_model_names_the_field(field, value):
     problems = dict(replace(ALL, **{field: value}).problems())
     assert str(value) in problems[field] and not list(ALL.problems())

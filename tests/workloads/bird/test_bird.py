@@ -165,7 +165,7 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
     + [("diet.norm", dict(diet=Diet(norm="instance"))), ("diet.temperature", dict(diet=Diet(temperature=-1.0)))]
     + [("mae.decoder.heads", dict(mae=Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
-def test_a_model_that_makes_no_sense_names_the_field(where, section):
+def test_an_invalid_model_names_the_field(where, section):
     assert where in dict(replace(TINY, **section).problems())
     assert not list(TINY.problems())
 
@@ -221,7 +221,7 @@ def two_steps():
     return [(state.variables, metrics) for state, metrics in Run(CASE, (1, 1, 1)).take(2)[0]]
 
 
-def test_the_loss_is_the_weighted_sum_and_norms_are_told_by_group():
+def test_the_loss_is_the_weighted_sum_and_norms_are_reported_by_group():
     variables, metrics = two_steps()[0]
     value = {name: float(m.total / m.weight) for name, m in metrics.items()}
     parts = {name: getattr(EVERY, name).weight for name in bird.OBJECTIVES}
@@ -328,7 +328,7 @@ def test_asymmetric_loss_equals_the_formula():
     assert jnp.isfinite(jax.grad(lambda z: found(z).sum())(far)).all()
 
 
-def test_an_evaluation_tells_what_needs_no_training_batch():
+def test_an_evaluation_reports_metrics_that_need_no_training_batch():
     """And the whole objective where that is all of it; scores are means over the views."""
     c = replace(EVERY, lejepa=Lejepa(), diet=Diet(), drop_path=0.0)
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)

@@ -136,7 +136,7 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
     ]
 
 
-def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_path, monkeypatch):
+def test_a_killed_command_resumes_to_the_same_bytes(run, recordings, found, tmp_path, monkeypatch):
     """SIGKILL in the middle; a part that was cut off is made again; three processes without each
     other's knowledge."""
     run_detect(run, recordings, "--out", tmp_path / "whole", "--overlap", 0.4, "--threshold", 0.3)
@@ -169,7 +169,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(run, recordings, found, tmp_
     assert tables == {name: text for name, text in of_whole.items() if name != detect.ABOUT}, "parts change no table"
 
 
-def test_a_full_disk_keeps_what_was_done(run, recordings, tmp_path, capsys, monkeypatch, small_disk):
+def test_a_full_disk_keeps_the_finished_windows(run, recordings, tmp_path, capsys, monkeypatch, small_disk):
     monkeypatch.setattr(detect, "PART", 8)
     argv = (run, recordings, "--overlap", 0.4, "--threshold", 0.3)
     run_detect(*argv, "--out", tmp_path / "whole")
@@ -223,7 +223,7 @@ def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, caps
     assert "torn.flac: " in capsys.readouterr().err
 
 
-def test_what_is_heard_is_what_the_options_ask_for():
+def test_detections_follow_the_options():
     rows = [(0.0, 1.0, [0.9, 0.1]), (0.5, 1.5, [0.6, 0.2]), (1.0, 2.0, [0.2, 0.8]), (2.0, 3.0, [0.7, np.nan])]
     rows = [(start, end, np.array(scores, np.float32)) for start, end, scores in rows]
     options = detections.Options(np.array([0.5, 0.5], np.float32))
@@ -292,7 +292,7 @@ def test_classes_and_formats(run, recordings, tmp_path):
         ({"--formats": "csv", "--batch": "16"}, "holds scores of something else: batch was 8 and is 16"),
     ],
 )
-def test_a_mistake_is_one_line(run, recordings, found, tmp_path, capsys, change, text):
+def test_an_error_is_one_line(run, recordings, found, tmp_path, capsys, change, text):
     (tmp_path / "empty").mkdir()
     places = {"recordings": recordings, "empty": tmp_path / "empty"}
     change = {key: value.format(**places) for key, value in change.items()}

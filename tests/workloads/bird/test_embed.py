@@ -95,7 +95,7 @@ def test_the_average_and_an_untrained_encoder_are_others(trained):
 
 
 @pytest.mark.parametrize("views", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupted_run_goes_on_and_ends_alike(trained, corpus, tmp_path, views, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_result(trained, corpus, tmp_path, views, monkeypatch):
     model = encoder.load(str(trained))
     whole = made(model, corpus, tmp_path / "whole", views=views)
     real, taken = spectrogram.Spectrograms.__next__, []
@@ -213,7 +213,7 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
     assert len([line for line in example[1:] if not line.startswith(("import", "from"))]) <= 10
 
 
-def test_shards_side_by_side_have_a_training_split(corpus, tmp_path):
+def test_shards_next_to_each_other_have_a_training_split(corpus, tmp_path):
     """No folder train/ or test/: the command that such a run names as the next one takes them
     all."""
     flat = tmp_path / "flat"

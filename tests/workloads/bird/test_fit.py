@@ -225,7 +225,7 @@ def test_one_example_a_class_needs_no_folds_and_says_so(tmp_path, capsys):
     assert z.argmax(1).tolist() == [0, 1] and head.thresholds.tolist() == pytest.approx([0.9, 0.9])
 
 
-def test_a_table_says_what_is_known(tmp_path):
+def test_each_form_of_a_label_table_is_understood(tmp_path):
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6))
     (tmp_path / "t.csv").write_text(
@@ -288,7 +288,7 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
         (None, "holds no embeddings"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, text, said):
+def test_an_error_is_one_line(tmp_path, capsys, text, said):
     folder = tmp_path / "none"
     if text is not None:
         folder = fake(tmp_path / "e", np.ones((3, 2)), np.eye(2)[[0] * 3], ["a", "b"], [0] * 3)

@@ -80,7 +80,7 @@ def test_views_lengths_and_frames_that_are_left_out():
 
 
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2)])
-def test_rows_stay_where_they_are(sizes):
+def test_rows_stay_on_their_device(sizes):
     """Split over devices, the numbers are those of one, and nothing moves."""
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]), {})
     wave = np.random.default_rng(0).integers(-9000, 9000, (8, 2, 4000), dtype=np.int16)

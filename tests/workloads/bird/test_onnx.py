@@ -148,7 +148,7 @@ def test_large_arrays_lie_next_to_the_file(case, tmp_path, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_it_cannot_write_is_told(case, tmp_path, capsys):
+def test_models_that_onnx_cannot_represent_are_reported(case, tmp_path, capsys):
     made, _ = case("supervised")
     out = tmp_path / "out"
     assert cli.main(["export", str(made), "--format", "onnx", "--only", "^probe/", "--out", str(out)]) == 2

@@ -65,7 +65,7 @@ def answers(path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def test_only_who_has_the_token_is_answered_and_by_numbers_alone(table, tmp_path):
+def test_only_requests_with_the_token_are_answered_and_windows_are_named_by_number(table, tmp_path):
     with serving(table, tmp_path / "out.csv") as server:
         assert server.server_address[0] == "127.0.0.1"
         for path in ("/", "/item/0", "/sound/0", "/picture/0", "/open"):
@@ -108,7 +108,7 @@ def test_a_picture_holds_all_that_the_recording_does(tmp_path, rate, tone):
         assert abs(1 - grey[:, 5:-5].mean(1).argmin() / 256 - at) < 0.02
 
 
-def test_answers_are_saved_at_each_and_go_on(table, tmp_path):
+def test_each_answer_is_saved_and_a_review_can_be_resumed(table, tmp_path):
     out = tmp_path / "out.csv"
     with serving(table, out, order="table") as server:
         ask(server, "/answer", {"number": 0, "answer": "yes", "label": ""})
@@ -129,7 +129,7 @@ def test_answers_are_saved_at_each_and_go_on(table, tmp_path):
         pass
 
 
-def test_what_comes_first(table):
+def test_windows_come_in_the_order_of_the_option(table):
     root = str(table.parent / "recordings")
     scores = lambda order: [item.score for item in review.read(str(table), root=root, order=order)]  # noqa: E731
     assert scores("best") == sorted(scores("table"), reverse=True)
@@ -139,7 +139,7 @@ def test_what_comes_first(table):
     assert {item.label for item in review.read(str(table), root=root, label="owl")} == {"owl"}
 
 
-def test_what_sounds_alike_is_shown_with_what_was_said_of_it(table, tmp_path, capsys):
+def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
     """By the cosine of embeddings of the same recordings, cut into other windows; no part of the
     window itself."""
     rng = np.random.default_rng(0)
@@ -198,7 +198,7 @@ def test_a_hundred_thousand_windows(table, tmp_path):
         ("file,start,end,label\n", "no line to review"),
     ],
 )
-def test_a_mistake_is_one_line(table, tmp_path, capsys, text, said):
+def test_an_error_is_one_line(table, tmp_path, capsys, text, said):
     (tmp_path / "secret.wav").write_bytes(corpus.wav(0))
     (tmp_path / "recordings" / "link.wav").symlink_to(tmp_path / "secret.wav")
     (tmp_path / "t.csv").write_text(text)

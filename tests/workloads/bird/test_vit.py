@@ -129,7 +129,7 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
     assert specs.count(vit.make_specs(rich)) == 256 * d + d + 6 * d + 2 * d + l * block
 
 
-def test_sizes_beside_a_preset_win():
+def test_explicit_sizes_override_a_preset():
     c = vit.Config(preset="b", depth=3)
     assert (c.embed, c.depth, c.heads) == (768, 3, 12)
 
@@ -202,7 +202,7 @@ def test_every_parameter_has_its_place_in_the_optimizer():
     [("patch", (16, 24)), ("patch", (0, 16)), ("heads", 5), ("dtype", "float16"), ("embed", -1), ("n_cls", 0)]
     + [("preset", "xl"), ("mlp", "relu"), ("positions", "none"), ("drop_path", 1.0), ("remat", "all"), ("n_registers", -1)],
 )
-def test_a_model_that_makes_no_sense_names_the_field(field, value):
+def test_an_invalid_model_names_the_field(field, value):
     problems = dict(replace(TINY, **{field: value}).problems())
     assert field in problems and str(value) in problems[field]
     assert not list(TINY.problems()) and not list(FULL.problems())
