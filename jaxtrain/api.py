@@ -49,7 +49,7 @@ def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]
       overrides: dotted fields and their values, {"train.steps": 20}.
 
     Raises:
-      ConfigError: every mistake of the config, and each other error of `loop.USER_ERRORS`.
+      ConfigError: every mistake of the config, and each other `loaders.io.checks.UserError`.
       Preempted: a signal asked the run to end. The run is saved.
     """
     cluster.use_compilation_cache()

@@ -32,13 +32,14 @@ from jaxtrain.step.accumulate import gradients
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import with_rows
 from jaxtrain.types import Array, Batch, Example, Mean, PyTree, Variables
+from loaders.io.checks import UserError
 
 ROW = "row:"  # begins the name of an example by its place in the batch
 PRODUCTS = ("dot_general", "conv_general_dilated", "shard_map", "custom_call", "pallas_call")
 INLINED = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call")
 
 
-class DissectError(ValueError):
+class DissectError(UserError, ValueError):
     """An example or a learning rate that a step cannot have."""
 
 

@@ -9,46 +9,24 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain import assembly as assembly_lib
-from jaxtrain import checkpoint, optim, plan
-from jaxtrain.checkpoint import warm_start
+from jaxtrain import plan
 from jaxtrain.checkpoint.init_or_restore import init_or_restore
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.compile.step_compiler import StepCompiler
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config
 from jaxtrain.data.stream import Data
 from jaxtrain.evaluate import Evaluator, is_missed
-from jaxtrain.nn import lora
-from jaxtrain.parallel import cluster
-from jaxtrain.parallel import layout as layout_lib
-from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.process_context import Preempted, ProcessContext
 from jaxtrain.schedule import Schedule
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput, metrics
 from jaxtrain.telemetry.metrics_logger import MetricsLogger
-from jaxtrain.verify import Verifier, WrongStepError
-from loaders.base import DataError
+from jaxtrain.verify import Verifier
 from loaders.io import machine
 
-__all__ = ["USER_ERRORS", "Preempted", "Result", "run"]
+__all__ = ["Preempted", "Result", "run"]
 
 log = logging.getLogger("jaxtrain")
-
-# Mistakes that a user can fix: the message says how, so that no traceback is shown.
-USER_ERRORS = (
-    ConfigError,
-    cluster.ClusterError,
-    cluster.RendezvousError,
-    WorkdirError,
-    layout_lib.LayoutError,
-    plan.PlanError,
-    optim.OptimError,
-    lora.LoraError,
-    checkpoint.CheckpointError,
-    warm_start.WarmStartError,
-    DataError,
-    WrongStepError,
-)
 
 
 class Result(NamedTuple):
@@ -74,7 +52,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
       report.
 
     Raises:
-      USER_ERRORS: a mistake with its remedy.
+      UserError: a mistake with its remedy.
       Preempted: one of config.preemption.signals came, to this process or another.
       FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no
       rewind is left.

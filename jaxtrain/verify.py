@@ -34,12 +34,13 @@ from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.types import Array, PyTree
+from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
 Step = Callable[[TrainState, Any, Array], tuple[TrainState, Any]]
 
 
-class WrongStepError(RuntimeError):
+class WrongStepError(UserError, RuntimeError):
     """A step computed twice gave different states, and config.guard.on_mismatch stops the run."""
 
 

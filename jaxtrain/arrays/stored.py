@@ -37,6 +37,7 @@ from jaxtrain.arrays import quiet_orbax
 from jaxtrain.config import checks
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import files, machine
+from loaders.io.checks import UserError
 
 EXPORT = EXPORT_FILE
 FORMAT = 1  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
@@ -71,7 +72,7 @@ DTYPES = {
 }
 
 
-class StoredError(ValueError):
+class StoredError(UserError, ValueError):
     """Something that does not exist, or is in neither of the formats."""
 
 

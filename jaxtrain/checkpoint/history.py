@@ -19,11 +19,12 @@ from etils import epath
 
 from jaxtrain.config import Checkpoint
 from loaders.io import files
+from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """Saved state that a run cannot resume from. It is never followed by a silent fresh start."""
 
 

@@ -42,6 +42,7 @@ from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
 from jaxtrain.config import RESHAPE, WarmStart
 from jaxtrain.types import Array, PyTree
+from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
 
@@ -56,7 +57,7 @@ WAYS_DO = {
 }
 
 
-class WarmStartError(ValueError):
+class WarmStartError(UserError, ValueError):
     """A source that does not fit the parameter table. The message lists every misfit."""
 
     def __init__(self, source: str, problems: Iterable[str]):

@@ -2,6 +2,7 @@
 
 from jaxtrain import workload
 from jaxtrain.workload import Command
+from loaders.io.checks import UserError
 
 GROUPS = ("train", "monitor", "plan", "data", "weights", "inference", "evaluate", "clusters", "shell")
 
@@ -38,7 +39,7 @@ TRAINER = dict(
 )
 
 
-class CommandError(ValueError):
+class CommandError(UserError, ValueError):
     """Two commands of one name. The message names both."""
 
 

@@ -16,13 +16,14 @@ Exit codes:
 
 import argparse
 import errno
+import functools
 import importlib.util
 import os
 import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec
 
 from loaders.io import checks
 
@@ -32,6 +33,7 @@ NUMBERS = (errno.EBUSY, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of thos
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 MISTAKE = 2
+P = ParamSpec("P")
 CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=value …]"
 
 
@@ -192,7 +194,7 @@ def homeless(error: Exception) -> str:
 def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
     """Call ``action`` and return its exit code.
 
-    Report ``mistakes``, errors of files, and an interruption.
+    Report a UserError, one of ``mistakes``, an error of a file, and an interruption in one line.
     """
     try:
         return action()
@@ -207,7 +209,7 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     except Exception as error:
         from loaders.io import atomic_write
 
-        is_mistake = isinstance(error, mistakes)
+        is_mistake = isinstance(error, (checks.UserError, *mistakes))
         if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
             path = getattr(error, "filename", None) or "a file"
             report(f"{path} could not be written: {os.strerror(errno.ENOSPC)}; free some space, then rerun the command")
@@ -229,16 +231,11 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
         return INTERRUPTED
 
 
-def run_model(action: Callable[[], int]) -> int:
-    """`run` for a command that computes with a trained model, with errors of its run and data."""
-    from jaxtrain import config
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-    from jaxtrain.parallel import cluster
-    from loaders.base import DataError
+def reported(command: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a function that returns an exit code, to report mistakes as `run` does."""
 
-    def cached() -> int:
-        cluster.use_compilation_cache()
-        return action()
+    @functools.wraps(command)
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> int:
+        return run(functools.partial(command, *args, **kwargs))
 
-    return run(cached, mistakes=(DataError, stored.StoredError, warm_start.WarmStartError, config.ConfigError))
+    return reporting

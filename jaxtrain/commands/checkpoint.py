@@ -13,8 +13,6 @@ RUN is a run's workdir (its newest step, or --step), a step directory of it, or 
 `jaxtrain export`. Ends with 0 when all is well (diff: when nothing differs) and with 1 when not.
 """
 
-import argparse
-import functools
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -27,6 +25,7 @@ ACTIONS = {
 }
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain checkpoint", __doc__)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -46,12 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
 
-    from jaxtrain.arrays import stored
-
-    return arguments.run(functools.partial(_look, args), mistakes=(stored.StoredError,))
-
-
-def _look(args: argparse.Namespace) -> int:
     from jaxtrain.arrays import saved_steps, source
 
     sources = [source.find(run, args.step) for run in args.run]

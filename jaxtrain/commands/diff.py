@@ -9,7 +9,6 @@ gradient norm. The arrays are those of the first checkpoints of one step that di
 the runs are identical as far as both came, else with 1.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,23 +16,16 @@ from typing import Any
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain diff", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs=2, help="a run's workdir")
     args = parser.parse_args(argv)
 
-    from jaxtrain.arrays.stored import StoredError
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
-
-    return arguments.run(functools.partial(_diff, *args.runs), mistakes=(RunError, FileError, StoredError))
-
-
-def _diff(a: str, b: str) -> int:
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import steps
 
-    first, second = run_lib.open_run(a), run_lib.open_run(b)
+    first, second = map(run_lib.open_run, args.runs)
     compared = steps.Compared(steps.read(first), steps.read(second))
     for line in (*_settings(first, second), compared.summary()):
         print(line)

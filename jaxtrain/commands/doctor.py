@@ -24,6 +24,7 @@ from jaxtrain import config
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     usage = "jaxtrain doctor [--config=FILE[:ARGUMENT] [--config.section.field=value …]] [--json] [--wait S]"
@@ -31,22 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--wait", type=arguments.positive, default=60, metavar="S", help="for the other processes; default: 60")
     args = parser.parse_args(rest)
+    # A config that is missing here, and not on other hosts, is a finding: this process meets the
+    # others to report it.
+    given = config.parse_args(config_arguments, find=False) if config_arguments else None
 
-    def look() -> int:
-        # A config that is missing here, and not on other hosts, is a finding: this process meets
-        # the others to report it.
-        given = config.parse_args(config_arguments, find=False) if config_arguments else None
+    from jaxtrain.doctor import output
+    from jaxtrain.doctor.examine import examine
 
-        from jaxtrain.doctor import output
-        from jaxtrain.doctor.examine import examine
-
-        found = examine(
-            given.source if given else "",
-            given.overrides if given else [],
-            wait=args.wait,
-        )
-        if found.speaks:
-            print(output.as_json(found) if args.json else "\n".join(output.lines(found)))
-        return 0 if found.well else 1
-
-    return arguments.run(look, mistakes=(config.ConfigError,))
+    found = examine(given.source if given else "", given.overrides if given else [], wait=args.wait)
+    if found.speaks:
+        print(output.as_json(found) if args.json else "\n".join(output.lines(found)))
+    return 0 if found.well else 1

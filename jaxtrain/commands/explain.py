@@ -8,33 +8,30 @@ Nothing is trained or generated, and no device is used. Missing and wrong values
 the fields.
 """
 
-import functools
 import sys
 from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments
 from jaxtrain.telemetry import glossary
-from loaders.base import DataError
 
-MISTAKES = (config.ConfigError, DataError)
 OTHERS = (
     "above are the defaults of every run; this config's own values, its model and its data come with --config=FILE:ARGUMENT"
 )
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     arguments.Parser("jaxtrain explain", __doc__, usage=arguments.CONFIG_USAGE.format("explain")).parse_args(rest)
-    return arguments.run(functools.partial(_explain, config_arguments), mistakes=MISTAKES)
+    return show(config.parse_args(config_arguments))
 
 
+@arguments.reported
 def show(given: config.Arguments) -> int:
     """Print the config, then its mistakes, and return the exit code. Nothing is generated for it.
 
     Of a config that refuses its argument, or misses it, these are the fields that every config has.
-
-    Raises ConfigError, if there are no fields to print, and DataError.
     """
     try:
         found, problems = config.read(given.source, given.overrides, make_data=False)
@@ -45,7 +42,3 @@ def show(given: config.Arguments) -> int:
         return 0
     arguments.report(config.ConfigError(problems))
     return arguments.MISTAKE
-
-
-def _explain(config_arguments: Sequence[str]) -> int:
-    return show(config.parse_args(config_arguments))

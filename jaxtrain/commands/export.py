@@ -37,7 +37,6 @@ upload.
 """
 
 import argparse
-import functools
 import re
 import time
 from collections.abc import Sequence
@@ -49,6 +48,7 @@ from loaders.io import machine
 DTYPES = ("f32", "f16", "bf16")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain export", __doc__)
     arguments.add_run(parser, ema=True, nargs="?")
@@ -86,11 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
         arguments.report(f"--push: {wrong}")
         return arguments.MISTAKE
-
-    from jaxtrain.arrays import stored
-    from jaxtrain.checkpoint import warm_start
-
-    return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError, warm_start.WarmStartError))
+    return _export(args)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -24,7 +24,6 @@ jobs.jsonl lists the jobs:
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -42,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments
 from loaders.io import files
+from loaders.io.checks import UserError
 
 if TYPE_CHECKING:
     import submitit
@@ -78,10 +78,11 @@ PIECE = 1 << 20  # [bytes] of a log that are printed together
 REMEDY = "run jaxtrain launch on a login node of the cluster"
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError, ValueError):
     """A mistake in how a run is launched. The message names the remedy."""
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     parser = arguments.Parser("jaxtrain launch", __doc__, usage=arguments.CONFIG_USAGE.format("launch") + " [OPTION …]")
@@ -122,10 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--status", metavar="WORKDIR", help="the jobs of this workdir: state, restarts, step")
     add("--tail", metavar="WORKDIR", help="follow process 0 of this workdir's newest job")
     args = parser.parse_args(rest)
-    return arguments.run(functools.partial(_launch, args, config_arguments), mistakes=(config_lib.ConfigError, LaunchError))
-
-
-def _launch(args: argparse.Namespace, config_arguments: Sequence[str]) -> int:
     if args.status or args.tail:
         return _status(args.status) if args.status else _tail(args.tail)
     return _submit(args, config_arguments)

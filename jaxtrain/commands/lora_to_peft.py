@@ -17,13 +17,12 @@ This works for workloads whose matrices are exported as (out, in) under names th
 export` writes the merged weights of such a run.
 """
 
-import argparse
-import functools
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain lora-to-peft", __doc__)
     arguments.add_run(parser, ema=True)
@@ -32,12 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
 
-    from jaxtrain.arrays import stored
-
-    return arguments.run(functools.partial(_export, args), mistakes=(stored.StoredError,))
-
-
-def _export(args: argparse.Namespace) -> int:
     from jaxtrain.arrays import peft
 
     print(peft.export(args.run, args.out, step=args.step, ema=args.ema, named=args.workload, base=args.base))

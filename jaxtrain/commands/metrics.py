@@ -9,7 +9,6 @@ metrics in float64, null if a record has none. pandas, polars and DuckDB read it
 metrics.jsonl that are no records are left out, and counted.
 """
 
-import functools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -17,16 +16,13 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain metrics", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
     parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the Parquet file to write")
     args = parser.parse_args(argv)
-
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
-
-    return arguments.run(functools.partial(_write, args.runs, args.out), mistakes=(RunError, FileError))
+    return _write(args.runs, args.out)
 
 
 def _write(paths: Sequence[str], out: str) -> int:

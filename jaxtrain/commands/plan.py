@@ -15,7 +15,6 @@ plan has exact bytes between steps and a lower bound of a step's.
 Ends with 1 when the plan finds a problem, for example that the run does not fit into memory.
 """
 
-import functools
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ from jaxtrain.commands import arguments
 from jaxtrain.config.arguments import COMPILERS
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
@@ -33,38 +33,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(rest)
     if args.setup is not None:
         return set_up(args.setup)
-    return arguments.run(functools.partial(_plan, config_arguments, args.target), mistakes=(config.ConfigError,))
+    return show(config.parse_args([*config_arguments, f"--plan={args.target}"]))
 
 
+@arguments.reported
 def show(given: config.Arguments) -> int:
     """Print the plan of ``given.plan``. Return the exit code."""
-    from jaxtrain import loop, plan
+    from jaxtrain import plan
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
-
-    def report() -> int:
-        if given.plan:
-            plan.parse_target(given.plan)  # an unknown one is reported before any data are read or made
-        text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
-        print(text)
-        return 0 if well else 1
 
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
-    return arguments.run(report, mistakes=loop.USER_ERRORS)
+    if given.plan:
+        plan.parse_target(given.plan)  # an unknown one is reported before any data are read or made
+    text, well = plan.report(config.load(given.source, given.overrides), given.plan or "")
+    print(text)
+    return 0 if well else 1
 
 
+@arguments.reported
 def set_up(kind: str) -> int:
     """Fetch a compiler for plans (`jaxtrain.plan.environment`). Return the exit code."""
     from jaxtrain import plan
 
-    def fetch() -> int:
-        print(plan.set_up(kind))
-        return 0
-
-    return arguments.run(fetch, mistakes=(plan.PlanError,))
-
-
-def _plan(config_arguments: Sequence[str], target: str) -> int:
-    return show(config.parse_args([*config_arguments, f"--plan={target}"]))
+    print(plan.set_up(kind))
+    return 0

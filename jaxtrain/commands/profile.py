@@ -10,7 +10,6 @@ https://ui.perfetto.dev, XProf and `jaxtrain report`. To trace chosen steps:
 --config.metrics.profile='(100, 103)'.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ from jaxtrain.commands import arguments
 REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain profile", __doc__)
     parser.add_argument("run", metavar="RUN", help="the workdir of a run that trains")
@@ -34,11 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps > MOST_STEPS:
         parser.error(f"argument --steps: {args.steps}; expected at most {MOST_STEPS}")
-
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
-
-    return arguments.run(functools.partial(_ask, args.run, args.steps, args.all, args.timeout), mistakes=(RunError, FileError))
+    return _ask(args.run, args.steps, args.all, args.timeout)
 
 
 def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:

@@ -15,7 +15,6 @@ Ends with 0 if every run was the same to the last bit, else with 1.
 """
 
 import argparse
-import functools
 import pathlib
 import random
 import shutil
@@ -32,6 +31,7 @@ DEMO = "xcm"  # makes its own data
 FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0"}
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     usage = "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out DIR]"
@@ -43,14 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=arguments.out_folder, metavar="DIR", help="the runs, which are kept; default: a temporary folder"
     )
     args = parser.parse_args(rest)
-
-    from jaxtrain.telemetry.report.run import RunError
-
     if args.out:
-        action = functools.partial(_prove, config_arguments, args, pathlib.Path(args.out))
-        return arguments.run(action, mistakes=(RunError,))
+        return _prove(config_arguments, args, pathlib.Path(args.out))
     with tempfile.TemporaryDirectory(prefix="jaxtrain-prove-") as folder:
-        return arguments.run(functools.partial(_prove, config_arguments, args, pathlib.Path(folder)), mistakes=(RunError,))
+        return _prove(config_arguments, args, pathlib.Path(folder))
 
 
 def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:

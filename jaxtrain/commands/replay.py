@@ -33,10 +33,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from loaders.io.checks import UserError
 
 SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run's workdir")
@@ -58,18 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.no_page and (args.without or args.lr):
         parser.error("argument --no-page: --without and --lr are parts of the page; omit one of them")
 
-    from jaxtrain import config, dissect, loop
-    from jaxtrain.arrays.stored import StoredError
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry import console
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
 
     console.start_console()
     cluster.use_compilation_cache()
     cluster.use_threads_for_host_devices()
-    mistakes = (*loop.USER_ERRORS, config.ConfigError, dissect.DissectError, RunError, FileError, StoredError)
-    return arguments.run(functools.partial(_replay, args), mistakes=mistakes)
+    return _replay(args)
 
 
 def _rate(text: str) -> float:
@@ -143,7 +140,7 @@ def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
     replay = loop.Replay(until, functools.partial(_check, args, data))
     try:
         loop.run(config, {"source": f"a replay of {args.run}"}, replay=replay)
-    except (*loop.USER_ERRORS, ValueError):
+    except (UserError, ValueError):
         if not (pathlib.Path(config.workdir) / "metrics.jsonl").exists():
             shutil.rmtree(config.workdir, ignore_errors=True)
         raise

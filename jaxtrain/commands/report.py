@@ -10,7 +10,6 @@ other, ranked, and compared by the fields in which their configs differ. RUN is 
 run that trains. It needs the extra: report.
 """
 
-import functools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -18,17 +17,14 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain report", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
     parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the HTML file to write")
     parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
     args = parser.parse_args(argv)
-
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
-
-    return arguments.run(functools.partial(_write, args.runs, args.out, args.metric), mistakes=(RunError, FileError))
+    return _write(args.runs, args.out, args.metric)
 
 
 def _write(paths: Sequence[str], out: str, metric: str) -> int:

@@ -12,7 +12,6 @@ steps which were made for the first time.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -27,16 +26,14 @@ from jaxtrain.commands import arguments
 PATIENCE = 10  # [s] for an answer of SLURM
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain runs", __doc__)
     parser.add_argument("folder", metavar="DIR", nargs="?", default="runs", help="a folder with runs in it; default: runs")
     parser.add_argument("--metric", default="", metavar="NAME", help="of the evaluations, for example accuracy or -loss")
     parser.add_argument("--json", action="store_true", help="for programs: a line for each run")
     args = parser.parse_args(argv)
-
-    from jaxtrain.telemetry.report.run import RunError
-
-    return arguments.run(functools.partial(_show, args.folder, args.metric, args.json), mistakes=(RunError,))
+    return _show(args.folder, args.metric, args.json)
 
 
 def _show(folder: str, metric: str, as_json: bool) -> int:

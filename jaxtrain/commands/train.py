@@ -12,7 +12,6 @@ resume.
 """
 
 import errno
-import functools
 import logging
 import shlex
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from jaxtrain import config, workload
 from jaxtrain.commands import arguments, explain, plan
 from loaders.io import machine
-from loaders.io.checks import first_line
+from loaders.io.checks import UserError, first_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.plan_setup:
         return plan.set_up(given.plan_setup)
     if given.explain:
-        return arguments.run(functools.partial(explain.show, given), mistakes=explain.MISTAKES)
+        return explain.show(given)
     return _train(given) if given.plan is None else plan.show(given)
 
 
@@ -89,7 +88,7 @@ def _train(given: config.Arguments) -> int:
     try:
         resolved = config.load(given.source, given.overrides)
         return _run(given, resolved)
-    except explain.MISTAKES as error:
+    except UserError as error:
         arguments.report(error)
         return arguments.MISTAKE
     except OSError as error:
@@ -121,9 +120,6 @@ def _run(given: config.Arguments, run: config.Config) -> int:
     try:
         loop.run(run, {"source": given.source, "overrides": dict(given.overrides)})
         logging.getLogger("jaxtrain").info("%s", last_lines(given, run))
-    except loop.USER_ERRORS as error:
-        arguments.report(error)
-        return arguments.MISTAKE
     except loop.Preempted as end:
         print(f"{end}; rerun the same command to resume", file=sys.stderr)
         return run.preemption.exit_code

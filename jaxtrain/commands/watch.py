@@ -9,7 +9,6 @@ several may watch a run, also one of another machine on a shared disk. Ctrl-C en
 extra: report.
 """
 
-import functools
 import math
 import os
 import threading
@@ -18,10 +17,12 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.telemetry import loopback
+from loaders.io.checks import UserError
 
 REST = 9  # times as long as a page took, until it is made again: that of a million records takes seconds
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain watch", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
@@ -31,12 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
         parser.error(f"argument --port: {args.port}; expected a number below 65536, or 0 for one that is free")
-
-    from jaxtrain.telemetry.report.run import RunError
-    from loaders.io.files import FileError
-
-    action = functools.partial(_serve, args.runs, args.port, args.every, args.metric)
-    return arguments.run(action, mistakes=(RunError, FileError))
+    return _serve(args.runs, args.port, args.every, args.metric)
 
 
 def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
@@ -74,7 +70,7 @@ class Pages:
     def current(self) -> tuple[bytes, int]:
         """Return the page, and its version: a number that rises whenever it changes.
 
-        Raises RunError, FileError.
+        Raises UserError.
         """
         from jaxtrain.commands.report import names
         from jaxtrain.telemetry.report import page
@@ -127,12 +123,9 @@ class Handler(loopback.Handler):
         if not self.is_allowed(token) or self.path.count("/") != 2 or rest not in ("", "version"):
             self.send(404, b"not found\n", "text/plain")
             return
-        from jaxtrain.telemetry.report.run import RunError
-        from loaders.io.files import FileError
-
         try:
             text, version = self.server.pages.current()
-        except (RunError, FileError) as error:  # moved or deleted meanwhile
+        except UserError as error:  # moved or deleted meanwhile
             self.send(503, f"{error}\n".encode(), "text/plain; charset=utf-8")
             return
         if rest == "version":

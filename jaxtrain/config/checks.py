@@ -20,7 +20,7 @@ from loaders.io import checks
 from loaders.io.checks import Problems
 
 
-class ConfigError(ValueError):
+class ConfigError(checks.UserError, ValueError):
     """Every mistake of a config at once, a line each: one alone, several below their number."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):

@@ -32,12 +32,13 @@ import jax.numpy as jnp
 from jaxtrain import specs as specs_lib
 from jaxtrain.config import Lora
 from jaxtrain.types import Array, Batch, LossOut, Mean, PyTree, Spec, Task, Trial, Unmerged, Variables
+from loaders.io.checks import UserError
 
 A, B = "w_a", "w_b"
 KINDS = ("adapt", "train", "freeze")
 
 
-class LoraError(ValueError):
+class LoraError(UserError, ValueError):
     """Patterns that do not sort the parameters, or do not match a matrix. The message lists all."""
 
 

@@ -12,9 +12,10 @@ from jaxtrain.config import UPDATE_RULES, Group, Optim, factories
 from jaxtrain.optim.update_rules import RuleError, is_hidden_matrix, matrix_axes
 from jaxtrain.specs import is_spec, map_specs, paths
 from jaxtrain.types import PyTree, Spec
+from loaders.io.checks import UserError
 
 
-class OptimError(ValueError):
+class OptimError(UserError, ValueError):
     """Patterns that do not cover the parameters. The message lists the gaps, and the remedy."""
 
 

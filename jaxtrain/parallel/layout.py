@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.config import AXIS_RULES
 from jaxtrain.types import Array, Axes
+from loaders.io.checks import UserError
 
 DATA = "data"  # the mesh axis of replicas, over which a step reduces its gradients once
 MESH_AXES = (DATA, "fsdp", "model")
@@ -21,7 +22,7 @@ MESH_AXES = (DATA, "fsdp", "model")
 CAPABILITIES = {"A100": "8.0", "A6000": "8.6", "L40S": "8.9", "H100": "9.0", "H200": "9.0", "B200": "10.0"}
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError, ValueError):
     """Shapes, rules and mesh that do not fit together."""
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from loaders.io import atomic_write
+from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
 
@@ -32,7 +33,7 @@ LEASE_TIMEOUT = 60.0  # [s] without a renewal, after which a lease from elsewher
 STORE_TIMEOUT = 60.0  # [s] for one answer of an object store
 
 
-class WorkdirError(RuntimeError):
+class WorkdirError(UserError, RuntimeError):
     """A workdir that another run holds, or that was deleted while this run wrote to it."""
 
 

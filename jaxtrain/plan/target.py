@@ -11,11 +11,12 @@ from jaxtrain.assembly import Assembly, assemble
 from jaxtrain.parallel import chips
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan.memory import host_memory
+from loaders.io.checks import UserError
 
 GPUS_PER_NODE = 8
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """An unknown target, or a run that does not fit. The message has the remedy."""
 
 

@@ -24,6 +24,10 @@ Problems = Iterator[tuple[str, str]]
 FREE, FUNCTION, STATE = "free", "function", "state"
 
 
+class UserError(Exception):
+    """An error that a user can fix. Its message says how, and a command prints it alone."""
+
+
 class OnResume(NamedTuple):
     """The kind of each field that a section's own class body defines.
 

@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from loaders.io.checks import first_line
+from loaders.io.checks import UserError, first_line
 
 if TYPE_CHECKING:
     import numpy as np  # imported for arrays alone: it takes a third of the start of commands that read none
@@ -36,7 +36,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which 
 LINKS = "; its links are followed with data.follow_links=true"
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Data that cannot be used as configured.
 
     The message names the path, the value and the remedy.

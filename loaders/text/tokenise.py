@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from loaders.io import atomic_write, machine
 from loaders.io import files as files_lib
-from loaders.io.checks import first_line
+from loaders.io.checks import UserError, first_line
 from loaders.text import token_files
 from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.tokenizer import open_tokenizer
@@ -43,7 +43,7 @@ PARTIAL = ".parts"  # folder of the entries of finished shards
 MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and options, by which the same command knows it
 
 
-class TokensError(ValueError):
+class TokensError(UserError, ValueError):
     """A mistake in the inputs or options. The message names the remedy."""
 
 

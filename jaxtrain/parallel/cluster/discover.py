@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtrain.parallel.cluster import rendezvous
+from loaders.io.checks import UserError
 
 VARIABLES = ("JAXTRAIN_COORDINATOR", "JAXTRAIN_PROCESSES", "JAXTRAIN_PROCESS")
 NUMBER = "[0-9]{1,9}"
@@ -33,7 +34,7 @@ TPU_PORT = 8482  # JAX documents it for pods, and their firewalls leave it open
 PORTS = range(20_000, 32_000)
 
 
-class ClusterError(ValueError):
+class ClusterError(UserError, ValueError):
     """An environment that does not determine the processes of a run.
 
     The message lists all reasons.

@@ -27,6 +27,7 @@ from typing import Any
 
 from jaxtrain.parallel.cluster import handshake
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
+from loaders.io.checks import UserError
 
 MAX_UNAUTHENTICATED = 128  # peers that may be connected
 PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
@@ -36,7 +37,7 @@ Conclude = Callable[[Sequence[dict[str, Any]], str], Any]  # (messages, late) ->
 Leave = Callable[[], Any]
 
 
-class RendezvousError(RuntimeError):
+class RendezvousError(UserError, RuntimeError):
     """The processes did not all connect, or they differ."""
 
 

@@ -14,6 +14,7 @@ from jaxtrain.parallel import lease
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
+from loaders.io.checks import UserError
 
 # Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to
 # them.
@@ -31,7 +32,7 @@ BEST = (
 )  # the score, if the config names none: the first that exists
 
 
-class RunError(ValueError):
+class RunError(UserError, ValueError):
     """A folder that is no run's, or whose files cannot be read. The message names it."""
 
 

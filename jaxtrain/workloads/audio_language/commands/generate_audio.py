@@ -17,13 +17,12 @@ A prompt is a user's turn, which an assistant answers with a recording, or, with
 first. --temperature and --top-k take one number for all codebooks, or one for each.
 """
 
-import argparse
-import functools
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain generate-audio", __doc__)
     arguments.add_run(parser, ema=True)
@@ -39,13 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--codec", default="", help="a codec.npz, or module:function; default: the run's")
     args = parser.parse_args(argv)
 
-    return arguments.run_model(functools.partial(_generate, args))
-
-
-def _generate(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.audio_language import generate_audio
     from jaxtrain.workloads.audio_language.decoding import Streams
 
+    cluster.use_compilation_cache()
     speaker = generate_audio.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer, codec_path=args.codec)
     prompts = [prompt for prompt in args.prompts for _ in range(args.each)]
     streams = Streams(temperature=tuple(args.temperature), top_k=tuple(args.top_k))

@@ -14,7 +14,6 @@ codebook, two, and so on. Of ESC-10 with the defaults, 5.43 with none, then 1.61
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 import time
@@ -31,6 +30,7 @@ from loaders.io import files as files_lib
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain train-codec", __doc__)
     parser.add_argument("out", type=arguments.out_file, metavar="CODEC.npz")
@@ -47,10 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--test-share", type=float, default=0.1, help="of the recordings; default: 0.1")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     args = parser.parse_args(argv)
-    return arguments.run(functools.partial(_train, args), mistakes=(DataError,))
-
-
-def _train(args: argparse.Namespace) -> int:
     print(train(args))
     return 0
 

@@ -13,12 +13,12 @@ resumes after the last finished volume.
 """
 
 import argparse
-import functools
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain predict", __doc__)
     arguments.add_run(parser, ema=True)
@@ -37,14 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.correlation == args.out:
         parser.error(f"--out and --correlation are the same file, {args.out}; name another")
 
-    return arguments.run_model(functools.partial(_predict, args))
+    return _predict(args)
 
 
 def _predict(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.giblet import predict
 
+    cluster.use_compilation_cache()
     predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links)
     brain = predict.read_brain(args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links)
     report = predict.write(predictor, brain, args.out, batch=args.batch)

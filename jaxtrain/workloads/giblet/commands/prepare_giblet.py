@@ -42,7 +42,6 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from loaders.film import preparation
-from loaders.io.files import DataError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive, finite number")
     if not math.isfinite(args.film_start):
         parser.error(f"--film-start is {args.film_start}; expected a number of seconds")
-    return arguments.run(functools.partial(_prepare, args), mistakes=(DataError, OSError))
+    return arguments.run(functools.partial(_prepare, args), mistakes=(OSError,))
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain generate", __doc__)
     arguments.add_run(parser, ema=True)
@@ -40,13 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(not 0 <= seed < 2**31 for seed in args.seeds):
         parser.error("--seeds must lie in 0 to 2^31 - 1")
 
-    return arguments.run_model(functools.partial(_generate, args))
+    return _generate(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.language import generate
     from loaders.io import records
 
+    cluster.use_compilation_cache()
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
     continued = functools.partial(

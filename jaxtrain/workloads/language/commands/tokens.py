@@ -28,13 +28,12 @@ A row without text (null, of another type, a line that is not JSON) is an error 
 --skip N up to N of them are skipped, counted and listed.
 """
 
-import argparse
-import functools
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain tokens", __doc__)
     parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make, or to resume")
@@ -50,14 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="rows without text to skip, at most; default: 0")
     args = parser.parse_args(argv)
 
-    from jaxtrain.parallel import lease
-    from loaders.base import DataError
-    from loaders.text import tokenise
-
-    return arguments.run(functools.partial(_make, args), mistakes=(tokenise.TokensError, DataError, lease.WorkdirError))
-
-
-def _make(args: argparse.Namespace) -> int:
     from jaxtrain.parallel.lease import Lease
     from loaders.text import tokenise
 

@@ -40,7 +40,6 @@ Interrupted, by a full disk, too, the same command goes on behind the boards tha
 
 import argparse
 import csv
-import functools
 import io
 import math
 import time
@@ -61,6 +60,7 @@ CURVE = (
 )
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain solve", __doc__)
     arguments.add_run(parser, ema=True)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.curve and args.out:
         parser.error("--curve and --out are two commands; run one after the other")
 
-    return arguments.run_model(functools.partial(_solve, args))
+    return _solve(args)
 
 
 def _size(text: str) -> float:
@@ -102,9 +102,11 @@ def _size(text: str) -> float:
 
 
 def _solve(args: argparse.Namespace) -> int:
+    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.trm import rollouts, solve
     from loaders.base import DataError
 
+    cluster.use_compilation_cache()
     solver = solve.load(args.run, step=args.step, ema=args.ema)
     c = solver.c
     symmetry = args.symmetry or (c.symmetry and args.rollouts != 1)

@@ -22,7 +22,6 @@ same puzzles again, and no solution is in both splits. Of a grade, no symmetric 
 
 import argparse
 import csv
-import functools
 import io
 import json
 import pathlib
@@ -38,6 +37,7 @@ from loaders.sudoku import puzzle_generators, sudoku
 from loaders.sudoku import puzzles as kinds
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain sudoku", __doc__)
     parser.add_argument("out", metavar="OUT", type=arguments.out_folder, help="the folder to make")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--format", choices=("csv", "npy"), default="csv", help="default: csv")
     args = parser.parse_args(argv)
-    return arguments.run(functools.partial(make, args), mistakes=(DataError,))
+    return make(args)
 
 
 def make(args: argparse.Namespace) -> int:
