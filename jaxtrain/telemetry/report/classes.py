@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.telemetry.report.markup import esc, slider, spread
+from jaxtrain.telemetry.report.markup import esc, slider, spread, table
 from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
@@ -23,6 +23,7 @@ MOST_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
 MOST_COMPARED = 8  # runs
+COLUMNS = [("class", ""), ("rows", "n"), ("right", "n"), ("answers", "n"), ("recall", ""), ("precision", ""), ("F1", "n")]
 Z = 1.959964  # of a normal distribution's 95 %
 
 
@@ -139,17 +140,11 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
         text += f" {left:,} classes with fewer rows are left out."
     order = sorted(known, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
     lines = [_line(_name(names, record, i), rows[i], right[i], answers[i]) for i in order]
-    head = "".join(f'<th class="n">{x}</th>' for x in ("rows", "right", "answers"))
-    head += '<th>recall</th><th>precision</th><th class="n">F1</th>'
-
-    def table(each: Sequence[str]) -> str:
-        return f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(each)}</table></div>'
-
     more = ""
     if whole and len(lines) > SHOWN:
-        more = f"<details><summary>{len(lines) - SHOWN:,} more classes</summary>{table(lines[SHOWN:])}</details>"
+        more = f"<details><summary>{len(lines) - SHOWN:,} more classes</summary>{table(COLUMNS, lines[SHOWN:])}</details>"
     note = "Intervals of 95 % by Wilson; the classes with the lowest F1 come first."
-    shown = f"<h3>Scores by class</h3>{table(lines[:SHOWN])}<p class='soft'>{note}</p>{more}" if lines else ""
+    shown = f"<h3>Scores by class</h3>{table(COLUMNS, lines[:SHOWN])}<p class='soft'>{note}</p>{more}" if lines else ""
     return f"<p>{text}</p>{_matrix(record, names)}{shown}"
 
 
@@ -157,10 +152,10 @@ def _f1(rows: int, right: int, answers: int) -> float:
     return 2 * right / (rows + answers) if rows + answers else 0.0
 
 
-def _line(name: str, rows: int, right: int, answers: int) -> str:
-    cells = "".join(f'<td class="n">{x:,}</td>' for x in (rows, right, answers))
-    shares = "".join(f"<td>{_range(right, of)}</td>" for of in (rows, answers))
-    return f'<tr><td>{esc(name[:80])}</td>{cells}{shares}<td class="n">{_f1(rows, right, answers):.2f}</td></tr>'
+def _line(name: str, rows: int, right: int, answers: int) -> list[str]:
+    counts = (f"{x:,}" for x in (rows, right, answers))
+    shares = (_range(right, of) for of in (rows, answers))
+    return [esc(name[:80]), *counts, *shares, f"{_f1(rows, right, answers):.2f}"]
 
 
 def _range(right: int, of: int) -> str:
@@ -219,12 +214,10 @@ def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
     if not both:
         return ""
     gap = {name: max(r / n for r, n in each.values()) - min(r / n for r, n in each.values()) for name, each in both.items()}
-    head = "".join(f"<th>{esc(run.name)}</th>" for run, _ in found)
-    lines = "".join(
-        f"<tr><td>{esc(name[:80])}</td>"
-        + "".join(f"<td>{_range(*both[name][k]) if k in both[name] else ''}</td>" for k in range(len(found)))
-        + "</tr>"
+    columns = [("class", ""), *((run.name, "") for run, _ in found)]
+    rows = (
+        [esc(name[:80]), *(_range(*both[name][k]) if k in both[name] else "" for k in range(len(found)))]
         for name in sorted(both, key=lambda name: (-gap[name], name))[:SHOWN]
     )
     note = "Recall at the last evaluation, with intervals of 95 %; the classes in which the runs differ most come first."
-    return f'<p class="soft">{note}</p><div class="scroll"><table><tr><th>class</th>{head}</tr>{lines}</table></div>'
+    return f'<p class="soft">{note}</p>{table(columns, rows)}'

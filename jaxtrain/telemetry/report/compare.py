@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.telemetry.report import run as run_lib
-from jaxtrain.telemetry.report.markup import esc, number, short
+from jaxtrain.telemetry.report.markup import esc, number, short, table
 from jaxtrain.telemetry.report.run import Run, Score
 
 
@@ -17,23 +17,22 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
     known = [score for score in scores if score]
     shown = [score if score and score.name == known[0].name else None for score in scores]
     fields = list(differ)[:40]
-    head = "".join(f"<th>{esc(field)}</th>" for field in fields)
-    name = esc(known[0].name) if known else "score"
-    rows = "".join(
-        f'<tr><td><span class="swatch run{i % 8}"></span>{esc(runs[i].name)}</td><td>{runs[i].state}</td>'
-        f'<td class="n">{runs[i].step:,}</td><td class="n">{number(s.best) if (s := shown[i]) else "–"}</td>'
-        f'<td class="n">{number(s.last) if s else "–"}</td>'
-        + "".join(f'<td class="code">{esc(short(differ[field][str(i)]))}</td>' for field in fields)
-        + "</tr>"
+    name = known[0].name if known else "score"
+    columns = [("run", ""), ("state", ""), ("step", "n"), (f"best {name}", "n"), ("last", "n")]
+    rows = (
+        [
+            f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}',
+            runs[i].state,
+            f"{runs[i].step:,}",
+            *((number(s.best), number(s.last)) if (s := shown[i]) else ("–", "–")),
+            *(esc(short(differ[field][str(i)])) for field in fields),
+        ]
         for i in ranked(scores)
     )
-    table = (
-        f'<div class="scroll"><table><tr><th>run</th><th>state</th><th class="n">step</th><th class="n">best {name}</th>'
-        f'<th class="n">last</th>{head}</tr>{rows}</table></div>'
-    )
+    ranking = table([*columns, *((field, "code") for field in fields)], rows)
     more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
     none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
-    return f"<p>Ranked by {name}.</p>{table}{more}{none}" + _parallel(runs, differ, scores, charts)
+    return f"<p>Ranked by {esc(name)}.</p>{ranking}{more}{none}" + _parallel(runs, differ, scores, charts)
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:

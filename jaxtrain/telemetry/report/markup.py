@@ -4,7 +4,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -43,6 +43,21 @@ def identifier(name: str) -> str:
 def grid(figures: Iterable[str]) -> str:
     """Figures side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]], name: str = "") -> str:
+    """Write a table, which may be one of the sets of a `slider`, by its name.
+
+    Args:
+      columns: the heading and the class of each: n for numbers, code, text, or none.
+      rows: the cells of each row, as HTML.
+    """
+    head = "".join(f'<th class="n">{esc(text)}</th>' if kind == "n" else f"<th>{esc(text)}</th>" for text, kind in columns)
+    kinds = [f' class="{kind}"' if kind else "" for _, kind in columns]
+    cells = ("".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    lines = "".join(f"<tr>{each}</tr>" for each in cells)
+    named = f' data-name="{esc(name)}"' if name else ""
+    return f'<div class="scroll"{named}><table><tr>{head}</tr>{lines}</table></div>'
 
 
 def title(name: str, several: bool) -> str:

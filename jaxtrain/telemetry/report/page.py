@@ -24,7 +24,7 @@ from jaxtrain.telemetry.report import classes, compare, curves, shown, timeline
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report import trace as trace_lib
-from jaxtrain.telemetry.report.markup import duration, esc, identifier, number, short, title
+from jaxtrain.telemetry.report.markup import duration, esc, identifier, number, short, table, title
 from jaxtrain.telemetry.report.run import Run, RunError
 from loaders.io import files
 
@@ -173,13 +173,9 @@ class Page:
         text += _spikes(run, train, steps)
         lines = _warnings(run)
         if lines:
-            rows = "".join(
-                f'<tr><td class="n">{count}×</td><td class="n">{", ".join(map(str, of[:4]))}{" …" if len(of) > 4 else ""}</td>'
-                f'<td class="text code">{esc(line)}</td></tr>'
-                for line, count, of in lines
-            )
-            head = '<th class="n">times</th><th class="n">process</th><th>messages of the logs, the latest first</th>'
-            text += f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+            columns = [("times", "n"), ("process", "n"), ("messages of the logs, the latest first", "text code")]
+            few = (", ".join(map(str, of[:4])) + " …" * (len(of) > 4) for _, _, of in lines)
+            text += table(columns, ((f"{n}×", of, esc(line)) for (line, n, _), of in zip(lines, few, strict=True)))
         return title(run.name, len(self.runs) > 1) + text if text else ""
 
     def _config(self, run: Run) -> str:
@@ -194,19 +190,17 @@ class Page:
             for name, value in given.items()
             if name in typed or (name.partition(".")[0] in sections and (name not in usual or usual[name] != value))
         }
-        rows = "".join(
-            f'<tr><td class="code">{esc(name)}</td><td class="code">{esc(short(value))}</td>'
-            f'<td class="code soft">{esc(short(usual.get(name)))}</td><td>{"command" if name in typed else ""}</td></tr>'
+        rows = (
+            (esc(name), esc(short(value)), esc(short(usual.get(name))), "command" if name in typed else "")
             for name, value in changed.items()
         )
-        head = f"<th>field</th><th>here</th><th>default</th><th>{'given by' if typed else ''}</th>"
-        table = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
+        columns = [("field", "code"), ("here", "code"), ("default", "code soft"), ("given by" if typed else "", "")]
         versions = run.starts[-1].facts.get("versions", {}) if run.starts else {}
         about = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
         whole = json.dumps(run.config, indent=1)
         return (
             (f"<p class='soft'>{esc(about)}</p>" if about else "")
-            + table
+            + (table(columns, rows) if changed else "")
             + f"<details><summary>all fields</summary><pre>{esc(whole[:60_000])}</pre></details>"
         )
 
@@ -220,13 +214,8 @@ def _spikes(run: Run, train: Mapping[str, np.ndarray], skipped: Sequence[int]) -
         return ""
     command = f"jaxtrain replay {shlex.quote(str(run.path))} --step"
     words = {"loss": "loss far above usual", "skipped": "skipped"}
-    cells = "".join(
-        f'<tr><td class="n">{step:,}</td><td>{words[kind]}</td><td class="n">{loss}</td><td class="n">{usual}</td>'
-        f'<td class="code">{esc(f"{command} {step}")}</td></tr>'
-        for step, loss, usual, kind in rows
-    )
-    head = '<th class="n">step</th><th></th><th class="n">loss</th><th class="n">usual</th><th>for a page about it</th>'
-    return f'<div class="scroll"><table><tr>{head}</tr>{cells}</table></div>'
+    columns = [("step", "n"), ("", ""), ("loss", "n"), ("usual", "n"), ("for a page about it", "code")]
+    return table(columns, ((f"{step:,}", words[kind], *shown, esc(f"{command} {step}")) for step, *shown, kind in rows))
 
 
 LIVE = '<p class="soft" id="live" aria-live="off">live</p>'

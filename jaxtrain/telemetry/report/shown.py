@@ -5,7 +5,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.telemetry.report import records as records_lib
-from jaxtrain.telemetry.report.markup import esc, identifier, slider, spread, title
+from jaxtrain.telemetry.report.markup import esc, identifier, slider, spread, table, title
 from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
@@ -76,11 +76,8 @@ def _sets(by_step: Mapping[int, Sequence[Mapping[str, str]]]) -> list[str]:
     sets = []
     for step, rows in by_step.items():
         names = list(dict.fromkeys(name for row in rows for name in row))
-        head = "".join(f"<th>{esc(name)}</th>" for name in names)
-        lines = "".join(
-            "<tr>" + "".join(f'<td class="text">{esc(row.get(n, ""))}</td>' for n in names) + "</tr>" for row in rows
-        )
-        sets.append(f'<div class="scroll" data-name="step {step:,}"><table><tr>{head}</tr>{lines}</table></div>')
+        cells = ([esc(row.get(name, "")) for name in names] for row in rows)
+        sets.append(table([(name, "text") for name in names], cells, f"step {step:,}"))
     return sets
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from jaxtrain.telemetry import writers
 from jaxtrain.telemetry.report import records
 from jaxtrain.telemetry.report.curves import HIDDEN, RATES
-from jaxtrain.telemetry.report.markup import esc, number
+from jaxtrain.telemetry.report.markup import esc, number, table
 from jaxtrain.telemetry.report.page import document
 from jaxtrain.telemetry.report.run import Run
 
@@ -64,12 +64,7 @@ def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
     """Write a table whose columns are numbers, but for the first ``text``."""
-    kinds = [' class="n"' if i >= text else "" for i in range(len(head))]
-    top = "".join(f"<th{kind}>{esc(name)}</th>" for name, kind in zip(head, kinds, strict=True))
-    lines = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{lines}</table></div>'
+    return table([(name, "n" * (i >= text)) for i, name in enumerate(head)], rows)
 
 
 def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.telemetry import goodput
-from jaxtrain.telemetry.report.markup import duration, esc, title
+from jaxtrain.telemetry.report.markup import duration, esc, table, title
 from jaxtrain.telemetry.report.run import Run
 from jaxtrain.telemetry.report.trace import Trace
 
@@ -20,6 +20,9 @@ TRACED = {
     "collectives": "#d1662b", "other operations": "#a4adb6", "gaps": "#b8432f",
 }  # fmt: skip
 WIDTH, ROW = 1000, 20
+STARTS = (
+    ("start", "n"), ("began", ""), ("lasted", "n"), ("from step", "n"), ("to step", "n"), ("how it ended", ""), ("host", ""),
+)  # fmt: skip
 MOST_STARTS = 60  # that are drawn, the latest of them
 
 
@@ -42,15 +45,11 @@ def section(run: Run, *, several: bool) -> str:
 
 def traced(name: str, trace: Trace) -> str:
     """Return the time of traced steps, by the parts of a step and by scopes."""
-    rows = "".join(
-        f'<tr><td class="n">{share:.1%}</td><td class="n">{times:,}</td><td class="code">{esc(scope)}</td></tr>'
-        for scope, share, times in trace.scopes
-    )
+    rows = ((f"{share:.1%}", f"{times:,}", esc(scope)) for scope, share, times in trace.scopes)
+    columns = [("of the operations' time", "n"), ("times", "n"), ("scope in the program", "code")]
     seconds = {part: share * trace.seconds for part, share in trace.parts.items()}
     return (
-        f"<h3>{esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by scope</summary><div class='scroll'><table><tr>"
-        "<th class='n'>of the operations' time</th><th class='n'>times</th><th>scope in the program</th></tr>"
-        f"{rows}</table></div></details>"
+        f"<h3>{esc(name)}</h3>{_bar(seconds, TRACED)}<details open><summary>by scope</summary>{table(columns, rows)}</details>"
     )
 
 
@@ -99,16 +98,19 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
         f'<svg class="starts" viewBox="0 0 {WIDTH} {height + 20}" role="img" aria-label="{len(drawn)} starts of the run on the '
         f'axis of the wall time; the table below has them">{"".join(rows)}{axis}</svg>'
     )
-    lines = "".join(
-        f'<tr><td class="n">{i + 1}</td><td>{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began))}</td>'
-        f'<td class="n">{duration(s.now - s.began)}</td><td class="n">{s.first:,}</td><td class="n">{s.step:,}</td>'
-        f"<td>{esc(_ending(s, alive and s is starts[-1]))}</td><td>{esc(s.host)}</td></tr>"
+    cells = (
+        [
+            str(i + 1),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began)),
+            duration(s.now - s.began),
+            f"{s.first:,}",
+            f"{s.step:,}",
+            esc(_ending(s, alive and s is starts[-1])),
+            esc(s.host),
+        ]
         for i, s in list(enumerate(starts))[-MOST_STARTS:]
     )
-    head = (
-        '<th class="n">start</th><th>began</th><th class="n">lasted</th><th class="n">from step</th><th class="n">to step</th>'
-    )
-    return f'{svg}<div class="scroll"><table><tr>{head}<th>how it ended</th><th>host</th></tr>{lines}</table></div>'
+    return svg + table(STARTS, cells)
 
 
 def _ending(start: goodput.Start, alive: bool) -> str:
@@ -133,20 +135,15 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
     def ms(s: float) -> str:
         return f"{1e3 * s:.1f}" if math.isfinite(s) else "–"
 
-    rows = "".join(
-        f'<tr><td class="n">{p}</td><td>{esc(s.host)}</td><td class="n">{s.timed:,}</td>'
-        f'<td class="n">{ms(s.total / s.timed)}</td>'
-        f'<td class="n">{ms(s.deviation)}</td><td class="n">{ms(s.longest)}</td><td class="n">{ms(s.own)}</td>'
-        f'<td class="n">{s.seconds.get(goodput.WAIT, 0.0):.1f}</td></tr>'
-        for p in chosen
-        if (s := newest[p])
+    rows = []
+    for p in chosen:
+        s = newest[p]
+        times = map(ms, (s.total / s.timed, s.deviation, s.longest, s.own))
+        rows.append([str(p), esc(s.host), f"{s.timed:,}", *times, f"{s.seconds.get(goodput.WAIT, 0.0):.1f}"])
+    names = ("steps timed", "ms a step", "deviation", "longest", "of it its own", "s waiting for data")
+    columns = [("process", "n"), ("host", ""), *((name, "n") for name in names)]
+    about = (
+        "Of the newest start. A step's own part is what a process does before it waits for its devices: reading its data, and "
+        "calling the program."
     )
-    head = "".join(
-        f'<th class="n">{name}</th>'
-        for name in ("steps timed", "ms a step", "deviation", "longest", "of it its own", "s waiting for data")
-    )
-    return (
-        f'{note}<div class="scroll"><table><tr><th class="n">process</th><th>host</th>{head}</tr>{rows}</table></div>'
-        "<p class='soft'>Of the newest start. A step's own part is what a process does before it waits for its devices: "
-        "reading its data, and calling the program.</p>"
-    )
+    return f"{note}{table(columns, rows)}<p class='soft'>{about}</p>"
