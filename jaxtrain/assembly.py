@@ -26,10 +26,7 @@ log = logging.getLogger("jaxtrain")
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """Everything that a config decides, for one mesh.
-
-    Nothing in it has been computed or allocated.
-    """
+    """Everything that a config decides, for one mesh, before anything is allocated."""
 
     config: config_lib.Config
     layout: layout_lib.Layout

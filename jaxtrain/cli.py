@@ -72,10 +72,7 @@ def _is_compiling() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names.
-
-    Return its exit code (`jaxtrain.commands.arguments`).
-    """
+    """Run the command that the first argument names. Return its exit code."""
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
@@ -117,10 +114,7 @@ def _named(argv: list[str]) -> int:
 
 
 def _own_workload(argv: list[str]) -> list[str]:
-    """Take ``--workload NAME`` out of ``argv``, wherever it is.
-
-    Return the name ("" if it is missing), or nothing.
-    """
+    """Take ``--workload NAME`` out of ``argv``. Return [the name, "" if it is missing] or []."""
     for i, argument in enumerate(argv):
         flag, _, name = argument.partition("=")
         if flag == "--workload":

@@ -194,10 +194,7 @@ class _Parts:
         return grads, moved.params, numbers
 
     def _try(self, name: str, tx: Optimizer, kept: np.ndarray) -> tuple[Variant, list[list[float]]]:
-        """Take the step with some rows.
-
-        Return its numbers, and the norms of each parameter, its gradient and its update.
-        """
+        """Take the step with some rows. Return numbers, norms (parameter, gradient, update)."""
 
         def norms(state: TrainState, batch: Batch) -> tuple[dict[str, Mean], list[Array]]:
             grads, new, numbers = self._moved(tx, state, batch, kept)

@@ -17,10 +17,7 @@ from loaders.io import machine
 
 
 class Evaluator:
-    """Evaluates a state, writes its record, and scores its checkpoint.
-
-    Every process calls the same methods.
-    """
+    """Evaluates, records, and scores checkpoints. Every process calls the same methods."""
 
     def __init__(
         self,
@@ -78,16 +75,10 @@ class Evaluator:
         return record
 
     def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
-        """Evaluate a restored state if a kill came before its evaluation.
-
-        Return {} if none is missing.
-        """
+        """Evaluate a restored state if a kill came before its evaluation, else return {}."""
         return self(state, step) if is_missed(self._config, step, due=due) else {}
 
 
 def is_missed(config: Config, step: int, *, due: bool) -> bool:
-    """Whether a kill came between the save of ``step`` and the evaluation that was ``due``.
-
-    Called by every process.
-    """
+    """Whether a kill came between the save of ``step`` and its evaluation. All processes ask."""
     return bool(step and due and not cluster.agree(writers.is_written(config.workdir, step, "test")))

@@ -18,10 +18,7 @@ from loaders.io.checks import first_line
 
 
 class Preempted(Exception):
-    """A signal or a notice asked the run to end.
-
-    The run is saved, and the same command resumes it.
-    """
+    """A signal or a notice asked the run to end. It is saved; the same command resumes it."""
 
 
 class ProcessContext:
@@ -146,10 +143,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Yield a context in which process 0 writes into the workdir.
-
-        If the workdir is gone, the run ends (`lose`).
-        """
+        """Yield a context in which process 0 writes. Without the workdir the run ends (`lose`)."""
         try:
             yield
         except WorkdirError as error:
@@ -163,10 +157,7 @@ class ProcessContext:
                 raise
 
     def confirm(self, *, saving: bool = False) -> None:
-        """Raise WorkdirError in all processes if the workdir is no longer the run's.
-
-        All call it at the same point.
-        """
+        """Raise WorkdirError in all processes at once if the workdir is no longer the run's."""
         try:
             if not self._lost:
                 self.lease.confirm(saving=saving)
@@ -185,20 +176,14 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def phase(self, owner: str, doing: str = "") -> Iterator[None]:
-        """Count the time in this context as the phase ``owner`` of goodput.
-
-        The watchdog's message names ``doing``.
-        """
+        """Count the time here as goodput's phase ``owner``. The watchdog names ``doing``."""
         if doing:
             self.starting(doing)
         with self.clock.during(owner):
             yield
 
     def beat(self, doing: str) -> None:
-        """Report progress to the watchdog, and that ``doing`` comes next.
-
-        To be called before every wait.
-        """
+        """Report progress to the watchdog before a wait, and that ``doing`` comes next."""
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:

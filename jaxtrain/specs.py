@@ -47,10 +47,7 @@ def digest(specs: PyTree) -> str:
 
 
 def abstract(specs: PyTree, layout: Layout) -> PyTree:
-    """Shapes, dtypes and shardings, without arrays.
-
-    Raises LayoutError with the path of an array that does not fit.
-    """
+    """Shapes, dtypes, shardings. Raises LayoutError with the path of an array that misfits."""
     return map_specs(
         lambda path, s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype), sharding=layout.sharding(s.axes, s.shape, path=path)),
         specs,
@@ -86,8 +83,5 @@ def truncated_normal(stddev: float) -> Initializer:
 
 
 def fan_in(n: int) -> Initializer:
-    """Variance 1/n for a matrix that sums n inputs (LeCun et al.
-
-    1998). A stack of layers hides n, so it is given.
-    """
+    """Variance 1/n for a matrix that sums n inputs (LeCun et al. 1998), n given for stacks."""
     return truncated_normal(1 / math.sqrt(n))

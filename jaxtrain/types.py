@@ -62,18 +62,12 @@ class Unmerged:
     """Base of a parameter that is no array yet but multiplies like one (`jaxtrain.nn.lora`)."""
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
-        """einsum(equation, x, the matrix) in x's dtype.
-
-        ``product`` does that with an array (`jaxtrain.nn.layers.product`).
-        """
+        """einsum(equation, x, the matrix) in x's dtype, by a ``product`` like `layers.product`."""
         raise NotImplementedError
 
 
 class Spec(NamedTuple):
-    """A parameter before it exists.
-
-    One table of these per model yields everything else (`jaxtrain.specs`).
-    """
+    """A parameter before it exists: one table of these yields everything else (`specs`)."""
 
     shape: tuple[int, ...]
     axes: Axes

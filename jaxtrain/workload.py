@@ -27,10 +27,7 @@ class Command(NamedTuple):
 
 
 class WorkloadModule(Protocol):
-    """The attributes of a workload's module, if it has no ``WORKLOAD``.
-
-    Only ``Config`` and ``make_task`` are required.
-    """
+    """The attributes of a workload without ``WORKLOAD``: ``Config``, ``make_task`` required."""
 
     Config: type[Any]
     """The section ``model`` of a config, a `jaxtrain.config.ModelSection`."""
@@ -68,10 +65,7 @@ class Workload:
     next_steps: tuple[tuple[str, str], ...] = ()  # (command with {run}, why) that a run which ended prints
 
     def get(self, name: str) -> Any:
-        """Return the object of a field.
-
-        Raises ImportError, AttributeError: "module:name" names none.
-        """
+        """Return the object of a field. Raises ImportError, AttributeError: it names none."""
         return resolved(getattr(self, name))
 
 
@@ -82,10 +76,7 @@ def _imported(reference: str) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Return the object that "module:name" names, or any other value as it is.
-
-    Raises ImportError, AttributeError.
-    """
+    """Return the object of "module:name", other values as they are. Raises as an import does."""
     return _imported(value) if isinstance(value, str) else value
 
 

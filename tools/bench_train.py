@@ -130,10 +130,7 @@ def product_rate() -> float:
 
 
 def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float, steps: int) -> bool:
-    """Whether the losses of the first ``steps`` of both are the same.
-
-    Print their distance, also after 20 steps.
-    """
+    """Whether the first ``steps`` losses are equal. Print their distance, also after 20."""
     both = [(ours(), theirs()) for _ in range(SAME)]
     each = [abs(a / b - 1) for a, b in both]
     first = max(each[:steps])
@@ -213,10 +210,7 @@ def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int
 
 
 def table(names: Sequence[str], *options: str) -> int:
-    """Measure each row in a process of its own, and print it as it comes.
-
-    Other output of a row goes to stderr.
-    """
+    """Measure and print each row in its own process. Other output of it goes to stderr."""
     print(HEAD, flush=True)
     failed = 0
     for name in names or ROWS:

@@ -70,10 +70,7 @@ def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, r
 
 
 def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
-    """Accuracy of each beyond that of "random", of the same bootstrap draws.
-
-    ``found``: whether each recording was right.
-    """
+    """Accuracy beyond that of "random", by the same bootstrap. ``found``: which were right."""
     weight = measures.bootstrap(len(y), draws)
     rate = {name: weight @ right / weight.sum(1) for name, right in found.items()}
     return {name: measures.summary(x - rate["random"]) for name, x in rate.items() if name != "random"}

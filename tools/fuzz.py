@@ -85,10 +85,7 @@ AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac",
 
 
 def av_encode(codec: str, container: str, wave: np.ndarray, rate: int, form: str, **options: str) -> bytes:
-    """Encode float32 [n, channels] with FFmpeg's libraries, in samples of ``form``.
-
-    ``options`` are the container's.
-    """
+    """Encode float32 [n, channels] by FFmpeg as ``form``, with a container's ``options``."""
     import av
 
     file = io.BytesIO()
@@ -201,10 +198,7 @@ def _children() -> float:
 
 
 def keep(name: str, binary: pathlib.Path, corpus: pathlib.Path) -> int:
-    """Put the smallest inputs with the same coverage, `KEPT` bytes at most, into rust/fuzz/corpus.
-
-    Return how many.
-    """
+    """Put the smallest inputs of that coverage, `KEPT` bytes, into rust/fuzz/corpus. Count them."""
     place = FUZZ / "corpus" / f"{name}.zip"
     place.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -86,10 +86,7 @@ def build(wheels: pathlib.Path) -> str:
 
 
 def missing(own: pathlib.Path, has: Sequence[str], python: str) -> list[str]:
-    """name==version of ``own``'s requirements beyond ``has``.
-
-    Raises PackError if no versions go together.
-    """
+    """name==version of ``own``'s needs beyond ``has``. Raises PackError if none agree."""
     there = {name.lower() for name, _ in resolve(has, python)}
     needed = [*resolve([*has, str(own), *SMALLER], python), *resolve(ALONE, python, deps=False)]
     left_out = there | {own.name.partition("-")[0].lower()}
@@ -116,10 +113,7 @@ def target(python: str) -> list[str]:
 
 
 def assemble(folder: pathlib.Path, limit: float) -> int:
-    """Put the rest next to the wheels; returns the bytes of it all.
-
-    Raises PackError when they are more than ``limit`` MiB.
-    """
+    """Put the rest next to the wheels, return all bytes. Raises PackError above ``limit`` MiB."""
     for pattern in TAKEN:
         for file in ROOT.glob(pattern):
             copy = folder / file.relative_to(ROOT)

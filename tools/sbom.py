@@ -34,10 +34,7 @@ def crates(wheel: pathlib.Path) -> dict[str, Any]:
 
 
 def packages(processor: str) -> list[dict[str, Any]]:
-    """pip's report of each package that it would install with jaxtrain on Linux on a processor.
-
-    Raises CalledProcessError.
-    """
+    """Return pip's report on installing jaxtrain for a Linux CPU. Raises CalledProcessError."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         report, pins = pathlib.Path(folder, "report.json"), pathlib.Path(folder, "pins.txt")

@@ -167,10 +167,7 @@ class Hosts:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
     def slow(self) -> str:
-        """Make the cable slow.
-
-        Return a name of `SLOW`, or "" if this kernel can do none of them.
-        """
+        """Make the cable slow. Return a name of `SLOW`, or "" if this kernel has none."""
         return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
 
     def fast(self) -> None:
@@ -247,10 +244,7 @@ class Soak:
         self.seconds: collections.Counter[str] = collections.Counter()  # of all laps, by what they went into
 
     def lap(self, number: int, *, until: float, most: int = 0) -> bool:
-        """Return a run to its end, with faults while it is before ``until``.
-
-        Returns whether a host was gone meanwhile.
-        """
+        """Return a run to its end, with faults before ``until``; and whether a host was gone."""
         alone, was_alone, pending, late = False, False, None, 0
         while True:
             job = Job(self.hosts, self.config, self.folder, number, alone=alone, loader=self.loader)
@@ -280,10 +274,7 @@ class Soak:
             was_alone |= alone
 
     def _goes_on(self, job: Job, fault: Fault, before: int) -> bool:
-        """Wait for a step beyond ``before``, or for the end.
-
-        Return whether it did not stand still.
-        """
+        """Whether a step beyond ``before``, or the end, came: it did not stand still."""
         if self._reaches(job, before + 1) or self._ends(job):  # the fault may have come behind the last step
             fault.resumed = time.monotonic() - job.began
         elif any(code is None for code in job.codes()):
@@ -295,10 +286,7 @@ class Soak:
         return True
 
     def _reaches(self, job: Job, step: int) -> bool:
-        """Wait for a step.
-
-        Return whether it came before a process ended, or `STUCK` seconds passed.
-        """
+        """Wait for a step. Whether it came before a process ended, or `STUCK` seconds passed."""
         deadline = time.monotonic() + STUCK
         while job.steps() < step:
             if any(code is not None for code in job.codes()) or time.monotonic() > deadline:
@@ -307,10 +295,7 @@ class Soak:
         return True
 
     def _fault(self, job: Job, until: float) -> Fault | None:
-        """Do one, some steps from now, and wait until the job has ended.
-
-        None: the job ended by itself, or time is up.
-        """
+        """Do one some steps from now, until the job ended. None: it ended itself, or too late."""
         if not self._reaches(job, job.steps() + self.draw.randint(2, 12)) or time.monotonic() > until:
             return None
         time.sleep(self.draw.random())
@@ -535,10 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(soak: Soak, hours: float, most: int) -> int:
-    """Run laps for so many hours, or until there were ``most`` faults (0: any number).
-
-    Prints their outcomes.
-    """
+    """Run laps for some hours, or until ``most`` faults (0: any). Print their outcomes."""
     began, number, ended = time.monotonic(), 0, ""
     try:
         soak.lap(0, until=0)

@@ -63,11 +63,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the card.
-
-    ``metrics``: as `last_metrics` returns them. Raises StoredError: the run's config.card is no
-    section.
-    """
+    """Return the card with `last_metrics`. Raises StoredError: config.card is no section."""
     step, config = model.step, model.config
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)

@@ -102,10 +102,7 @@ def _names(workload: Workload, config: Mapping[str, Any], names: Any) -> set[str
 
 
 def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Collection[str]) -> dict[str, Any]:
-    """adapter_config.json.
-
-    Raises StoredError for a module that is saved in part, which peft does not do.
-    """
+    """adapter_config.json. Raises StoredError: a module is saved in part, unlike in peft."""
     adapters = run_workload.section_of(config, "lora", config_lib.Lora)
     adapted = {_module(_module(name)) for name in tensors if _module(name).endswith(tuple(SIDES.values()))}
     whole = {name for name in tensors if _module(_module(name)) not in adapted}

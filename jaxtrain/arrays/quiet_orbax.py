@@ -26,10 +26,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def keep_quiet() -> None:
-    """Log such reports as details, from here on, instead of printing them.
-
-    All else that is unraisable is shown as before.
-    """
+    """Log such reports as details from here on. Others of what is unraisable are shown."""
     if not isinstance(sys.unraisablehook, functools.partial) or sys.unraisablehook.func is not _show:
         sys.unraisablehook = functools.partial(_show, sys.unraisablehook)
 

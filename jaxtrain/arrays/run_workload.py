@@ -46,19 +46,13 @@ def unknown(config: Mapping[str, Any]) -> str:
 
 
 def export_of(config: Mapping[str, Any], named: str = "") -> Export:
-    """Return how a run's workload is exported: the defaults if `of_run` knows none.
-
-    Raises StoredError.
-    """
+    """Return how a run's workload is exported, by default without one. Raises StoredError."""
     found = of_run(config, named)
     return (found and found.get("export")) or Export()
 
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
-    """Return the section ``name`` of a run's config as ``cls``.
-
-    Raises StoredError if it is none.
-    """
+    """Return a section of a run's config as ``cls``. Raises StoredError if it is none."""
     tree = config.get(name) or {}
     try:
         section = config_lib.section(cls, tree)
@@ -97,27 +91,18 @@ def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dic
 
 
 def model_section(config: Mapping[str, Any], cls: type, **changes: Any) -> Any:
-    """Return the section ``model`` as ``cls``, with some of its fields replaced.
-
-    Raises StoredError.
-    """
+    """Return the section ``model`` as ``cls``, some fields replaced. Raises StoredError."""
     return section_of({"model": {**model_of(config), **changes}}, "model", cls)
 
 
 def exported_file(source: Source, name: str) -> str:
-    """Return the path of a file that an export holds, or "".
-
-    It comes before a path that the run knew, perhaps elsewhere.
-    """
+    """Return the path of a file that an export holds, or "". It comes before the run's own."""
     path = source.path / name
     return str(path) if source.is_export and path.exists() else ""
 
 
 def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section ``model`` of a run's config.
-
-    Raises StoredError if it describes no model.
-    """
+    """Return the section ``model`` of a run's config. Raises StoredError if it is no model's."""
     model = config.get("model") or {}
     depth = model.get("depth", 1) if isinstance(model, Mapping) else None
     if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:

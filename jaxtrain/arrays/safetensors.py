@@ -389,10 +389,7 @@ def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 def _content(
     order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of all arrays, in order.
-
-    The layers of a stack follow each other in it already.
-    """
+    """Yield the bytes of all arrays, in order: layers of a stack follow each other already."""
     for path in order:
         one, dtype = arrays[path], entries[path][0].dtype
         for index in one.pieces():

@@ -69,10 +69,7 @@ def _in_a_line(text: Any) -> str:
 
 
 def verify(source: Source) -> int:
-    """Print every problem of a step or an export, the files first, then the arrays.
-
-    Return the exit code.
-    """
+    """Print all problems of a step or an export: files, then arrays. Return the exit code."""
     problems = []
     try:
         problems += source.damage()
@@ -120,10 +117,7 @@ def digest_of(arrays: Mapping[str, Stored]) -> str:
 
 
 def diff(a: Source, b: Source) -> int:
-    """Print, array by array, the changes from ``a`` to ``b``.
-
-    Returns the exit code. Raises StoredError.
-    """
+    """Print the changes from ``a`` to ``b`` by array. Return the exit code. Raises StoredError."""
     before, after = a.arrays(), b.arrays()
     print(f"a {a.path}\nb {b.path}\n")
     rows: list[tuple[str, ...]] = []
@@ -157,10 +151,7 @@ def diff(a: Source, b: Source) -> int:
 
 
 class Difference:
-    """Sums over two arrays of one shape, in float64, a piece at a time.
-
-    A NaN equals nothing and is not part of the sums.
-    """
+    """Float64 sums over two arrays of one shape, by pieces. A NaN equals nothing and is omitted."""
 
     def __init__(self, a: Stored, b: Stored):
         self.nans_a = self.nans_b = self.unequal = 0

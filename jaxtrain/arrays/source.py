@@ -33,10 +33,7 @@ class Source(NamedTuple):
         return SUMS if self.is_export else checksums.NAME
 
     def name(self, *, ema: bool = False) -> str:
-        """Its path and the digest of its checksums, which identify its content.
-
-        Raises StoredError.
-        """
+        """Its path and the digest of its checksums: its content. Raises StoredError."""
         digest = ""
         if self.path.is_dir() and (self.path / self.manifest).exists():
             try:
@@ -47,10 +44,7 @@ class Source(NamedTuple):
         return f"{self.path} {'ema ' if ema else ''}{digest}"
 
     def arrays(self) -> dict[str, Stored]:
-        """Every array by its path in a step: ``params/encoder/w_patch``, ``step``.
-
-        Raises StoredError: damage.
-        """
+        """Every array by its path: ``params/encoder/w_patch``, ``step``. Raises StoredError."""
         if not self.is_export:
             return stored.open_step(self.path)
         origin, stored_arrays = self._json(stored.EXPORT), stored.open_safetensors(self.path)
@@ -83,10 +77,7 @@ class Source(NamedTuple):
         return found
 
     def meta(self) -> dict[str, Any]:
-        """Return the metadata of the run: config, versions and parameter table.
-
-        Raises StoredError if they are damaged.
-        """
+        """Return the config, versions and parameter table. Raises StoredError: damage."""
         if self.is_export:
             origin = self._json(stored.EXPORT)
             meta = origin.get("meta", {})
@@ -106,10 +97,7 @@ class Source(NamedTuple):
         return {**meta, "weights_only": True} if self.is_export else meta
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
-        """Return the number of the step, from its ``arrays``, or None if they have none.
-
-        Raises StoredError.
-        """
+        """Return the number of the step that its ``arrays`` have, or None. Raises StoredError."""
         if "step" not in arrays:
             return None
         found = arrays["step"].read(()) if arrays["step"].shape == () else None
@@ -118,17 +106,11 @@ class Source(NamedTuple):
         return _step_number(int(found), self.path)
 
     def data(self) -> dict[str, Any]:
-        """Return the position of the run in its data, empty for an export.
-
-        Raises StoredError if it is damaged.
-        """
+        """Return the run's position in its data, empty for an export. Raises StoredError."""
         return {} if self.is_export else stored.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
-        """Return the run's config.
-
-        Raises StoredError unless it is a run of the workload ``expected``.
-        """
+        """Return the run's config. Raises StoredError unless its workload is ``expected``."""
         config = self.meta().get("config") or {}
         for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):
@@ -168,10 +150,7 @@ class Source(NamedTuple):
 
 
 def refuse_address(path: Any, field: str, flag: str) -> None:
-    """Raise StoredError if a run's config names an address.
-
-    It is read only if the user names it with ``flag``.
-    """
+    """Raise StoredError if a run's config names an address, which only ``flag`` may name."""
     if isinstance(path, str) and stored.is_address(path):
         raise StoredError(
             f"the run's config.{field} is the address {path[:200]!r}, which is connected to only if you trust it and name it "

@@ -128,10 +128,7 @@ def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
 
 
 def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
-    """Open every array of a step directory, in tree order.
-
-    Only the tree is read now. Raises StoredError.
-    """
+    """Open the arrays of a step in tree order, and read only the tree. Raises StoredError."""
     folder = _item(_absolute(step_dir))
     if folder is None:
         raise StoredError(f"{step_dir} is not a step directory: it holds no _METADATA of arrays")
@@ -163,10 +160,7 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
 
 
 def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
-    """Read ``data`` or ``meta`` of a step directory, or return None without it.
-
-    Raises StoredError if it is damaged.
-    """
+    """Read ``data`` or ``meta`` of a step, or return None without it. Raises StoredError."""
     folder = epath.Path(step_dir)
     return read_object(folder, f"{item}/metadata") if (folder / item / "metadata").exists() else None
 
@@ -179,10 +173,7 @@ def check_format(meta: Mapping[str, Any], place: Any) -> None:
 
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
-    """Return the object that a JSON file of ``folder`` holds.
-
-    Raises StoredError: damage, no regular file in that folder.
-    """
+    """Return the object of a regular JSON file in ``folder``. Raises StoredError."""
     try:
         return files.read_json(inside(folder, name))
     except files.FileError as error:
@@ -190,10 +181,7 @@ def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
 
 
 def inside(folder: epath.Path, name: Any) -> epath.Path:
-    """Return the path of the file ``name`` in a folder, as another file names it.
-
-    Raises StoredError if it leads out.
-    """
+    """Return the path of a file that another one names in a folder. Raises StoredError outside."""
     if "://" in os.fspath(folder):  # an object store has no links
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
@@ -347,19 +335,13 @@ def _refuse_codes(folder: epath.Path) -> None:
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a safetensors file or a folder that holds one.
-
-    Raises StoredError for a store that cannot be read.
-    """
+    """Whether ``path`` is, or holds, a safetensors file. Raises StoredError: unreadable."""
     place = place_of(path)
     return place.name.endswith(".safetensors") or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
 def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Stacks entries ``x[0]`` … ``x[n-1]`` to one array ``x`` [n, …].
-
-    Raises StoredError for a gap, or entries that differ.
-    """
+    """Stack ``x[0]`` … ``x[n-1]`` to ``x`` [n, …]. Raises StoredError: a gap, unlike entries."""
     whole: dict[str, Stored] = {}
     parts: dict[str, dict[int, Stored]] = {}
     for path, array in stored.items():
@@ -437,10 +419,7 @@ def in_chunks(tree: Any) -> Any:
 
 
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
-    """Build a tree of dictionaries and lists from (keys, leaf).
-
-    Raises StoredError for a path that lies within another.
-    """
+    """Build a tree from (keys, leaf). Raises StoredError for a path within another."""
     leaves = list(leaves)
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
@@ -454,10 +433,7 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 
 
 def place_of(path: epath.PathLike) -> epath.Path:
-    """Return a path on a file system, or in a store.
-
-    Raises StoredError for a store that cannot be read here, or does not answer.
-    """
+    """Return a path of a file system or a store. Raises StoredError: the store is out of reach."""
     text = os.fspath(path)
     if why := checks.unreachable(text):
         raise StoredError(f"{path} {why}")
@@ -468,10 +444,7 @@ def place_of(path: epath.PathLike) -> epath.Path:
 
 @functools.cache
 def _ask(url: str) -> None:
-    """Raise StoredError unless a store answers.
-
-    `epath` would try for longer, and print a traceback at each attempt.
-    """
+    """Raise StoredError unless a store answers, without the long attempts of `epath`."""
     try:
         ts.KvStore.open(url).result(timeout=PATIENCE).read("state").result(timeout=PATIENCE)
     except (OSError, ValueError, TimeoutError) as error:
@@ -513,10 +486,7 @@ def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str |
 
 
 def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
-    """Open one array of an Orbax item, once.
-
-    ``indexed``: all arrays are in one OCDBT store, else each in a folder.
-    """
+    """Open an array of an Orbax item, once, in one OCDBT store if ``indexed``, else a folder."""
     text = os.fspath(folder)
 
     # The folder alone decides: an array's name is its maker's.

@@ -47,10 +47,7 @@ class Base(NamedTuple):
 
 
 def recorded(data: Mapping[str, Any]) -> Base | None:
-    """Return the record in the item ``data`` of a step, None if it has none.
-
-    Raises StoredError if it is damaged.
-    """
+    """Return the record in a step's item ``data``, or None. Raises StoredError: damage."""
     found = data.get("base")
     if found is None:
         return None
@@ -72,10 +69,7 @@ def at(rules: WarmStart, place: str) -> WarmStart:
 
 
 def digest(rules: WarmStart) -> str:
-    """Return a digest of all parameters of a source, by their paths there.
-
-    Reads it once. Raises WarmStartError.
-    """
+    """Read a source once. Return a digest of its parameters by path. Raises WarmStartError."""
     total = hashlib.sha256()
     for path, one in sorted(warm_start.open_source(rules).items()):
         total.update(f"{path} {list(one.shape)} {one.dtype.name}\n".encode())
@@ -100,10 +94,7 @@ def places(base: Base, workdirs: Iterable[epath.PathLike]) -> list[str]:
 
 
 def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
-    """Return the first of ``places`` that holds the base.
-
-    Raises StoredError if it is gone, or differs.
-    """
+    """Return the first of ``places`` with the base. Raises StoredError: none, or another."""
     tried = []
     for place in places:
         try:

@@ -71,10 +71,7 @@ class Saved(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the runs of one workdir.
-
-    Every method is called by all processes, in the same order.
-    """
+    """Saves and restores the steps of a workdir. All processes call all in the same order."""
 
     def __init__(self, config: config_lib.Config, task: Task):
         quiet_orbax.keep_quiet()
@@ -197,10 +194,7 @@ class Checkpointer:
         return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does.
-
-        It costs nothing. Call it at every step.
-        """
+        """Notice a save that failed meanwhile, as `save` does. Free of cost at every step."""
         if self._saving and not self._manager.is_saving_in_progress():
             self._settle()
 
@@ -213,10 +207,7 @@ class Checkpointer:
             self._remove_parts()
 
     def _seal(self) -> None:
-        """Write the checksums of the save in flight.
-
-        Orbax calls it in process 0, once all have written, before the commit.
-        """
+        """Write the checksums of a save, in process 0, once all have written, before the commit."""
         step = self._saving
         assert step
         parts = sorted(self._path.glob(f"{step.name}.orbax-checkpoint-tmp*"), key=lambda part: part.stat().mtime)
@@ -232,10 +223,7 @@ class Checkpointer:
                 self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
-        """Handle a save that failed, as config.checkpoint.on_error says.
-
-        The steps before it are untouched.
-        """
+        """Handle a failed save as config.checkpoint.on_error says. Earlier steps stay."""
         self._drain()
         self._saving = None
         self._given_up.append(step.name)
@@ -267,10 +255,7 @@ class Checkpointer:
                 log.debug("another error of the same save: %s", error)
 
     def _remove_parts(self) -> None:
-        """Frees the space of saves that failed.
-
-        Not with several processes: the others may still write.
-        """
+        """Free the space of failed saves, if no other process may still write to them."""
         if jax.process_count() > 1:
             return
         with contextlib.suppress(OSError):  # threads that nobody waits for may still write there: the next call tries again
@@ -279,10 +264,7 @@ class Checkpointer:
                     part.rmtree()
 
     def _damage(self, path: epath.Path) -> str:
-        """Describe the damage that a step's checksums show, or return "".
-
-        Process 0 reads them for all.
-        """
+        """Describe the damage that a step's checksums show to process 0, or return ""."""
         if jax.process_index() != 0:
             return ""
         try:
@@ -335,10 +317,7 @@ class Checkpointer:
     def _check_config(
         self, manager: ocp.CheckpointManager, path: epath.Path, step: int, abstract: "Abstract"
     ) -> list[config_lib.Change]:
-        """Compare the config and the arrays of a step with those of this run.
-
-        Return all fields that differ.
-        """
+        """Return all fields that differ between the config and arrays of a step and this run's."""
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         try:
             stored.check_format(meta, f"checkpoint {path}")
@@ -397,10 +376,7 @@ def _folder(path: str) -> epath.Path:
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    """Open a folder of steps.
-
-    Raises CheckpointError if Orbax cannot read its own notes of a step.
-    """
+    """Open a folder of steps. Raises CheckpointError: Orbax cannot read its own notes."""
     try:
         return ocp.CheckpointManager(path, options=options)
     except (TypeError, ValueError) as error:

@@ -8,18 +8,12 @@ import os
 
 
 def folder_of(workdir: str, folder: str) -> str:
-    """Return the folder, or the address of a store, of the checkpoints.
-
-    ``folder``: config.checkpoint.folder.
-    """
+    """Return the folder of the checkpoints, or a store's address, by config.checkpoint.folder."""
     return folder or os.path.join(workdir, "checkpoints")
 
 
 def held(folder: str, most: int, each: int) -> int:
-    """Return the bytes of the newest ``most`` checkpoints in a folder.
-
-    A larger one counts as ``each``, as the coming ones.
-    """
+    """Return the bytes of the newest ``most`` checkpoints of a folder, each ``each`` at most."""
     try:
         with os.scandir(os.path.expanduser(folder)) as entries:
             steps = sorted((int(e.name), e.path) for e in entries if e.name.isdecimal() and e.is_dir())

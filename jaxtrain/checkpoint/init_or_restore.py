@@ -191,10 +191,7 @@ def _kept(config: Config, rules: WarmStart, base: dict[str, str] | None) -> Warm
 def _warm_start(
     assembly: Assembly, config: WarmStart, *, verified: bool = False
 ) -> tuple[Callable[[PyTree, PyTree], PyTree], dict[str, jax.Array]]:
-    """Both arguments of `state.init_state` that lay the source's arrays over initial parameters.
-
-    No source has adapters.
-    """
+    """Return `state.init_state`'s arguments to begin from a source, which has no adapters."""
     if not config.source:
         return (lambda params, given: params), {}
     problems = warm_start.damage(config) if cluster.is_main() and not verified else []

@@ -23,10 +23,7 @@ class OtherFailedError(RuntimeError):
 
 
 class Meeting:
-    """Waits at Orbax's barriers, as `orbax.checkpoint.multihost.BarrierSyncFn`.
-
-    For several processes.
-    """
+    """Waits at Orbax's barriers of several processes, as its BarrierSyncFn."""
 
     def __init__(self) -> None:
         self._wait = ocp.multihost.get_barrier_sync_fn()
@@ -43,10 +40,7 @@ class Meeting:
             self._left = list(PHASES.values())
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait for all processes.
-
-        Raises OtherFailedError at the end of a phase in which one failed.
-        """
+        """Wait for all processes. Raises OtherFailedError if one failed in this phase."""
         phase = next((phase for name, phase in PHASES.items() if name in key), None)
         if phase:
             self._come(phase, timeout_ms)

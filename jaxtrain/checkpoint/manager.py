@@ -87,10 +87,7 @@ class CheckpointManager:
             return self._checkpointer.save(step, state, self._data.state(step), self.history)
 
     def poll(self) -> None:
-        """Notices a save that failed meanwhile, as `save` does.
-
-        It costs nothing. Call it at every step.
-        """
+        """Notice a save that failed meanwhile, as `save` does. Free of cost at every step."""
         try:
             with self._in_own_workdir():
                 self._checkpointer.poll()

@@ -94,10 +94,7 @@ class Matches(NamedTuple):
 
 
 def open_source(config: WarmStart) -> dict[str, Stored]:
-    """Open the parameters of the source, by the paths that they have there.
-
-    Raises WarmStartError.
-    """
+    """Open the parameters of the source by their paths there. Raises WarmStartError."""
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
@@ -118,10 +115,7 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
 
 
 def config_of(config: WarmStart) -> dict[str, Any]:
-    """Return the config of the source's run, empty if it has none, as safetensors of others.
-
-    Raises WarmStartError.
-    """
+    """Return the config of the source's run, or {} of others' weights. Raises WarmStartError."""
     try:
         if not stored.is_safetensors(config.source):
             meta = stored.read_json(stored.find_step(config.source, config.step), "meta") or {}
@@ -137,10 +131,7 @@ def config_of(config: WarmStart) -> dict[str, Any]:
 
 
 def damage(config: WarmStart) -> list[str]:
-    """List the damage that the source's checksums show.
-
-    It reads the whole source once, and one process is enough.
-    """
+    """Read the whole source once, in one process, and list damage by its checksums."""
     if stored.is_safetensors(config.source):
         return []
     try:
@@ -254,18 +245,12 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
 
 def folded(match: Match, shape: tuple[int, ...]) -> Stored:
-    """Return a source's array in its new shape.
-
-    Raises StoredError if that takes more than folding.
-    """
+    """Return a source's array in its new shape. Raises StoredError unless folding does it."""
     return match.stored if match.stored.shape == tuple(shape) else stored.fold(match.stored, tuple(shape))
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
-    """One problem with its remedy and its ``n`` parameters, by default one a line.
-
-    Nothing without lines.
-    """
+    """One problem with its remedy and ``n`` parameters, one a line, or nothing without."""
     if not lines:
         return []
     n = n or len(lines)
@@ -273,10 +258,7 @@ def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list
 
 
 def _ways(path: str, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the ways of reshaping that turn ``source`` into ``target``.
-
-    Positions have "grid", too, whose sizes no shape tells.
-    """
+    """Return the ways from ``source`` to ``target``. No shape tells the grids of positions."""
     ways = [way for way in WAYS if not _misfit(source, target, way)]
     is_grid = re.search(r"(^|/)pos[^/]*$", path) and len(source) == len(target) == 2 and source[1] == target[1]
     return (*ways, "grid") if is_grid else tuple(ways)
@@ -370,10 +352,7 @@ def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
 def _reader(
     one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
-    """Make a reader: (start, stop) for each axis of the target -> values.
-
-    It caches: replicas ask for the same part.
-    """
+    """Make a reader (start, stop) by axis of the target -> values, cached for replicas."""
     if how == "fold":
         one = stored.fold(one, shape)
 

@@ -57,10 +57,7 @@ OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--tim
 
 
 class Run:
-    """A task: the run, with its exit code.
-
-    A signal that comes before the run listens for it is not lost.
-    """
+    """A run as a task, with its exit code. Signals before it listens are not lost."""
 
     def __init__(self, argv: Sequence[str], preemption: config_lib.Preemption):
         self._argv, self._preemption = list(argv), preemption
@@ -329,10 +326,7 @@ def _text(folder: pathlib.Path, name: str) -> str:
 
 
 def state_of(job: str) -> dict[str, str]:
-    """Asks SLURM about a job: JobState, Restarts, NodeList, Reason.
-
-    It forgets ended jobs, unless it keeps accounts.
-    """
+    """Ask SLURM for JobState, Restarts, NodeList, Reason. It may forget ended jobs."""
     shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
     if shown.returncode == 0:
         return dict(pair.partition("=")[::2] for pair in shown.stdout.split())

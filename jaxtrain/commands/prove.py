@@ -98,10 +98,7 @@ def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
 
 
 def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int | None:
-    """Start a run and kill it after some seconds.
-
-    Return the last step that it recorded, or None if it ended before.
-    """
+    """Start a run, and kill it soon. Return its last recorded step, None if it ended before."""
     from jaxtrain.telemetry.report import run as run_lib
 
     process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

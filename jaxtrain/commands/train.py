@@ -69,10 +69,7 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell.
-
-    A word with single quotes is put between double ones, as a person would.
-    """
+    """Quote a word for a shell as a person would: single quotes between double ones."""
     return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 

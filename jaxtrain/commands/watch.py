@@ -68,10 +68,7 @@ class Pages:
         self._seen: tuple[object, ...] = ()
 
     def current(self) -> tuple[bytes, int]:
-        """Return the page, and its version: a number that rises whenever it changes.
-
-        Raises UserError.
-        """
+        """Return the page, and a number that rises when it changes. Raises UserError."""
         from jaxtrain.commands.report import names
         from jaxtrain.telemetry.report import page
         from jaxtrain.telemetry.report import run as run_lib

@@ -190,28 +190,19 @@ class StepCompiler:
         self._steps.close()
 
     def at(self, item: Item) -> Callable[..., Any]:
-        """Return the compiled step for a batch: (state, batch, stop) -> (state, metrics).
-
-        The state is donated.
-        """
+        """Return a batch's step: (state, batch, stop) -> (state, metrics). It donates the state."""
         if self._steps.is_ready(item.index):
             return self._steps.at(item.index)
         with self._clock.during(goodput.COMPILATION):
             return self._steps.at(item.index)
 
     def evaluation(self, bucket: int) -> Callable[..., Any]:
-        """Return the compiled evaluation of a bucket of the test split: (variables, batch) -> sums.
-
-        Waits for its compilation.
-        """
+        """Wait for the evaluation of a bucket of the test split: (variables, batch) -> sums."""
         return self._steps.other(bucket)
 
 
 def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
-    """Raise ConfigError when config.checkpoint.best names a metric that no evaluation has.
-
-    None: there is no test split.
-    """
+    """Raise ConfigError if no evaluation has config.checkpoint.best. None: no test split."""
     config, task = assembly.config, assembly.task
     best = config.checkpoint.best.lstrip("-")
     if not best:

@@ -172,8 +172,5 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
 
 
 def _value(value: Any) -> Any:
-    """Convert a value of a command line or a file.
-
-    XLA for CPUs and GPUs knows switches as booleans alone.
-    """
+    """Convert a value of a command line or a file. XLA takes switches as booleans alone."""
     return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

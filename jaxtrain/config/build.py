@@ -151,10 +151,7 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
 
 
 def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given fields of the sections model and data.
-
-    A shared field of one side is copied to the other.
-    """
+    """Return the sections model and data as given. A field of both is copied to the other."""
     parts = dict(parts)
     if len(classes) < 2 or not all(isinstance(part, Mapping) for part in parts.values()):
         return parts
@@ -201,10 +198,7 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
-    """Build one section, the dataclass ``cls``, from its part of a config.json.
-
-    Raises ConfigError.
-    """
+    """Build a section ``cls`` from its part of a config.json. Raises ConfigError."""
     problems: list[tuple[str, str]] = []
     built = _build(cls, tree, cls.__name__.lower(), problems)
     if problems:
@@ -238,10 +232,7 @@ def _refuse_relative(module_name: str) -> None:
 
 
 def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
-    """``cls``, if it is a section of its kind.
-
-    Raises TypeError if it is not, or if one of ``functions`` cannot be called.
-    """
+    """``cls``, if it is a section of its kind with callable ``functions``. Raises TypeError."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
     if not issubclass(cls, base):
@@ -303,10 +294,7 @@ def _read_file(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
-    """Import a config file.
-
-    Return its path, the module, and the text after the colon. Raises ConfigError.
-    """
+    """Import a config file. Return its path, module and the text after ":". Raises ConfigError."""
     path, _, argument = source.partition(":")
     file = locate(path)
     # Modules that a user's config names lie next to it, or in the current folder: as with `python
@@ -342,10 +330,7 @@ def _where_and_why(error: Exception) -> str:
 
 
 def locate(path: str) -> pathlib.Path:
-    """Return the file of a config: the user's, by its path, or a shipped one, by its name.
-
-    Raises ConfigError.
-    """
+    """Return a config's file: the user's by path, or jaxtrain's by name. Raises ConfigError."""
     file = pathlib.Path(path)
     if file.is_file() and file.suffix == ".py":
         return file
@@ -362,10 +347,7 @@ def locate(path: str) -> pathlib.Path:
 
 
 def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
-    """Return a function that a config file must define.
-
-    Raises ConfigError, which describes it as ``what``.
-    """
+    """Return a function, called ``what``, that a config file must define. Raises ConfigError."""
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError([("", f"file {file} defines no function {what}")])
@@ -373,10 +355,7 @@ def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: s
 
 
 def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Build a dataclass from a dictionary.
-
-    Wrong keys and values are added to ``problems``, and defaults take their place.
-    """
+    """Build a dataclass with defaults for what is wrong, which is added to ``problems``."""
     if not isinstance(tree, Mapping):
         problems.append((path, f"is {tree!r}; it is a section with the fields {_names(cls)}"))
         return cls()
@@ -402,10 +381,7 @@ def _build(cls: type, tree: Any, path: str, problems: list[tuple[str, str]]) -> 
 
 
 def _convert(kind: Any, value: Any, path: str, problems: list[tuple[str, str]]) -> Any:
-    """Convert ``value`` to ``kind`` without guessing: 1 is a float, "1" and True are no ints.
-
-    `_Text` is parsed first.
-    """
+    """Convert ``value`` to ``kind`` without a guess, `_Text` parsed first: "1" is no int."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, _Text) and value.lower() == "none"):

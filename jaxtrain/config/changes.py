@@ -79,10 +79,7 @@ def digests_of(config: Config) -> dict[str, str]:
 
 
 def kinds(section: Any, path: str = "", around: str | None = None) -> Iterator[tuple[str, str | None]]:
-    """Yield (path, kind) of every field of a section and of those within it.
-
-    The kind is None if nothing declares it.
-    """
+    """Yield (path, kind) of each field of a section, nested too. None: nothing declares it."""
     for f in dataclasses.fields(section):
         value, where = getattr(section, f.name), f"{path}.{f.name}".strip(".")
         declared = checks.declared(type(section), f.name)

@@ -253,10 +253,7 @@ def unusable(folder: str) -> str:
 
 
 def unreachable(path: str) -> str:
-    """Why checkpoints cannot lie at a URL: its scheme, or a missing package.
-
-    Empty if they can, and for paths.
-    """
+    """Why checkpoints cannot lie at a URL: its scheme or a missing package; else ""."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme != "gs":
         return f"is in no store of checkpoints; {checks.expected(scheme, ('gs',))}, or a path on a file system"

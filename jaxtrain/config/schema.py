@@ -249,10 +249,7 @@ AXIS_RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Mesh(Section):
-    """The devices as a grid.
-
-    At most one axis may be -1, which stands for all devices that are left.
-    """
+    """The devices as a grid. One axis may be -1: all devices that are left."""
 
     on_resume = OnResume(FREE)
 

@@ -61,10 +61,7 @@ def _place(folder: str) -> str:
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:
-    """Compute the checkpoints of a run on ``count`` devices, and its rows per second.
-
-    Raises ValueError.
-    """
+    """Compute a run's checkpoints and rows per second on ``count`` devices. Raises ValueError."""
     from jaxtrain import plan
     from jaxtrain.parallel import chips, layout
 

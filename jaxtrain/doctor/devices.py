@@ -26,10 +26,7 @@ MISSING = "install jax for them: pip install 'jaxtrain[cuda12]', [cuda13] or [tp
 
 
 def examine(*, local: list[int]) -> Found:
-    """Check the devices.
-
-    ``local`` has the ordinals of the process's own GPUs (none = all visible).
-    """
+    """Check the devices. ``local``: ordinals of the process's own GPUs (none = all visible)."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     checks = list(_driver(local))
     import jax

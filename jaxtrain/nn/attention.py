@@ -144,10 +144,7 @@ def is_forward(kernel: str) -> bool:
 
 
 def masked(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:
-    """Compute attention by XLA to the keys of a mask [B or 1, T, S].
-
-    A query that sees no key averages them all.
-    """
+    """Compute attention under a mask [B or 1, T, S] by XLA. Without a key it averages all."""
     return jax.nn.dot_product_attention(q_bthk, k_bsgk, v_bsgk, mask=mask_bts[:, None], implementation="xla")
 
 

@@ -82,10 +82,7 @@ def _as_on(capability: str) -> Iterator[None]:
 
 
 def _generation(capability: str) -> tuple[int, ...]:
-    """Parse "9.0" to (9, 0).
-
-    If it is unknown, it is the oldest with the kernels. Another vendor's, as "gfx942", has none.
-    """
+    """Parse "9.0" to (9, 0), "gfx942" of another vendor to none; unknown: the oldest supported."""
     if not capability:
         return (8, 0)
     parts = capability.split(".")

@@ -20,10 +20,7 @@ NO_DOCUMENT = jnp.iinfo(jnp.int32).min  # the document of the places that fill t
 def flash(
     q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, segments_bt: Array | None, interpret: bool = False
 ) -> Array:
-    """Compute the attention of a sequence to itself, [B, T, H, K].
-
-    ``interpret`` runs it anywhere, slowly.
-    """
+    """Compute self-attention [B, T, H, K]. ``interpret`` runs it anywhere, slowly."""
     from jax.experimental.pallas.ops.gpu import attention as kernel_lib
 
     b, t, h, k = q_bthk.shape

@@ -142,10 +142,7 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """Read the licence and notices of a folder of weights, which has a config.json, by name.
-
-    Raises FileError.
-    """
+    """Read licence and notices next to config.json, by name. Raises FileError."""
     if not (folder / "config.json").is_file():
         return {}
     return read_files(folder, sorted(path.name for path in folder.iterdir() if TERMS.fullmatch(path.name)))

@@ -109,10 +109,7 @@ def gelu(x: Array) -> Array:
 
 @jax.custom_jvp
 def _gelu(x: Array) -> Array:
-    """Compute GELU with a derivative of its own.
-
-    If a mesh axis is manual, jax 0.12.0 refuses that of `erfc` ("Primitive poly…").
-    """
+    """Compute GELU with its own derivative, as jax 0.12.0 refuses `erfc`'s over manual axes."""
     return jax.nn.gelu(x, approximate=False)
 
 

@@ -98,10 +98,7 @@ class Decoder(ModelSection):
 
 
 def norm_specs(c: Decoder, name: str, layers: tuple[int, ...]) -> dict[str, Spec]:
-    """Return the table of the norm ``name``. "" is the one after the last layer.
-
-    ``layers`` is (L,) in a stack.
-    """
+    """Return a norm's table. "" is the one after the last layer. ``layers``: (L,) in a stack."""
     shape, axes, suffix = (*layers, c.embed), (*("layer" for _ in layers), "embed"), f"_{name}" if name else ""
     specs = {f"scale{suffix}": Spec(shape, axes, ones)}
     if c.norm == "layer" and c.bias:
@@ -262,10 +259,7 @@ def embed(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, shar
 
 
 def decode(c: Decoder, params: PyTree, tokens_bt: Array, position_bt: Array, segments_bt: Array | None, shard: Shard) -> Array:
-    """Compute the last hidden states [B, T, D], after the last norm.
-
-    Times `head` they are logits.
-    """
+    """Compute the last normed hidden states [B, T, D]. Times `head` they are logits."""
     x_btd = embed(c, params, tokens_bt, position_bt, shard)
     body = functools.partial(layer, c, shard, angles(c, position_bt), mixer(c, segments_bt, shard))
     x_btd, _ = remat.scan(body, x_btd, params["blocks"], c.remat, unroll=c.unroll, kernels=KERNELS)

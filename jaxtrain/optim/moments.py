@@ -25,10 +25,7 @@ LAWS = {"mu": (127, 2, jnp.int8), "nu": (255, 4, jnp.uint8)}
 
 
 class StoredState(NamedTuple):
-    """A rule's state with moments in few bits.
-
-    ``scales``: field -> float32, of the moment's rank, one for each row.
-    """
+    """A rule's state in few bits. ``scales``: field -> float32 of its rank, one for each row."""
 
     rule: Any
     scales: dict[str, PyTree]
@@ -125,10 +122,7 @@ def row_scales(x: Array) -> Array:
 
 
 def quantise(x: Array, scales: Array, salt: Array, name: str) -> Array:
-    """Round x at random to codes of 8 bits, without bias.
-
-    A positive "nu" never becomes 0, since updates are divided by it.
-    """
+    """Round x at random to 8 bits, without bias. A positive "nu" never becomes 0, as it divides."""
     if row_axis(x.shape) is None:
         return x
     n, power, dtype = LAWS[name]
@@ -162,10 +156,7 @@ def uniform(shape: tuple[int, ...], salt: Array) -> Array:
 
 
 def _hash(shape: tuple[int, ...], salt: Array) -> Array:
-    """Hash the number of each place to uint32, by MurmurHash3's finalizer (Appleby).
-
-    It is elementwise, so it moves no data.
-    """
+    """Hash each place's number to uint32 elementwise: MurmurHash3's finalizer (Appleby)."""
     h = jnp.full(shape, salt * np.uint32(0x9E3779B9), jnp.uint32)
     for i in range(len(shape)):
         stride = np.uint32(math.prod(shape[i + 1 :]) % 2**32)

@@ -101,10 +101,7 @@ def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str
 
 
 def orthogonalise(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
-    """Bring the singular values of [..., n, m] matrices near 1, by Newton-Schulz steps.
-
-    x <- a x + (b g + c g g) x with g = x x^T.
-    """
+    """Bring singular values near 1 by Newton-Schulz: x <- a x + (b g + c g g) x with g = x x^T."""
     a, b, c = 3.4445, -4.775, 2.0315
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else jnp.swapaxes(x, -1, -2)

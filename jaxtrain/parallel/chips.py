@@ -38,10 +38,7 @@ CHIPS = (
 
 
 def find(kind: str) -> Chip | None:
-    """Return the chip of a ``device_kind``, or None.
-
-    The longest name counts, since "TPU v5 lite" is not "TPU v5".
-    """
+    """Return the chip whose name begins a ``device_kind``, the longest such name, or None."""
     return max((chip for chip in CHIPS if kind.startswith(chip.kind)), key=lambda chip: len(chip.kind), default=None)
 
 

@@ -108,10 +108,7 @@ CPUS = Devices()
 
 
 class Layout(NamedTuple):
-    """A mesh with rules.
-
-    ``axis_rules`` are complete: `make_layout` merges overrides into `AXIS_RULES`.
-    """
+    """A mesh with complete rules: `make_layout` merges overrides into `AXIS_RULES`."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     axis_rules: Mapping[str, str]
@@ -195,10 +192,7 @@ class Sharder(NamedTuple):
 
     @property
     def devices(self) -> Devices:
-        """The devices that the program is for.
-
-        The host may have others, as a plan is traced there.
-        """
+        """The devices that the program is for. A plan is traced where others are."""
         return self.layout.devices
 
     def spec(self, shape: Sequence[int], axes: Axes) -> PartitionSpec:

@@ -85,10 +85,7 @@ def bound(assembly: Assembly, traced: jax.stages.Traced, target: Target) -> Boun
 
 
 def kept_by_loops(jaxpr: Any, devices: int) -> tuple[list[Array], list[bool]]:
-    """Return the arrays in the fullest loop of a jaxpr, and for each argument whether it is read.
-
-    The largest array is the first.
-    """
+    """Return the arrays in the fullest loop, the largest first, and which arguments are read."""
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     arguments = [Value(("argument", i), frozenset()) for i in range(len(jaxpr.invars))]
     walk = _Walk(devices, set(arguments))

@@ -53,10 +53,7 @@ def ask_for_no_chips() -> None:
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """Return the chips of a topology, which need not exist.
-
-    A chip of two cores is one device ("megacore"), as JAX runs it.
-    """
+    """Return chips of a topology that need not exist. Two cores are one device ("megacore")."""
     from jax.experimental import topologies
 
     ask_for_no_chips()
@@ -70,10 +67,7 @@ def tpu_devices(target: Target) -> list[Any]:
 
 
 def gpu_devices(target: Target) -> list[Any]:
-    """Return GPUs that need not exist.
-
-    JAX must have the CUDA plugin (`jaxtrain.plan.environment`).
-    """
+    """Return GPUs that need not exist, by JAX's CUDA plugin (`jaxtrain.plan.environment`)."""
     from jax.experimental import topologies
 
     spec = gpu_specs.SPECS[target.known.name].text()

@@ -158,10 +158,7 @@ class Program:
         return calls
 
     def products(self) -> list[Product]:
-        """List the products of matrices.
-
-        Kernels of Pallas are left out, and convolutions, as which TPUs write their products.
-        """
+        """List matrix products, without Pallas kernels and convolutions (products on TPUs)."""
         every_product = []
         shapes = {(name, i.name): i.shapes[0] for name, i in self.executed() if i.shapes}
         for name, i in self.executed():

@@ -38,10 +38,7 @@ KINDS = (int, int, int, int | float, str | None, str)  # of its entries
 
 
 def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versions: str) -> str:
-    """Hash all that decides the figures.
-
-    ``program`` is lowered text, ``versions`` the compilers'.
-    """
+    """Hash what decides the figures: ``program`` (lowered text), compilers' ``versions``."""
     placed = [(device.id, getattr(device, "coords", None), device.process_index) for device in devices]
     surroundings = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     decides = [devices[0].device_kind, placed, sorted(options.items()), versions, jax.__version__, surroundings]

@@ -134,10 +134,7 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
 
 
 def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the arrays of a carry with a batch axis, and the arrays without one.
-
-    In each tree the others are None.
-    """
+    """Return a carry's arrays with a batch axis, and those without, with None for the others."""
 
     def pick(own: bool) -> PyTree:
         return jax.tree.map(

@@ -59,10 +59,7 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
 
 
 def _words(x: Any, bitcast: Any) -> Any:
-    """Return the bits of an array as uint32, with a last axis of 2 for 64-bit numbers.
-
-    Narrow numbers get a word each.
-    """
+    """Return an array's bits as uint32: a word, or a last axis of 2 for 64-bit numbers."""
     if not x.shape:
         x = x.reshape(1)
     size = x.dtype.itemsize

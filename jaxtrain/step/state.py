@@ -231,10 +231,7 @@ def init_frozen(
 
 
 def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
-    """``init`` for one call, with the shardings of the abstract arrays ``made``.
-
-    Its second argument is donated.
-    """
+    """``init`` for one call, with the shardings of ``made``. Its second argument is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, made)
     meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
     on_cpus = bool(meshes) and meshes[0].devices.flat[0].platform == "cpu"
@@ -242,9 +239,6 @@ def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes that one device holds of a tree of abstract or real sharded arrays.
-
-    Arrays in host memory do not count.
-    """
+    """Bytes of a tree of abstract or real arrays that a device, not its host, holds."""
     held = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in held)

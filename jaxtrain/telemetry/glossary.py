@@ -66,10 +66,7 @@ SAVE = (
 
 
 def is_known(workload: str) -> bool:
-    """Say whether this package ships a workload, or this process has imported it.
-
-    No other is imported.
-    """
+    """Whether this package ships a workload, or this process imported it. None is imported."""
     return workload in workload_lib.shipped() or workload in sys.modules
 
 
@@ -95,10 +92,7 @@ def without_metric(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
 
 
 def meaning(name: str, *, workload: str, split: str) -> str:
-    """Return the meaning of a metric, with X, N and K filled in.
-
-    Empty for a metric that no glossary has.
-    """
+    """Return the meaning of a metric, with X, N and K filled in, or "" if none is known."""
     for entry in entries(workload, split):
         if found := re.fullmatch(entry.pattern, name):
             return re.sub(r"\b[XNK]\b", lambda letter: found.groupdict().get(letter[0]) or letter[0], entry.meaning)

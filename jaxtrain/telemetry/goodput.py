@@ -83,10 +83,7 @@ class Clock:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Make a context a phase.
-
-        The one before follows, unless an error ends the context, and so the process.
-        """
+        """Make a context a phase. The one before follows, unless an error ends the process."""
         before = self.switch(phase)
         yield
         self.switch(before)
@@ -108,10 +105,7 @@ class Clock:
         self._first = step if self._first is None else self._first
 
     def read(self, step: int, blocked: float) -> None:
-        """Note that ``step`` was read, for which the loop waited ``blocked`` seconds.
-
-        Called at every step.
-        """
+        """Note at every step that ``step`` was read, after the loop waited ``blocked`` seconds."""
         now, totals = time.perf_counter(), self._totals
         if (seconds := now - self._read_at) > 0:
             totals["timed"] += 1
@@ -189,10 +183,7 @@ class Clock:
                     self._shorten()
 
     def _shorten(self) -> None:
-        """Leave the first and the last line of each start in the file.
-
-        Incomplete lines of a kill go, too.
-        """
+        """Leave the first and the last line of each start, without a kill's incomplete ones."""
         with self._writing:
             jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
             self._file = jsonl.opened(self._path)
@@ -257,10 +248,7 @@ class Start:
 
 
 def restarts(each: Sequence[Start]) -> int:
-    """Return how many starts after the first made a step, or were killed before one.
-
-    Refused ones do not count.
-    """
+    """Count the later starts that made a step or were killed before one, not refused ones."""
     return max(sum(not start.end or STEPS in start.seconds or AGAIN in start.seconds for start in each) - 1, 0)
 
 
@@ -306,10 +294,7 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
-    """Process -> its starts, of a run's workdir, or {} for a run without a record.
-
-    Raises WorkdirError as `starts`.
-    """
+    """Process -> its starts, {} without a record of a workdir. Raises WorkdirError."""
     folder = pathlib.Path(workdir) / FOLDER
     if not folder.is_dir():
         return {}

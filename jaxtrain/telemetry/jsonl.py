@@ -60,10 +60,7 @@ def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any],
 
 
 def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[bytes, str]] = ()) -> None:
-    """Replace a file by ``lines``, atomically.
-
-    The ``odd`` lines are first appended to its neighbour .odd.
-    """
+    """Replace a file by ``lines``, atomically, after ``odd`` ones were appended to its .odd."""
     if odd:
         aside = path.with_name(f"{path.name}.odd")
         with opened(aside) as file:
@@ -75,10 +72,7 @@ def rewrite(path: pathlib.Path, lines: Sequence[bytes], odd: Sequence[tuple[byte
 
 
 def opened(path: pathlib.Path, mode: str = "ab") -> Any:
-    """Open a regular file, to append to it unbuffered or to read.
-
-    Raises WorkdirError for anything else of that name.
-    """
+    """Open a regular file, to append unbuffered or to read. Raises WorkdirError for others."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

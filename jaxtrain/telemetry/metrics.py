@@ -34,10 +34,7 @@ class Sums:
         return self._totals.pop(name, (None, 0.0))[0]
 
     def means(self) -> dict[str, Any]:
-        """Each sum over its weight, or nan without weight.
-
-        A sum may be an array, and every weight is a number.
-        """
+        """Each sum, which may be an array, over its weight, a number. Without weight: nan."""
         self._read()
         means = {name: total / weight if weight else total * math.nan for name, (total, weight) in self._totals.items()}
         return {name: x if np.ndim(x) else float(x) for name, x in means.items()}

@@ -190,10 +190,7 @@ class MetricsLogger:
         samples: Sequence[Mapping[str, Any]],
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
-        """Write the results of an evaluation.
-
-        ``counts``: by `jaxtrain.types.COUNTS`, None for missing ones.
-        """
+        """Write an evaluation's results. ``counts``: by `jaxtrain.types.COUNTS`, or None."""
         self._process.confirm()
         with self._process.writing():
             if samples and cluster.is_main():
@@ -221,10 +218,7 @@ class MetricsLogger:
         self.pictures(jax.jit(self._task.pictures, out_shardings=self._everywhere)(item.arrays))  # every process takes part
 
     def pictures(self, pictures: Mapping[str, jax.Array], *, step: int = 0) -> None:
-        """Write named arrays [n, height, width] in 0..1 into workdir/pictures.
-
-        Step 0 is the beginning of the run.
-        """
+        """Write arrays [n, height, width] in 0..1 into workdir/pictures. Step 0 is the start."""
         host = jax.device_get(dict(pictures)) if cluster.is_main() else {}  # a wait, in which a workdir may go
         self._process.confirm()
         if cluster.is_main():

@@ -26,10 +26,7 @@ MOST_STEPS = 1000  # of a trace, which holds every operation of every step
 
 
 class Traces:
-    """Begins a trace behind a step, and ends it behind another.
-
-    The caller waits for the device at both.
-    """
+    """Begins a trace behind a step, and ends it behind another, where the caller waits."""
 
     def __init__(self, workdir: str, steps: Sequence[int], *, process: int):
         """Trace process 0 in ``steps``, the first and the last; empty = only on request."""
@@ -48,10 +45,7 @@ class Traces:
         return step + 1 == self._first or bool(self._asked)
 
     def turn(self, step: int) -> None:
-        """Begins the trace that is due behind ``step``, or ends it.
-
-        A trace that fails is reported, and ends no run.
-        """
+        """Begin the trace that is due behind ``step``, or end it. If it fails, the run goes on."""
         if self._running:
             self._end(step)
             return
@@ -97,10 +91,7 @@ class Traces:
                     self._asked = steps
 
     def _request(self) -> tuple[str, int, bool]:
-        """Id, number of steps, and whether it is for every process.
-
-        "", 0, False without a request.
-        """
+        """Id, number of steps, whether for every process; "", 0, False without a request."""
         path = self._workdir / REQUEST
         if not os.path.lexists(path):
             return "", 0, False

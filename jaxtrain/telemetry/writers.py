@@ -35,18 +35,12 @@ WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of w
 
 
 class Writer(Protocol):
-    """Takes records.
-
-    A writer without pictures or samples leaves them to the workdir, which has them all.
-    """
+    """Takes records. The workdir has the pictures and samples that a writer does not take."""
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
 
     def pictures(self, step: int, pictures: Mapping[str, np.typing.ArrayLike]) -> None:
-        """Take named arrays [n, height, width] in 0..1, low rows at the bottom.
-
-        Step 0 is the beginning of the run.
-        """
+        """Take arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the start."""
         return None
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -145,10 +139,7 @@ class TensorboardWriter(Writer):
 
 
 class _Appended:
-    """A file to append to.
-
-    Lines that a full disk refuses wait in memory until a flush finds room.
-    """
+    """A file to append to. What a full disk refuses waits in memory until a flush."""
 
     def __init__(self, path: pathlib.Path):
         self._path, self.file = path, jsonl.opened(path)
@@ -237,10 +228,7 @@ class MlflowWriter(Writer):
 
 
 class TrackioWriter(Writer):
-    """A Trackio run whose name is kept in workdir/trackio_name.
-
-    ``reached`` as `MlflowWriter` has it.
-    """
+    """A Trackio run with its name in workdir/trackio_name. ``reached`` as in `MlflowWriter`."""
 
     def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
         import trackio
@@ -324,10 +312,7 @@ def pixels(images: np.typing.ArrayLike) -> np.ndarray:
 
 
 def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write an object on each line of a file of the workdir, {"step": 500, …}.
-
-    A step written again takes its own place.
-    """
+    """Write lines {"step": 500, …} of the workdir. A step written again takes its own place."""
     path = pathlib.Path(workdir) / name
     records, odd = jsonl.read(path, jsonl.step_problem)
     kept = [line for record, line in records if record["step"] < step]
@@ -336,10 +321,7 @@ def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str,
 
 
 class Lines:
-    """Lines of evaluations, by `write_lines`.
-
-    Lines that a full disk refuses wait in memory, and the run continues.
-    """
+    """Lines of evaluations by `write_lines`. What a full disk refuses waits in memory."""
 
     def __init__(self, workdir: str):
         self._workdir = workdir

@@ -24,10 +24,7 @@ PATH_MAX = 4000  # [bytes] of a path, with some for files in it
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that takes the name ``path`` when the block ends well.
-
-    Raises OSError with that name.
-    """
+    """Yield a file that takes its name when the block ends well. Raises OSError with it."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
@@ -102,10 +99,7 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[None]:
-    """Make a folder, and keep it from other processes.
-
-    Raises OSError, with the name ``path``, if another one has it.
-    """
+    """Make a folder for this process alone. Raises OSError, with ``path``, if another has it."""
     with naming(path or folder), contextlib.ExitStack() as closing:
         folder.mkdir(parents=True, exist_ok=True)
         _own(folder, path or folder, closing)
@@ -113,10 +107,7 @@ def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[No
 
 
 def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> None:
-    """Lock a folder until ``closing`` ends, or this process does.
-
-    Raises OSError if another process has it.
-    """
+    """Lock a folder until ``closing`` or this process ends. Raises OSError: another has it."""
     opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     closing.callback(os.close, opened)
     try:

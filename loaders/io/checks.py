@@ -64,10 +64,7 @@ class Section:
 
 
 def declared(cls: type, name: str) -> OnResume | None:
-    """Return the declaration that covers a field: that of the class whose body defines it.
-
-    None if this class has none.
-    """
+    """Return the declaration of the class whose body defines a field, or None without one."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     return vars(owner).get("on_resume")
 
@@ -81,10 +78,7 @@ class DataSection(Section):
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there.
-
-        False if reading their facts would first have to make them.
-        """
+        """Whether the data are there. False if reading their facts would have to make them."""
         return True
 
     def missing(self) -> str:

@@ -31,10 +31,7 @@ def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | No
 
 
 def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
-    """Return the values of those of some columns that a shard has.
-
-    Raises DataError: the shard is broken.
-    """
+    """Return the values of columns that a shard has. Raises DataError: the shard is broken."""
     with _refusing(path):
         schema, table = _open(path)
         return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}

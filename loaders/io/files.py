@@ -37,27 +37,18 @@ LINKS = "; its links are followed with data.follow_links=true"
 
 
 class DataError(UserError, ValueError):
-    """Data that cannot be used as configured.
-
-    The message names the path, the value and the remedy.
-    """
+    """Unusable data. The message names the path, the value and the remedy."""
 
 
 class FileError(DataError):
-    """A file that is not opened, or has unexpected contents.
-
-    The message begins with its path, and has one line.
-    """
+    """A file that is not opened, or is odd. The message begins with its path: one line."""
 
     def __init__(self, message: str):
         super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
 class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
-    """A path that `inside` has checked.
-
-    The opened file is checked again, since it may have been exchanged.
-    """
+    """A path that `inside` has checked. It is checked again as it is opened."""
 
     within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
 
@@ -178,10 +169,7 @@ def read(path: os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: os.PathLike[str], *, most: int) -> str:
-    """Return the text of a regular file of at most ``most`` bytes, without a byte order mark.
-
-    Raises FileError.
-    """
+    """Return a regular file's text, ``most`` bytes at most, without its mark. Raises FileError."""
     try:
         return read(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -198,28 +186,19 @@ def lines(text: str) -> list[str]:
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
-    """Return the paths that a pattern matches.
-
-    Signs of patterns in the names of existing folders stand for themselves.
-    """
+    """Return a pattern's paths. Its signs in names of existing folders are no pattern."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
 def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
-    """Read a regular file as JSON.
-
-    Raises FileError, also if it is no ``kind``, or too large, or nested too deep.
-    """
+    """Read a regular file as JSON. Raises FileError: no ``kind``, too large, too deep."""
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:
-    """``text`` as JSON.
-
-    Raises FileError, with ``source`` first, if it is none, no ``kind``, or nested too deep.
-    """
+    """``text`` as JSON. Raises FileError, ``source`` first: no JSON, no ``kind``, too deep."""
     try:
         tree = json.loads(text)
         too_deep = not _is_shallow(tree)
@@ -285,10 +264,7 @@ def _lexical(path: pathlib.Path) -> pathlib.Path:
 
 
 def array(path: os.PathLike[str]) -> "np.ndarray":
-    """Map an array of a regular .npy file, whose header must fit the file's size.
-
-    Raises FileError.
-    """
+    """Map a regular .npy file, whose header must fit its size. Raises FileError."""
     import numpy as np
 
     with regular(path) as file:
@@ -303,10 +279,7 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
 
 
 def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
-    """Return the arrays of a regular .npz file, of ``most`` bytes together at most.
-
-    Raises FileError.
-    """
+    """Return a regular .npz file's arrays, ``most`` bytes at most. Raises FileError."""
     import numpy as np
 
     found: dict[str, np.ndarray] = {}
@@ -343,10 +316,7 @@ def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int
 
 
 def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
-    """Return the header of an array: its shape, whether it is column-major, its dtype.
-
-    Raises FileError.
-    """
+    """Return an array's shape, whether it is column-major, its dtype. Raises FileError."""
     import numpy as np
 
     try:

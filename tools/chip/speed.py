@@ -31,10 +31,7 @@ def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, flo
 
 
 def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
-    """``parts``: "speed", "profile" or both.
-
-    A size that does not fit though the plan says so is halved, which is reported.
-    """
+    """Measure ``parts`` ("speed", "profile"). A planned size that does not fit is halved."""
     chosen = cases.choose(case, data, device)
     refused: list[dict[str, Any]] = []
     while True:

@@ -79,10 +79,7 @@ def parameter(x: np.ndarray) -> torch.nn.Parameter:
 
 
 def linear(w_io: np.ndarray, b_o: np.ndarray | None = None, *, transposed: bool = False) -> torch.nn.Linear:
-    """Return a linear layer of a matrix [inputs, outputs], or transposed [outputs, inputs].
-
-    The caller flattens heads.
-    """
+    """Return a linear layer [inputs, outputs], or transposed, whose caller flattens heads."""
     w_oi = w_io if transposed else w_io.T
     layer = torch.nn.utils.skip_init(torch.nn.Linear, w_oi.shape[1], w_oi.shape[0], bias=b_o is not None)
     layer.weight = parameter(np.ascontiguousarray(w_oi))

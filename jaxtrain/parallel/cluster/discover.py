@@ -35,10 +35,7 @@ PORTS = range(20_000, 32_000)
 
 
 class ClusterError(UserError, ValueError):
-    """An environment that does not determine the processes of a run.
-
-    The message lists all reasons.
-    """
+    """An environment that does not determine a run's processes. The message has all reasons."""
 
     def __init__(self, problems: list[str]):
         self.problems = tuple(problems)

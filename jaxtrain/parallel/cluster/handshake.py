@@ -77,10 +77,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
 
 
 async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Line:
-    """Authenticate to the coordinator, and the coordinator, as any other process.
-
-    Raises OSError.
-    """
+    """Authenticate to the coordinator, and it to us, as any other process. Raises OSError."""
     own = os.urandom(NONCE)
     writer.write(own)
     nonces = own + await _read(reader, NONCE)

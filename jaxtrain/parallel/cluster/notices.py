@@ -51,10 +51,7 @@ def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Notices:
-    """A thread that asks every ``pause`` seconds whether this machine will be stopped.
-
-    ``report`` is called once, with the answer.
-    """
+    """A thread that asks every ``pause`` s whether this machine will stop, and reports once."""
 
     def __init__(self, host: str, report: Callable[[str], None], *, pause: float = 5.0):
         self._host, self._report, self._pause = host, report, pause

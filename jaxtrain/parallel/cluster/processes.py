@@ -155,10 +155,7 @@ def devices() -> str:
 
 
 def digest_of_files() -> str:
-    """Hash the Python files of jaxtrain and loaders.
-
-    They may differ between two installations of one version or commit.
-    """
+    """Hash the Python files, as two installations of one version or commit may differ."""
     here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]
     named = [path.relative_to(here) for package in ("jaxtrain", "loaders") for path in (here / package).rglob("*.py")]
     # Names that begin with "." are of editors, and are not imported.
@@ -176,10 +173,7 @@ def digest_of_extension() -> str:
 
 
 def commit() -> str:
-    """Return the commit of jaxtrain's checkout, or "" for an installed package.
-
-    It ends with "-dirty" if files differ from it.
-    """
+    """Return the checkout's commit with "-dirty" if files differ, "" for an installed package."""
     here = os.path.dirname(os.path.abspath(jaxtrain.__file__))
     git = ["git", "-C", here]
     try:

@@ -213,10 +213,7 @@ class Rendezvous:
             oldest.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Admit a process by its first message, until its connection ends.
-
-        A second one says stop.
-        """
+        """Admit a process by its first message until its connection ends. A second says stop."""
         process = None
         try:
             async with asyncio.timeout(PATIENCE):

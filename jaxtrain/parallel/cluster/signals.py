@@ -47,17 +47,11 @@ class StopSignals:
             self.asked = signal.Signals(number).name
 
     def ask(self, why: str) -> None:
-        """Ask the run to stop for the reason ``why``.
-
-        The signal that usually follows still counts as the first.
-        """
+        """Ask the run to stop because of ``why``. A signal after it still counts as the first."""
         self.notice = self.notice or why
 
     def check(self) -> bool:
-        """Tell whether a signal or a notice asked to stop.
-
-        Raises KeyboardInterrupt after Ctrl-C.
-        """
+        """Whether a signal or a notice asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
         if self._interrupted:
             raise KeyboardInterrupt
         return bool(self.asked or self.notice)

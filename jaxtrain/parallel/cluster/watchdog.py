@@ -49,10 +49,7 @@ class Watchdog:
         self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
 
     def starting(self, doing: str) -> None:
-        """Report progress before the first step.
-
-        A restore or a compilation may take ``start_timeout`` seconds.
-        """
+        """Report progress before the first step, where ``start_timeout`` seconds may pass."""
         self.beat(doing)
         self._limit = self._start_timeout
 

@@ -36,10 +36,7 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
 
 
 def ranked(scores: Sequence[Score | None]) -> list[int]:
-    """Return the numbers of the runs, the best first.
-
-    Runs without the first run's score come last.
-    """
+    """Return the numbers of the runs, the best first, those without the same score last."""
     known = [score for score in scores if score]
 
     def place(score: Score | None) -> float:

@@ -29,10 +29,7 @@ GROUPS = ("Results", "Losses and metrics", "Speed", "Gradients and parameters", 
 
 
 def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(Group, its figures) of every metric of ``records``, one for each of ``runs``.
-
-    The curves are added to ``charts``.
-    """
+    """(Group, figures) of each metric of ``records`` by run, with the curves in ``charts``."""
     found: dict[tuple[str, str], list[tuple[int, str, np.ndarray, np.ndarray]]] = {}
     for i, of_run in enumerate(records):
         for split, columns in of_run.splits.items():

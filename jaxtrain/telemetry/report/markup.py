@@ -74,10 +74,7 @@ def slider(which: str, n: int, label: str) -> str:
 
 
 def spread(items: list[Any], most: int) -> list[Any]:
-    """At most ``most`` of a list, evenly, with the first and the last.
-
-    If ``most`` is 1, the last.
-    """
+    """At most ``most`` of a list, evenly, with first and last. If ``most`` is 1, the last."""
     if len(items) <= most:
         return items
     if most == 1:

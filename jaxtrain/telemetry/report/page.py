@@ -38,10 +38,7 @@ WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
 
 
 def library() -> str:
-    """Return the plotting library's code, compressed, as base64.
-
-    Raises RunError if it is not installed.
-    """
+    """Return the plotting library's code, compressed, as base64. Raises RunError: missing."""
     try:
         code = (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:

@@ -78,10 +78,7 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
 
 
 def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
-    """Parse with pyarrow, which is ten times as fast and takes no odd lines.
-
-    Return None if there is one.
-    """
+    """Parse by pyarrow, which is ten times as fast. Return None if there is an odd line."""
     try:
         return _table(arrow.read_json(io.BytesIO(text), arrow.ReadOptions(block_size=len(text) + 1)))
     except (pa.ArrowException, ValueError, OSError):  # ValueError: names that are not UTF-8

@@ -83,10 +83,7 @@ class Run:
 
     @functools.cached_property
     def command(self) -> tuple[str, set[str]]:
-        """The source of the newest start's config, and the fields of its command line.
-
-        "" for an older version.
-        """
+        """The newest start's config and the fields of its command line. "": an older version."""
         facts = self.starts[-1].facts if self.starts else {}
         source, overrides = facts.get("source"), facts.get("overrides")
         return source if isinstance(source, str) else "", set(overrides) if isinstance(overrides, dict) else set()

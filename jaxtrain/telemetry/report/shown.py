@@ -14,10 +14,7 @@ SAMPLES = 300_000  # [bytes] of all samples together, unless one of each step is
 
 
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
-    """Return the pictures of each evaluation behind a slider, as many as fit.
-
-    ``notes`` gets a line about the others.
-    """
+    """Return the pictures of evaluations that fit, behind a slider. ``notes`` names the others."""
     found = [(run, records_lib.pictures(run.path / "pictures")) for run in runs]
     kinds = sum(len(kinds) for _, kinds in found)
     parts, left, without = [], PICTURES, []
@@ -56,10 +53,7 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
 
 
 def samples(run: Run, number: int, *, of: int) -> str:
-    """Return the generations of each evaluation with their scores.
-
-    ``number``: of the run among the ``of`` of the page.
-    """
+    """Return the generations of evaluations with scores, of run ``number`` of the page's ``of``."""
     by_step = records_lib.samples(run.path / "samples.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
     if not by_step:
         return ""

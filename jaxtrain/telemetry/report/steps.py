@@ -88,10 +88,7 @@ class Compared:
         return [f"{name} {x} and {y}{self._where(step)}" for name, x, y in halves if x != y] + different
 
     def arrays(self, step: int) -> list[str]:
-        """List the arrays of a step that differ, if both runs have their digests.
-
-        Those of the batch come first.
-        """
+        """List the arrays of a step with unlike digests, those of the batch first."""
         a, b = self._a.arrays.get(step, {}), self._b.arrays.get(step, {})
         return [name for name in a if name in b and a[name] != b[name]]
 

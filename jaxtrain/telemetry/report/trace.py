@@ -39,10 +39,7 @@ class Trace(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Trace | None:
-    """Read an XSpace file, or return None if it names no operation.
-
-    Raises FileError: it cannot be read, or is none.
-    """
+    """Read an XSpace file, or return None if it names no operation. Raises FileError."""
     return _summary(operations(path))
 
 
@@ -57,10 +54,7 @@ def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
 
 
 def of_folder(folder: pathlib.Path) -> Trace | None:
-    """Return the trace below a folder, as JAX's profiler wrote it, or None without one.
-
-    Raises FileError.
-    """
+    """Return the trace of JAX's profiler below a folder, or None. Raises FileError."""
     found = sorted(path for path in folder.glob("plugins/profile/*/*.xplane.pb") if path.is_file())
     return read(files.inside(folder, str(found[-1].relative_to(folder)))) if found else None
 

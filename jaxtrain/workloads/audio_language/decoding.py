@@ -68,10 +68,7 @@ def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Sh
 def extend(
     c: Config, params: PyTree, token_b: Array, codes_bk: Array, is_audio_b: Array, place_b: Array, cache: PyTree, shard: Shard
 ) -> tuple[Array, PyTree]:
-    """State [B, D] of one more place of each row, a token or a column, and the cache with it.
-
-    Both nets run: rows differ.
-    """
+    """State [B, D] and cache of one more place of each row. Both nets run, as rows differ."""
     (shared, columns), is_audio_bu = cache
     u = is_audio_bu.shape[1]
     is_audio_bu = jnp.where(jnp.arange(u)[None] == place_b[:, None], is_audio_b[:, None], is_audio_bu)
@@ -185,10 +182,7 @@ def generate(
 def draw(
     c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
 ) -> tuple[Array, Array]:
-    """Return a token [B] and a code of each codebook [B, K] from the last state.
-
-    Stream s draws by fold_in(fold_in(key, i), s).
-    """
+    """Draw a token [B] and codes [B, K] from a state; stream s by fold_in(fold_in(key, i), s)."""
     x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
     allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
     allowed_kc = allowed_kc.at[0, grammar.end].set(True)

@@ -69,10 +69,7 @@ _FILES = ("config.json", "generation_config.json", "preprocessor_config.json")
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Return the released weights' names of a parameter.
-
-    ``config`` is the saved section ``model``.
-    """
+    """Return the released weights' names of a parameter. ``config``: the saved ``model``."""
     return _NAMES.of(path, config["depth"])
 
 
@@ -87,10 +84,7 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """Return the run's tokenizer, and config.json of the weights that it began with.
-
-    ``config`` is the whole run's.
-    """
+    """Return the tokenizer of the whole run's ``config``, and config.json of its first weights."""
     source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
     found, _ = hugging_face.tokenizer_files(
         (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files

@@ -192,10 +192,7 @@ def layers(c: Config) -> dict[str, dict[str, list[Layer]]]:
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform in ±``bound``.
-
-    1 / sqrt(inputs) is the default of torch.nn.Linear, for weights and biases.
-    """
+    """Uniform in ±``bound``: 1 / sqrt(inputs) is torch.nn.Linear's default, biases too."""
 
     def init(key: Key, shape: tuple[int, ...], dtype: Any) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)

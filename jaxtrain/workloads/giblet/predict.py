@@ -115,10 +115,7 @@ class Brain(NamedTuple):
 
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
-    """Return the mask that `jaxtrain prepare-giblet` wrote.
-
-    Raises DataError: there is none, or it has other voxels.
-    """
+    """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
     sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with sources.reading(place):

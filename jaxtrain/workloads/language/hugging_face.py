@@ -82,10 +82,7 @@ def _family(model: Mapping[str, Any]) -> str | None:
 
 
 def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
-    """Hugging Face's names if it has this architecture, else paths with dots.
-
-    ``config`` is the saved section ``model``.
-    """
+    """Hugging Face's names of this architecture, else paths with dots. ``config``: ``model``."""
     if _family(config) is not None:
         return _NAMES.of(path, config["depth"])
     name = path.removeprefix("blocks/")
@@ -201,10 +198,7 @@ def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the head, if the embedding takes its place.
-
-    ``config`` is the saved section ``model``.
-    """
+    """Return the head if the embedding takes its place. ``config``: the saved ``model``."""
     return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
 
 
@@ -297,10 +291,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
 
 
 def _unused(folder: str | pathlib.Path, tied: bool) -> tuple[str, ...]:
-    """config.warm_start.unused: arrays that transformers does not read either.
-
-    Raises HuggingFaceError.
-    """
+    """config.warm_start.unused: what transformers does not read either. Raises HuggingFaceError."""
     try:
         there = stored.open_safetensors(folder)
     except stored.StoredError as error:

@@ -57,10 +57,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def listen(args: argparse.Namespace) -> int:
-    """Write ``args.listen`` as the codec reproduces it.
-
-    Return the exit code. Raises DataError and ValueError.
-    """
+    """Write ``args.listen`` as the codec has it. Return the exit code. Raises ValueError."""
     made = codec.open_codec(args.codec, codebooks=args.codebooks, size=args.codebook_size, frame_rate=codec.FRAME_RATE)
     if not isinstance(made, codec.Rvq):
         raise DataError(f"--codec is {args.codec!r}, which gives codes alone; --listen needs a codec.npz")

@@ -79,10 +79,7 @@ def train(args: argparse.Namespace) -> str:
 
 
 def sources(paths: Sequence[str]) -> list[codec.Source]:
-    """Find the recordings of files, folders and manifests, each once.
-
-    Raises DataError without any.
-    """
+    """Find recordings of files, folders, manifests, each once. Raises DataError: none."""
     by_name: dict[str, codec.Source] = {}
     for text in paths:
         path = pathlib.Path(text).expanduser()
