@@ -156,11 +156,9 @@ class Export(NamedTuple):
     # [regex] paths in the carry that belong to the model (running statistics), and are exported
     # under ``carry.…``; "" = none
     carry: str = ""
-    # [regex] paths that ``files`` and the example of ``hub`` need; an export without one of them is
-    # a part of a model
+    # [regex] paths that ``files`` and ``hub``'s example need, without which it is a part of a model
     needed: str = "."
-    # (model) -> name of an array that is not exported, since it is another one: the name of that
-    # one
+    # (model) -> name of an array that is not exported, since it equals another -> its name
     tied: Callable[[Mapping[str, Any]], dict[str, str]] = lambda model: {}
 
 

@@ -199,8 +199,7 @@ def read_crop(s: Sample, resample: Callable[[np.ndarray, int], np.ndarray]) -> n
         if s.rate == RATE:
             file.seek(s.start)
             return clip(mono(file.read(CLIP, dtype="float32")))
-        # The crop begins at a whole sample after resampling if what comes before it is a multiple
-        # of this.
+        # The crop begins at a whole resampled sample if what precedes it is a multiple of this.
         grid = s.rate // math.gcd(s.rate, RATE)
         margin = round(MARGIN * s.rate)
         lead = min(margin, s.start) // grid * grid

@@ -40,7 +40,6 @@ def write(folder: pathlib.Path, rows: int) -> embeddings.Embeddings:
 
 
 def timed(label: str, action: Callable[[], Any]) -> Any:
-    """Call ``action``, and print its time."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
     print(f"{label:32} {time.perf_counter() - wall:9.3f} s   {time.process_time() - cpu:9.3f} s of CPU", flush=True)

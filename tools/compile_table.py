@@ -47,8 +47,7 @@ class Workload(NamedTuple):
         """Raise ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run")}
-        # Higgs has 8 rows for each device: a batch that every mesh divides, whatever the number of
-        # devices.
+        # Higgs has 8 rows for each device: a batch that every mesh divides.
         texts = {
             name: text.replace("{folder}", str(folder)).replace("{rows}", str(8 * count)) for name, text in settings.items()
         }

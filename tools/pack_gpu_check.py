@@ -27,11 +27,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HAS = ("jax==0.11.*", "flax", "optax", "orbax-checkpoint", "numpy")
-# Besides the project's own needs: Higgs's tokenizer. It needs none of its dependencies to be read
-# from a file.
+# Beyond the project's own needs: Higgs's tokenizer, without its dependencies.
 ALONE = ("tokenizers",)
-# Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and what it writes here is the
-# same.
+# Of a package that has grown: pyarrow 26 has 53 MiB, 21 has 41, and writes the same here.
 SMALLER = ("pyarrow<22",)
 # Of Linux distributions since 2022: glibc 2.35 (Ubuntu 22.04) and before.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")

@@ -217,7 +217,6 @@ def verify_part(name: str, out: pathlib.Path, steps: int) -> str:
 
 
 def _key(path: str) -> str:
-    """Return the last name of a path, as the message has it."""
     return path.rpartition("/")[2]
 
 

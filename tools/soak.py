@@ -86,8 +86,7 @@ MODELS = {
 }  # fmt: skip
 BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")
 
-# Wraps the loader of the config: each process notes a digest of every row that it gives to
-# training.
+# Wraps the config's loader: each process notes a digest of every row that it trains on.
 LOADER = """
 import hashlib, importlib, json, os
 inner = importlib.import_module(os.environ["SOAK_LOADER"])
@@ -428,12 +427,10 @@ class Soak:
 
 
 def _checkpoints(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of a run's checkpoints, the newest last."""
     return sorted((p for p in (workdir / "checkpoints").glob("[0-9]*") if p.name.isdigit()), key=lambda p: int(p.name))
 
 
 def pages() -> str:
-    """Return the text of docs/."""
     return "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 
 

@@ -68,8 +68,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)
     what = "the average of the parameters" if model.group == "ema" else "the parameters"
-    # An evaluation is of the average, if the run keeps one, and the numbers of the card are those
-    # of these weights.
+    # An evaluation is of the average, if the run keeps one, and so are the card's numbers.
     averaged = isinstance(train := config.get("train"), Mapping) and bool(train.get("ema"))
     others = [split for split in SPLITS if split in metrics and (model.group == "ema") != (averaged and split == "test")]
     whole = () if model.left_out.is_part else SPLITS

@@ -34,8 +34,7 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
         import huggingface_hub
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
-    # The exported files alone: others may lie there. The client sends large files first, and none
-    # that the Hub has.
+    # The exported files alone. The client sends large ones first, and none that the Hub has.
     names = [line.partition("  ")[2] for line in files.lines(files.read_text(place / SUMS, most=files.MOST_JSON))]
     try:
         made = api.create_repo(name, private=private, repo_type="model", exist_ok=True)

@@ -123,8 +123,7 @@ def export(
     for path, one in arrays.items():
         floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
         entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
-    # Wide types first: then every array begins at a multiple of its width, for readers that map the
-    # file.
+    # Wide types first: every array begins at a multiple of its width, for readers that map it.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
     flat = [entry for path in order for entry in entries[path]]
     if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
@@ -147,16 +146,14 @@ def export(
         for entry in flat:
             kinds[entry.dtype.name] += entry.n_bytes
         with _describing(source):
-            # The files and the example are of a model that a library loads, and it would fill the
-            # rest with random numbers.
+            # The files and the example are of a whole model: a library fills gaps at random.
             further = {} if is_part else contract.files(based, kinds.most_common(1)[0][0])
             hub = Hub() if is_part else contract.hub(config, {*further, *arrays})
             for other in others:
                 if other.files:
                     further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
                     hub = hub._replace(example=f"{hub.example}\n{other.example}")
-        # transformers reads a folder with a config.json of its own, and only arrays that are marked
-        # as PyTorch's.
+        # transformers needs a config.json of its own, and arrays marked as PyTorch's.
         sums = _write_shards(
             partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
         )

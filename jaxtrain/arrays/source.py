@@ -159,7 +159,6 @@ def refuse_address(path: Any, field: str, flag: str) -> None:
 
 
 def _step_number(value: Any, source: epath.Path) -> int:
-    """``value`` as the number of a step. Raises StoredError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
         raise StoredError(f"{source}: its step is {str(value)[:80]!r}; expected a whole number from 0 to 2^31 - 1")
     return value

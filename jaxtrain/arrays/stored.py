@@ -135,8 +135,7 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
     check_files(folder)
     quiet_orbax.keep_quiet()  # of the arrays that a damaged tree names, all but the first error come after that one is raised
     try:
-        # The handler, not an Orbax Checkpointer, which requires files that only a complete step
-        # directory has.
+        # The handler: an Orbax Checkpointer requires files that only a complete step has.
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
     except Exception as error:
         raise StoredError(f"the tree of arrays in {folder} cannot be read: {error}") from error

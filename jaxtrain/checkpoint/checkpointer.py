@@ -214,7 +214,6 @@ class Checkpointer:
         checksums.write(parts[-1] if parts else step)  # an object store has no temporary folder
 
     def _settle(self) -> None:
-        """Wait for the save in flight."""
         if step := self._saving:
             try:
                 self._manager.wait_until_finished()
@@ -371,7 +370,6 @@ class Checkpointer:
 
 
 def _folder(path: str) -> epath.Path:
-    """Make a path absolute. A URL stays as it is."""
     return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
 
 

@@ -101,7 +101,6 @@ class Scores:
 
 
 def _read(path: epath.Path) -> dict[str, Any]:
-    """Read best.json. Raises CheckpointError."""
     try:
         found = files.read_json(path)
         if not isinstance(found.get("metric", ""), str):

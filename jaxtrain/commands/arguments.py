@@ -199,8 +199,7 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     try:
         return action()
     except BrokenPipeError:
-        # The reader of our output is gone. Python flushes stdout at its end, and would complain
-        # again.
+        # The reader of our output is gone. Python flushes stdout at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as error:

@@ -51,8 +51,7 @@ ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPEN
 
 ASKED = ("scontrol", "sacct")  # commands of SLURM that know a job's state
 
-# Options of sbatch that more of the script follows from than their own line: those of this command
-# take their place.
+# Options of sbatch on which more of the script depends: options of this command replace them.
 OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time"}
 
 
@@ -195,8 +194,7 @@ def make_executor(
         def affinity(cls) -> int:
             return 2
 
-    # SIGTERM comes by itself. The notice before the time limit may be any other signal that the run
-    # handles.
+    # SIGTERM comes by itself. The notice before the time limit may be any other handled signal.
     notice = next((s for s in config.preemption.signals if s != "SIGTERM"), "SIGTERM").removeprefix("SIG")
     python, srun = shlex.quote(f"{args.venv}/bin/python" if args.venv else sys.executable), ["--kill-on-bad-exit=1"]
     if args.container and args.container_runtime == "pyxis":
@@ -318,7 +316,6 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
 
 
 def _text(folder: pathlib.Path, name: str) -> str:
-    """Return the text of a file of a folder, as far as there is one."""
     try:
         return files.read(files.inside(folder, name), most=MOST_TEXT).decode(errors="replace")
     except files.FileError:

@@ -220,7 +220,6 @@ def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lin
 
 
 def _kept(run: Any) -> dict[int, pathlib.Path]:
-    """List the checkpoints that a run has kept, by step."""
     folder = run.setting("checkpoint.folder", "")
     saved = pathlib.Path(folder) if folder else run.path / "checkpoints"
     return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}

@@ -110,8 +110,7 @@ def _train(given: config.Arguments) -> int:
 
 
 def _run(given: config.Arguments, run: config.Config) -> int:
-    # Not before the config is known to be right: optimizers and checkpoints take as long to import
-    # as all else.
+    # Not before the config is known to be right: optimizers and checkpoints take long to import.
     from jaxtrain import loop
 
     try:

@@ -160,8 +160,7 @@ class StepCompiler:
         """
         assembly, data = self._assembly, self._data
         task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps
-        # 1. Lower, and compare: processes that run different programs would wait for each other for
-        #    ever.
+        # 1. Lower, and compare: different programs would wait for each other for ever.
         evaluations = [step_lib.make_eval_step(task, assembly.layout).lower(variables, batch) for batch in data.test_buckets]
         texts = {"data": json.dumps(data.fingerprints()), "evaluation": "".join(x.as_text() for x in evaluations)}
         if first < steps:
@@ -172,8 +171,7 @@ class StepCompiler:
         # 2. The metrics of an evaluation are known now, not hours of training later.
         _check_best(assembly, evaluations[0].out_info if data.test.n_batches else None)
         log.info("compiling; slow programs are cached for the next start")
-        # 3. Compile in a thread: the first step, awaited here, then evaluations and later steps
-        #    while the run goes on.
+        # 3. Compile in a thread: the first step, awaited here, then the rest while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
         others = [functools.partial(lambda x, f: f or self.compile(x), *each) for each in zip(evaluations, found, strict=True)]
         self._steps.begin(first, steps, others=others)

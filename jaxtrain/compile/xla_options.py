@@ -145,8 +145,7 @@ def _refused_for(own: Mapping[str, Any], reason: str) -> ConfigError:
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
     with warnings.catch_warnings():
-        # A program compiled for other devices goes into the program cache, but cannot be read from
-        # it.
+        # Programs compiled for other devices can be cached, but not be read from the cache.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         return lowered.compile(compiler_options=dict(options))
 

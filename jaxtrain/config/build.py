@@ -169,7 +169,6 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
 
 
 def _is_of_kind(cls: type, name: str, value: Any) -> bool:
-    """Whether a field of the dataclass ``cls`` can hold a value."""
     problems: list[tuple[str, str]] = []
     try:
         _convert(typing.get_type_hints(cls)[name], value, name, problems)

@@ -159,7 +159,6 @@ def _type_problem(name: str, value: Any, default: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether config.json can hold the value."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -25,8 +25,7 @@ SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
 MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
-# Fields in steps that may be given as a share of train.steps, a fraction between 0 and 1. A Config
-# has them in steps.
+# Fields in steps that may be given as a share of train.steps in 0 to 1. A Config has steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
 MOST_PATTERN = 10_000  # [characters] of a regular expression
 MOST_REPLACEMENT = 200  # [characters] of a replacement
@@ -119,8 +118,7 @@ UPDATE_RULES = {
     "muon": UpdateRule("jaxtrain.optim.update_rules:scale_by_muon", ("mu",), matrices=True, repeatable=False),
     "sign_sgd": UpdateRule("optax:scale_by_sign", sparse=True),
 }
-# Fields of `Optim` that built-in rules take by name, and all that nothing but a built-in rule
-# reads.
+# Fields of `Optim` that built-in rules take by name, and those that only they read.
 OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
 ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
 # Fields that decide the learning rate. A schedule that is named as module:factory takes the place
@@ -227,8 +225,7 @@ class Optim(Section):
         return {self.name, *rest, *(group.name for group in self.groups if group.name)}
 
 
-# The mesh axes that each logical axis of an array is split over, in the notation of
-# `jaxtrain.parallel.layout`.
+# The mesh axes over which each logical axis is split, as `jaxtrain.parallel.layout` has it.
 AXIS_RULES: dict[str, str] = {
     "batch": "data,fsdp",
     "embed": "fsdp",

@@ -53,8 +53,7 @@ def blank(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
     """Return a batch of zeros, for a step that will be skipped."""
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        # From the host: a program that makes them would wait behind the programs that are being
-        # compiled.
+        # From the host: a program that makes them would wait behind those being compiled.
         whole = np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
 

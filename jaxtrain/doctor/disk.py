@@ -96,7 +96,6 @@ def nearest(folder: str) -> str:
 
 
 def _store(url: str, what: str) -> Check:
-    """Write, read and delete an object of an object store."""
     import tensorstore as ts
 
     name, began = f".doctor-{secrets.token_hex(8)}", time.perf_counter()

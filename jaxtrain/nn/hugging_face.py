@@ -45,8 +45,7 @@ ROPE = {
 }  # fmt: skip
 
 
-# Fields that change the function in a way that `Decoder` lacks: field -> values, besides null, that
-# do not.
+# Fields that `Decoder` lacks: field -> values, besides null, that do not change the function.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(

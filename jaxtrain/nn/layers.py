@@ -233,8 +233,7 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
             own_bt = index_bt - jax.lax.axis_index(names) * n
             inside = (own_bt >= 0) & (own_bt < n)
             rows_btd = jnp.take(w_vd, jnp.clip(own_bt, 0, n - 1), axis=0)
-            # In the table's type: XLA for CPUs fails at a sum of bfloat16 over some of the mesh
-            # axes.
+            # In the table's type: XLA for CPUs fails at sums of bfloat16 over some mesh axes.
             rows_btd = jax.lax.psum(jnp.where(inside[..., None], rows_btd, 0), names)
         else:
             rows_btd = jnp.take(w_vd, index_bt, axis=0)

@@ -84,7 +84,6 @@ def scan(
 
 
 def _keeps(names: Sequence[str], kernels: Mapping[str, Callable[[str], bool]]) -> Callable[..., bool]:
-    """Make a policy of `jax.checkpoint`."""
     named = jax.checkpoint_policies.save_only_these_names(*names)
     asked = [kernels[name] for name in names if name in kernels]
 

@@ -277,8 +277,7 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
         _, t, h, _ = q_bthk.shape
         parts, shared = shard.size("heads", h), k_bsgk.shape[2]
         if (repeats := math.lcm(shared, parts) // shared) > 1:
-            # Fewer key heads than devices are repeated, so that each device has those of its
-            # queries.
+            # Too few key heads are repeated, so that each device has those of its queries.
             k_bsgk, v_bsgk = (shard(jnp.repeat(x, repeats, axis=2), "batch", "seq", "kv_heads", None) for x in (k_bsgk, v_bsgk))
         if shard.names("seq", t):
             return ring.attention(shard, q_bthk, k_bsgk, v_bsgk, segments_bt, causal=causal, window=c.window), None

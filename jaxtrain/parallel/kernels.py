@@ -131,8 +131,7 @@ def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[A
     """
     manual = manual_axes()
     sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
-    # Axes of one device have nothing to split, and XLA's partitioner stumbles over them (jax
-    # 0.10.2: a RET_CHECK).
+    # Axes of one device split nothing, and jax 0.10.2 fails over them (a RET_CHECK).
     free = {name for name, size in sizes.items() if size > 1 or every}
     if shard.mesh is None or shard.mesh.size == 1 or not any(size > 1 for size in sizes.values()) and not every:
         return f(*args)

@@ -157,8 +157,7 @@ class _Walk:
             return self._call(params, inputs)
         if name in RENAMES:
             return inputs
-        # Two equations that hold programs of their own (kernels, branches) are never taken for
-        # equal.
+        # Two equations with programs of their own (kernels, branches) are never equal.
         inner = next(core.jaxprs_in_params(params), None)
         key = hash((name, repr(params) if inner is None else id(eqn), *(v.key for v in inputs)))
         after = frozenset().union(*(v.after for v in inputs))

@@ -18,8 +18,7 @@ from jaxtrain.plan import gpu_specs, hlo, plan_cache
 from jaxtrain.plan.target import PlanError, Target
 from loaders.io.checks import first_line
 
-# Without a card nothing is tuned, and then XLA's own products (by Triton) find no tiles for some
-# shapes.
+# Without a card nothing is tuned, and then XLA's products by Triton find no tiles for some shapes.
 UNTUNED = {"xla_gpu_enable_triton_gemm": False}
 
 

@@ -61,7 +61,6 @@ def find(name: str) -> Figures | None:
 
 
 def keep(name: str, figures: Figures) -> None:
-    """Keep figures, by an atomic write."""
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

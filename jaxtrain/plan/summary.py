@@ -126,7 +126,6 @@ def _missing(assembly: Assembly, target: Target) -> str:
 def _compiled_lines(
     config: config_lib.Config, target: Target, title: str, answer: worker.Answer, needed: Bound, problems: list[str]
 ) -> Iterator[str]:
-    """Yield the compiler's figures."""
     if (step := answer.compiled) is None:
         remedy = f". {ways(config, target)}" if answer.too_large else ""
         problems.append(f"it does not {'fit' if answer.too_large else 'compile'}: {answer.error}{remedy}")

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
 
 
-# Characters that steer a terminal or its order of text, and halves of characters, as in names of
-# files that are no UTF-8.
+# Characters that steer a terminal or order text, and halves of them, as in odd names of files.
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -125,8 +124,7 @@ def start_console(*, process: int = 0, folder: str = "") -> Console:
     """
     console = Console() if process == 0 else Console(open(os.devnull, "w"))
     root = logging.getLogger()
-    # Ours take the place of older ones, and of the plain handler that some library has set up by
-    # then.
+    # Ours replace older ones, and the plain handler that some library has set up.
     for old in [h for h in root.handlers if isinstance(h, ConsoleHandler | LogFile) or type(h) is logging.StreamHandler]:
         root.removeHandler(old)
         old.close()

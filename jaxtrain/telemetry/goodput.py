@@ -279,7 +279,6 @@ def _start(head: Mapping[str, Any], last: Mapping[str, Any]) -> Start:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Return the reason why a line is no record, or ""."""
     expected = HEAD if "began" in record else {"id": "", **TOTALS}
     wrong = [name for name, value in expected.items() if not _is(type(value), record.get(name))]
     return f"its {wrong[0]} is not as a run writes it" if wrong else ""

@@ -40,8 +40,7 @@ class Server(http.server.ThreadingHTTPServer):
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
             if oldest:
-                # Else a client that sends a byte now and then would keep all others out. Its thread
-                # closes it.
+                # Else a client that sends a byte now and then would keep others out.
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
@@ -61,8 +60,6 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One request."""
-
     timeout = PATIENCE
     server_version, sys_version = "jaxtrain", ""
     server: Server

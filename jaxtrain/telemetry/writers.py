@@ -261,7 +261,6 @@ def _reachable(field: str, name: str) -> Iterator[None]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested sections as ("section.field", its text)."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")

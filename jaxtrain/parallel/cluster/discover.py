@@ -107,7 +107,6 @@ def _plain(name: str) -> str:
 
 
 def _number(text: str) -> int:
-    """Parse a number that is not negative. Raises ValueError."""
     if not re.fullmatch(NUMBER, text):
         raise ValueError(f"{text[:80]!r} is not a number of at most 9 digits")
     return int(text)

@@ -141,8 +141,6 @@ def _is_own(address: str) -> bool:
 
 
 class Rendezvous:
-    """The rendezvous at process 0."""
-
     def __init__(self, hello: dict[str, Any], secret: bytes, timeout: float, leave: Leave, awaited: set[int]):
         self._hello, self._secret, self._timeout = hello, secret, timeout
         self._leave, self._awaited = leave, awaited
@@ -237,7 +235,6 @@ class Rendezvous:
             writer.close()
 
     def _problem(self, other: Any) -> str:
-        """Return the reason for which a process is not admitted, or ""."""
         hello, present = self._hello, self._present
         kinds = {"job": str, "process": int, "processes": int, "host": str, "clock": float, "facts": dict}
         # Exactly these: True, 0.5 and 1.0 are not the number of a process.

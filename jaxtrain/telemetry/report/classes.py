@@ -116,7 +116,6 @@ def _names(run: Run) -> list[str]:
 
 
 def _name(names: Sequence[str], record: Mapping[str, Any], i: int) -> str:
-    """Return the name of class number ``i`` of a line."""
     own = record["of"][i] if "of" in record else i
     return names[own] if own < len(names) else f"class {own}"
 

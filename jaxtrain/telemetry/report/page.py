@@ -260,7 +260,6 @@ def document(
 
 
 def _tools(*, several: bool) -> str:
-    """Return the controls above the curves."""
     key = "lines: train, dotted: test" if several else '<i class="swatch run0"></i>train <i class="swatch run1"></i>test'
     return (
         '<div class="tools"><label><input type="checkbox" id="log"> logarithmic</label><label>smoothing '

@@ -16,8 +16,7 @@ from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
 from loaders.io.checks import UserError
 
-# Folders of a run's workdir. No run is looked for in them, though other workdirs may lie next to
-# them.
+# Folders of a run's workdir, in which no run is looked for. Other workdirs may lie next to them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
 EXPORTED = "jaxtrain.json"  # of an export, which has a config.json, too

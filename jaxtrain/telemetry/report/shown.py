@@ -66,7 +66,6 @@ def samples(run: Run, number: int, *, of: int) -> str:
 
 
 def _sets(by_step: Mapping[int, Sequence[Mapping[str, str]]]) -> list[str]:
-    """Return a table of the samples of each step."""
     sets = []
     for step, rows in by_step.items():
         names = list(dict.fromkeys(name for row in rows for name in row))

@@ -137,7 +137,6 @@ def _media(shown: Any) -> list[str]:
 
 
 def _wav(samples: Any, rate: int) -> str:
-    """Write a WAV of 16 bits, as base64."""
     x = np.nan_to_num(np.asarray(samples, np.float32))
     file = io.BytesIO()
     with wave.open(file, "wb") as out:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from loaders.io import files
 
 MOST = 1 << 30  # [bytes] of a file that is read
-# Parts of a step. The first whose pattern is in the scope, or in the operation's name for the
-# first, counts.
+# Parts of a step: the first whose pattern is in the scope, or in an operation's name.
 PARTS = (
     ("collectives", re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I)),
     ("optimizer", re.compile(r"/update(/|$)")),

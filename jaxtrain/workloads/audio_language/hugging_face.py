@@ -24,8 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         codebook_size=1024, rope=dict(theta=5e5, factor=32.0, low=1.0, high=4.0, original=8192),
     )
 }  # fmt: skip
-# Section `lora` of a run that adapts every matrix of every layer, both nets', and leaves tables,
-# heads and norms alone.
+# Section `lora` of a run that adapts every matrix of both nets' layers, and nothing else.
 ADAPTERS: dict[str, Any] = dict(
     rank=32,
     alpha=64.0,
@@ -97,8 +96,7 @@ def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
             sizes = {"audio_num_codebooks": about["num_codebooks"], "audio_codebook_size": about["codebook_size"] - N_SPECIAL}
             about = {"model_type": "higgs_audio", "text_config": {**about, "model_type": "llama"}, **sizes}
         found["config.json"] = (json.dumps(about, indent=2) + "\n").encode()
-        # Of a model of Hugging Face, not of our own export, which has a run's config, or of another
-        # program.
+        # Of a model of Hugging Face, not of our own export (with a run's config) or another's.
         if "model_type" not in about:
             found.pop("config.json")
     return found

@@ -316,12 +316,10 @@ def run_chain(
     for i, layer in enumerate(chain):
         path, w = f"{name}/{i}", params[str(i)]
         with jax.named_scope(path):
-            # "rows" and not "batch": every device has its slice of the inputs of all its group's
-            # rows.
+            # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
             x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
             y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
-            # Pinned whole over fsdp: its gradient too is then gathered before it meets x, not the
-            # matrix instead.
+            # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
             y_bo = shard(y_bo, "rows", layer.axes[1])
             y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
             if layer.norm:

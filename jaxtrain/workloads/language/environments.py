@@ -71,7 +71,6 @@ def load(module: str, arguments: Mapping[str, Any], limit: int) -> Prompts:
 
 
 def _call(f: Callable[..., Any], known: Mapping[str, Any]) -> float:
-    """``f`` of those arguments that it takes."""
     parameters = inspect.signature(f).parameters.values()
     everything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     score = f(**(known if everything else {p.name: known[p.name] for p in parameters if p.name in known}))

@@ -63,8 +63,7 @@ _NAMES = Names(
 _FAMILIES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-# The values that transformers takes for fields that a config.json leaves out, where they are not
-# those of Llama.
+# Values that transformers takes for fields that config.json omits, unless they are Llama's.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"num_key_value_heads": 8, "sliding_window": 4096}, "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -158,8 +157,7 @@ def _ends(model: Mapping[str, Any], fields: dict[str, Any], found: Mapping[str, 
     fields |= {"eos_token_id": theirs, "bos_token_id": fields.get("bos_token_id")}
     more |= {_GENERATION: _json({**generation, "eos_token_id": theirs})} if theirs is not None else {}
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        # Else transformers makes one of the architecture's own kind from it, which splits texts in
-        # another way.
+        # Else transformers makes the architecture's own kind of it, which splits texts otherwise.
         about = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": named} if named else {})}
         more["tokenizer_config.json"] = _json(about)
     return more
