@@ -36,10 +36,7 @@ class Evaluator:
         self._trials = [(trial, jax.jit(trial.run, out_shardings=everywhere)) for trial in self._task.trials]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
-        """Return the record of ``state``: over config.train.eval_batches, at the end over all.
-
-        The batches are of the test split.
-        """
+        """Return the record of ``state`` over config.train.eval_batches, at the end over all."""
         with self._process.clock.during(goodput.EVALUATION):
             machine.give_back_freed_memory()  # a step's
             try:

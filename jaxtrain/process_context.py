@@ -187,10 +187,7 @@ class ProcessContext:
         self._watchdog.beat(doing)
 
     def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step: the next part may take start_timeout.
-
-        It is config.distributed.start_timeout.
-        """
+        """Like `beat`, before the first step. The limit is config.distributed.start_timeout."""
         self._watchdog.starting(doing)
 
     def meet(self, name: str) -> None:

@@ -170,7 +170,10 @@ def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
 
 
 def mono(x_n: np.ndarray) -> np.ndarray:
-    """float32 [n] or [n, channels] -> float32 [n], for two channels faster than a mean."""
+    """float32 [n] or [n, channels] -> float32 [n].
+
+    Of two channels, faster than a mean over so short an axis.
+    """
     if x_n.ndim == 1:
         return x_n
     return x_n[:, 0] if x_n.shape[1] == 1 else (x_n[:, 0] + x_n[:, 1]) * np.float32(1 / 2)
@@ -199,7 +202,8 @@ def read_crop(s: Sample, resample: Callable[[np.ndarray, int], np.ndarray]) -> n
         if s.rate == RATE:
             file.seek(s.start)
             return clip(mono(file.read(CLIP, dtype="float32")))
-        # The crop begins at a whole resampled sample if what precedes it is a multiple of this.
+        # The crop begins at a whole sample after resampling if what comes before it is a multiple
+        # of this.
         grid = s.rate // math.gcd(s.rate, RATE)
         margin = round(MARGIN * s.rate)
         lead = min(margin, s.start) // grid * grid
@@ -313,7 +317,10 @@ class TorchCrops:
 
 
 class Torch:
-    """A DataLoader in its own process for one thread, else with as many lasting workers."""
+    """With one thread the DataLoader works in its own process.
+
+    With more it has as many workers, which stay.
+    """
 
     def __init__(self, shard: pathlib.Path, threads: int):
         import torch
@@ -413,7 +420,10 @@ class Ours:
         self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
 
     def run(self, epoch: int, n: int) -> tuple[list[np.ndarray], float]:
-        """Return the first ``n`` samples of an epoch. Seeking drops batches made ahead."""
+        """Return the first ``n`` samples of an epoch.
+
+        Seeking throws away batches made ahead: the clock sees all work.
+        """
         begin = time.perf_counter()
         self.loader.seek(epoch * self.n_batches)
         out = [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]
@@ -534,7 +544,10 @@ def difference(name: str, shard: pathlib.Path, n: int) -> float:
 def measure(
     peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Return number of threads -> peer -> samples/s by round. Peers wait: one works at a time."""
+    """Return number of threads -> peer -> samples/s of each round.
+
+    All wait at the same time: who works has the machine alone.
+    """
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(contextlib.closing(Running(name, shard, threads))) for name in peers]
         turns = [(each, n) for n in threads for each in running]

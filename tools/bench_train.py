@@ -90,10 +90,7 @@ def measure(sides: Mapping[str, Callable[[], float]], rounds: int) -> tuple[dict
 
 
 def ratios(ours: Times, theirs: Times) -> tuple[float, float, tuple[float, float], float]:
-    """Theirs over ours: of medians, of shortest, extremes of a round, and least CPU time.
-
-    The extremes are the least and the largest.
-    """
+    """Theirs over ours: of medians, shortest, a round's least and largest, least CPU time."""
     rounds = [t / o for o, t in zip(ours.wall, theirs.wall, strict=True)]
     return (
         theirs.median / ours.median,

@@ -185,10 +185,7 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
 
 
 def _written(folder: pathlib.Path) -> set[tuple[pathlib.Path, int]]:
-    """Return a folder's files, and when each was written: a recurring crash is, again.
-
-    It has the same name then.
-    """
+    """Return files and when each was written: a recurring crash has its old name."""
     return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 

@@ -84,7 +84,10 @@ def train(name: str, workdir: pathlib.Path, steps: int, **more: str) -> None:
 
 
 def replay(run: pathlib.Path, first: int, last: int) -> tuple[int, str]:
-    """Make steps again. Return how many were compared, if all are the same, and the output."""
+    """Make steps again.
+
+    Return the number that was compared, if all are the same, and the output.
+    """
     out, text = run.with_name(f"{run.name}-replay-{first}-{last}"), io.StringIO()
     with contextlib.redirect_stdout(text):
         cli.main(["replay", str(run), "--step", str(first), "--until", str(last), "--no-page", "--out", str(out)])
@@ -94,7 +97,10 @@ def replay(run: pathlib.Path, first: int, last: int) -> tuple[int, str]:
 
 
 def windows(run: pathlib.Path, total: int, wanted: int, rng: random.Random) -> tuple[int, int]:
-    """Replay random windows for ``wanted`` steps. Return steps compared and unlike windows."""
+    """Replay random windows until ``wanted`` steps were compared.
+
+    Return the steps compared and the windows that differed.
+    """
     compared = wrong = 0
     while compared < wanted and wrong < 3:
         first = rng.randint(1, max(total - 3 * EVERY, 1))
@@ -122,7 +128,10 @@ def flipped(x: Any, rng: random.Random) -> Any:
 
 
 def flip_state(state: Any, part: str, rng: random.Random) -> tuple[Any, str]:
-    """Flip a bit of parameters, moments or average. Return the state and the array's path."""
+    """Flip a bit of the parameters, of the moments or of the average.
+
+    Return the state and the path of the array.
+    """
     values = {"params": state.variables.params, "opt_state": state.opt_state, "ema": state.ema}
     leaves, tree = jax.tree.flatten(values[part])
     at = rng.choice([i for i, x in enumerate(leaves) if x.size])
@@ -136,7 +145,10 @@ def flip_state(state: Any, part: str, rng: random.Random) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def with_flips(at: Callable[[int], str], rng: random.Random, found: dict[int, str]) -> Iterator[None]:
-    """Let step i flip a bit in the part ``at(i)`` ("": none). ``found``: step -> array."""
+    """Let the program of each step i flip a bit in the part ``at(i)`` ("" = none).
+
+    ``found``: step -> path of the array.
+    """
     real = step_compiler.StepCompiler.at
 
     def program(self: Any, item: Any) -> Any:
@@ -161,7 +173,10 @@ def with_flips(at: Callable[[int], str], rng: random.Random, found: dict[int, st
 
 
 def flips_part(name: str, out: pathlib.Path, steps: int) -> str:
-    """Find a flip between each two checkpoints of a run from the checkpoint before it."""
+    """One run has a flip between each two checkpoints.
+
+    Each is looked for from the checkpoint before it.
+    """
     rng, found = random.Random(2), dict[int, str]()
     parts = ["params", "opt_state", "ema"][: 3 if float(dict(overrides(name, out, 1, {})).get("train.ema", "0")) else 2]
 
@@ -217,6 +232,7 @@ def verify_part(name: str, out: pathlib.Path, steps: int) -> str:
 
 
 def _key(path: str) -> str:
+    """Return the last name of a path, as the message has it."""
     return path.rpartition("/")[2]
 
 

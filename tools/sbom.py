@@ -72,10 +72,7 @@ def component(package: dict[str, Any]) -> dict[str, Any]:
 
 
 def licence(about: dict[str, Any]) -> str:
-    """Return the licence in a package's metadata: an SPDX expression, or a name.
-
-    They are those of `importlib.metadata`.
-    """
+    """Return the licence in `importlib.metadata`: an SPDX expression, or a name."""
     classifiers = [each for each in about.get("classifier", []) if each.startswith("License :: OSI Approved :: ")]
     names = " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     return about.get("license_expression") or names or about.get("license", "").strip().partition("\n")[0]

@@ -204,10 +204,7 @@ def _formats(source: Source, config: Mapping[str, Any], named: str, names: Seque
 
 
 def _merged(arrays: Mapping[str, Stored], config: Mapping[str, Any], named: str) -> dict[str, Stored]:
-    """Return the weights of a run with adapters, merged when read.
-
-    They are the trained ones and those of config.warm_start.source.
-    """
+    """Return merged weights of a run with adapters: the trained, over the warm start's."""
     with _within(PATTERNS, "the patterns of its config.warm_start"):
         rules = run_workload.section_of(config, "warm_start", config_lib.WarmStart)
     if not rules.source:

@@ -410,10 +410,7 @@ def _equal_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[tupl
 
 
 def in_chunks(tree: Any) -> Any:
-    """Return how to save each array: in chunks that a reader can decode one at a time.
-
-    A device's part may be large.
-    """
+    """Return how to save arrays: in chunks, as a device's part may be large for a reader."""
     return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
 
 
@@ -452,10 +449,7 @@ def _ask(url: str) -> None:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address of a store or on the web.
-
-    etils.epath writes one without a scheme (/gs/bucket).
-    """
+    """Whether a path is a store's or on the web, also etils.epath's /gs/bucket."""
     return "://" in path or "://" in os.fspath(_absolute(path))
 
 
@@ -466,10 +460,7 @@ def _absolute(path: epath.PathLike) -> epath.Path:
 
 
 def _item(folder: epath.Path) -> epath.Path | None:
-    """Find the arrays in a step directory.
-
-    They are in ``state``, as this program writes them, or in ``default``, as many others do.
-    """
+    """Find the arrays of a step: in ``state``, as here, or in ``default``, as elsewhere."""
     return next((p for p in (folder / "state", folder / "default", folder) if (p / "_METADATA").exists()), None)
 
 

@@ -79,10 +79,7 @@ def digest(rules: WarmStart) -> str:
 
 
 def workdirs(step: epath.Path, workdir: Any) -> list[epath.PathLike]:
-    """Return the workdirs of a step's run.
-
-    One is above its checkpoints, or config.checkpoint.folder is as its config has it.
-    """
+    """Return a step's workdirs: above its checkpoints, or by config.checkpoint.folder."""
     return [step.parent.parent, *([workdir] if isinstance(workdir, str) and workdir and "://" not in workdir else [])]
 
 

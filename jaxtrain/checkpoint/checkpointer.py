@@ -442,10 +442,7 @@ def saved_parts(state: "TrainState") -> dict[str, Any]:
 
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
-    """Return the first arrays of a step that are missing here, extra there, or of another shape.
-
-    It is "" if there are none.
-    """
+    """Return a step's first arrays that are missing, extra, or of another shape, or ""."""
     tree = saved_parts(abstract.state)
     now = dict(zip(specs.paths(tree), (tuple(x.shape) for x in jax.tree.leaves(tree)), strict=True))
     before = {path: tuple(one.shape) for path, one in saved.items()}

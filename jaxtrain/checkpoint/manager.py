@@ -109,10 +109,7 @@ class CheckpointManager:
         self._checkpointer.score(step, record)
 
     def stalled(self, step: int) -> bool:
-        """Whether config.train.patience evaluations in a row, up to ``step``, made no progress.
-
-        That ends the run.
-        """
+        """Whether the run ends: config.train.patience evaluations in a row were no progress."""
         return self._checkpointer.stalled(step)
 
     def owes(self, due: Due, step: int) -> bool:

@@ -38,10 +38,7 @@ CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=val
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose --help prints a command's docstring.
-
-    A mistake is one line with the nearest spelling.
-    """
+    """A parser whose --help prints a docstring. A mistake has the nearest spelling."""
 
     def __init__(self, prog: str, description: str | None = None, **options: Any):
         super().__init__(
@@ -139,10 +136,7 @@ def _writable(text: str, folder: bool) -> Any:
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``argv`` into the arguments of `jaxtrain.config.parse_args` and the rest.
-
-    The former are --config… with their values.
-    """
+    """Split ``argv`` into --config… with their values (`config.parse_args`), and the rest."""
     config, rest = [], []
     given = iter(argv)
     for argument in given:

@@ -47,10 +47,7 @@ def allows_debug(argv: Sequence[str]) -> bool:
 
 
 def packages(requirements: Iterable[str]) -> str:
-    """Return the first of these requirements that is missing or too old.
-
-    They are as ``name>=1.2``, without those of extras.
-    """
+    """Return the first missing or old one of ``name>=1.2``, …, without those of extras."""
     for text in requirements:
         needed, _, marker = text.partition(";")
         found = re.match(r"\s*([\w.-]+)(?:\[[^]]*])?\s*(?:>=\s*([\d.]+))?", needed)

@@ -113,10 +113,7 @@ def size(n: float) -> str:
 
 
 def _waiting(launched: list[pathlib.Path]) -> set[str]:
-    """Return the workdirs whose newest SLURM job waits in its queue.
-
-    The jobs were launched from some folders.
-    """
+    """Return the workdirs of launches whose newest SLURM job waits in its queue."""
     if not launched or not shutil.which("squeue"):
         return set()
     from jaxtrain.commands import launch

@@ -178,10 +178,7 @@ def _is_of_kind(cls: type, name: str, value: Any) -> bool:
 
 
 def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``tree`` with the fields in `SHARES` as steps instead of shares of the run.
-
-    0.05 of 2,000 steps is 100.
-    """
+    """Copy ``tree`` with `SHARES` in steps: 0.05 of 2,000 steps is 100."""
     tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in tree.items()}
     train = tree.get("train")
     steps = _literal(train.get("steps", Train.steps)) if isinstance(train, Mapping) else Train.steps

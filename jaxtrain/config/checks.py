@@ -55,10 +55,7 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
 
 
 def beyond_the_run(config: Config) -> Iterator[str]:
-    """Yield events that never come up within the run's steps, with a value that would.
-
-    This is rarely intended.
-    """
+    """Yield events that never come within the run's steps, with a value that would."""
     train, steps = config.train, config.train.steps
     periods = {
         "train.eval_every": train.eval_every,
@@ -203,10 +200,7 @@ def on_this_machine(config: Config) -> Problems:
 
 
 def _axis_problems(workload: str, axis_rules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Rules for axes that no array has.
-
-    No workload knows them, and the workload's own file does not name them, in quotes.
-    """
+    """Rules for axes that no array has: neither workloads nor their files name them, in quotes."""
     module = sys.modules.get(workload)
     if module is None:  # it could not be imported, which is reported already
         return

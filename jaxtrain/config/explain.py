@@ -43,10 +43,7 @@ def _short(value: Any) -> str:
 
 @functools.cache
 def gloss(cls: type) -> dict[str, tuple[str, str]]:
-    """Field -> (unit, meaning), from the comment that ends the field's line.
-
-    The line is ``name: type = default  # [unit] meaning``.
-    """
+    """Field -> (unit, meaning), from the end of ``name: type = default # [unit] meaning``."""
     glosses: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

@@ -58,10 +58,7 @@ class ModelSection(Section):
         return iter(())
 
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
-        """Yield (field, text) for a value that is allowed but unlikely.
-
-        Not called if the weights come from elsewhere.
-        """
+        """Yield (field, text) for unlikely values, unless the weights come from elsewhere."""
         del facts
         return iter(())
 

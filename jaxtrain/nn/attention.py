@@ -136,10 +136,7 @@ def choose(
 
 
 def is_forward(kernel: str) -> bool:
-    """Tell whether a jaxpr has this name for the forward pass of cuDNN's kernel or of `flash`.
-
-    Splash names its activations itself.
-    """
+    """Whether this jaxpr is the forward pass of cuDNN or `flash`. Splash names its own."""
     return kernel in ("dot_product_attention_fwd_wrapper", "mha")
 
 

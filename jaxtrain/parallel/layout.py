@@ -27,10 +27,7 @@ class LayoutError(UserError, ValueError):
 
 
 def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, int]:
-    """Return the devices along (data, fsdp, model) for ``count`` of them.
-
-    One size may be -1. Raises LayoutError if they do not fit.
-    """
+    """Return (data, fsdp, model) of ``count`` devices; one may be -1. Raises LayoutError."""
     sizes = list(sizes)
     asked = dict(zip(MESH_AXES, sizes, strict=True))
     if -1 in sizes:

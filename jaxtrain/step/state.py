@@ -35,10 +35,7 @@ class TrainState(flax.struct.PyTreeNode):  # type: ignore[no-untyped-call]  # fl
 
 
 class Abstract(NamedTuple):
-    """Shapes, dtypes and shardings of all that training holds.
-
-    They are enough to restore, to compile and to count bytes.
-    """
+    """Shapes, dtypes and shardings of all that training holds, to restore and compile."""
 
     state: TrainState
     batch: dict[str, jax.ShapeDtypeStruct]

@@ -76,10 +76,7 @@ def of_workload(name: str) -> tuple[Entry, ...]:
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:
-    """Return the entries for the records of a ``split`` of a workload.
-
-    It is "train", "data", "save" or "test".
-    """
+    """Return a workload's entries for a ``split``: "train", "data", "save" or "test"."""
     if split == "data":
         return DATA
     return SAVE if split == "save" else (*of_workload(workload), *STEP)

@@ -358,10 +358,7 @@ def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
 
 
 def _queued(began: float, before: Sequence[Start]) -> float:
-    """Seconds before this start in a scheduler's queue.
-
-    They count from its submission, or from the end of the start before.
-    """
+    """Seconds in a scheduler's queue, since its submission or the end of the start before."""
     submitted = os.environ.get("JAXTRAIN_SUBMITTED", "")
     if before and lease.slurm("SLURM_RESTART_COUNT"):
         return round(max(began - before[-1].now, 0.0), 3)
@@ -371,10 +368,7 @@ def _queued(began: float, before: Sequence[Start]) -> float:
 
 
 def _process_start() -> float:
-    """Return this process's start [s since 1970], from /proc, else now.
-
-    In proc(5) it is field 22 of stat, in clock ticks since boot.
-    """
+    """Return the process's start [s since 1970] by proc(5): stat's field 22 in ticks; else now."""
     try:
         with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
             ticks = int(stat.read().rsplit(")", 1)[1].split()[19])

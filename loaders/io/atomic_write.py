@@ -79,10 +79,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a folder that becomes ``path``, missing or empty, when the block ends well.
-
-    Raises OSError if another process makes it now.
-    """
+    """Yield a folder that becomes ``path``, missing or empty. Raises OSError: one is made now."""
     partial = path.with_name(f".{path.name}.partial")
     with alone(partial, path):
         try:

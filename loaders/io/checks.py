@@ -70,10 +70,7 @@ def declared(cls: type, name: str) -> OnResume | None:
 
 
 class DataSection(Section):
-    """The section ``data`` of a config: the base class of a loader's ``Config``.
-
-    It may have ``threads`` as a field.
-    """
+    """The section ``data``, base of loaders' ``Config``, perhaps with a field ``threads``."""
 
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
@@ -102,10 +99,7 @@ def positive(section: Any, *names: str) -> Problems:
 
 
 def within(section: Any, interval: str, *names: str) -> Problems:
-    """Fields of ``section`` outside ``interval``, written as in the message.
-
-    "[0, 1)" excludes 1.
-    """
+    """Fields outside ``interval``, as the message writes it: "[0, 1)" excludes 1."""
     low, high = (float(bound) for bound in interval[1:-1].split(","))
 
     def inside(value: float) -> bool:
@@ -131,36 +125,24 @@ def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
 
 
 def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
-    """Yield the same problems with ``path`` before each field.
-
-    An example is "share" under "sources[0]": "sources[0].share".
-    """
+    """Yield problems with ``path`` before each field: "share" is "sources[0].share"."""
     for name, text in problems:
         yield f"{path}.{name}", text
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the first line of an error's message, cut to ``most`` characters, or its type.
-
-    The type stands for an empty message.
-    """
+    """Return the first line of an error, ``most`` characters at most, else its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
-    """Return the allowed values and the nearest spelling.
-
-    An example is "expected one of: cosine, wsd; did you mean 'cosine'?".
-    """
+    """Return "expected one of: cosine, wsd; did you mean 'cosine'?": with a near spelling."""
     names = [str(name) for name in allowed]
     return f"expected one of: {', '.join(names)}{nearest(value, names)}"
 
 
 def nearest(value: Any, names: Sequence[str]) -> str:
-    """Return a sentence's end: "; did you mean 'cosine'?", or "" if no name is near.
-
-    The name is the nearest spelling of ``names``.
-    """
+    """Return "; did you mean 'cosine'?", with the nearest of ``names``, or "" if none is near."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

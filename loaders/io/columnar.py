@@ -39,10 +39,7 @@ def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def _refusing(path: pathlib.Path) -> Iterator[None]:
-    """Turn pyarrow's errors of a damaged shard into DataError.
-
-    They are its own, of Unicode, of types, or of memory.
-    """
+    """Turn pyarrow's errors of a damaged shard (Unicode, types, memory) into DataError."""
     try:
         with files.regular(path):  # a pipe would be waited for
             yield
@@ -115,10 +112,7 @@ def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
 
 
 def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the same column. pyarrow trusts a file's offsets, but here bad ones raise.
-
-    It would read beyond the values.
-    """
+    """Return the column. Bad offsets of a file raise, where pyarrow would read beyond it."""
     column.validate(full=True)
     return column
 

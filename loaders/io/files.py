@@ -54,10 +54,7 @@ class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder that the files of ``folder`` must lie in: itself, or a Hub repository.
-
-    The latter is of a snapshot.
-    """
+    """Return the folder that a ``folder``'s files must lie in: itself, or a Hub snapshot's."""
     for place in (folder, *folder.parents):
         if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
             return place.parent.parent

@@ -105,10 +105,7 @@ def peak_memory() -> int:
 
 
 def most_memory() -> int:
-    """Return the memory in bytes that this process may have: the machine's, or its own limit.
-
-    The limit is that of ulimit -v.
-    """
+    """Return the memory [bytes] that this process may have: all, or that of ulimit -v."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return there if limit == resource.RLIM_INFINITY else min(there, limit)

@@ -198,10 +198,7 @@ def put_together(config: config_lib.Config, device: jax.Device, choice: Override
 
 
 def smaller(chosen: Chosen) -> config_lib.Config | None:
-    """Return the case with half the rows in a microbatch, or None, if it does not fit.
-
-    The plan has expected it to fit.
-    """
+    """Return a case that did not fit as planned with half the rows a microbatch, or None."""
     config = chosen.assembly.config
     rows = config.train.batch // config.train.accumulate
     if rows % 2:
@@ -254,10 +251,7 @@ class Steps:
         return out
 
     def seconds(self, at_least: float, *, n: int = 3) -> float:
-        """Of a step on average, over those of ``at_least`` seconds, and ``n``; two do not count.
-
-        These are the first ones.
-        """
+        """Of a step on average, over ``at_least`` seconds, and ``n``, without the first two."""
         jax.block_until_ready([self() for _ in range(2)])
         begin = time.perf_counter()
         jax.block_until_ready([self() for _ in range(n)])

@@ -145,10 +145,7 @@ def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int,
 
 
 def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``most`` of a curve's points, with the extremes of every stretch.
-
-    The first and the last are among them.
-    """
+    """At most ``most`` points of a curve, with each stretch's extremes, the first and last."""
     known = np.isfinite(value)
     step, value = step[known], value[known]
     if len(step) <= most:

@@ -154,10 +154,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """In a word: training, starting, ended, saved, interrupted, failed, killed, or new.
-
-        A saved run is to be resumed.
-        """
+        """training, starting, ended, saved (to be resumed), interrupted, failed, killed, or new."""
         if self.is_alive:
             return "training" if self.latest else "starting"
         if self.steps and self.step >= self.steps:

@@ -118,10 +118,7 @@ def _short(name: str, scope: str) -> str:
 
 
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
-    """(name, scope, start, end) [ps] of a device's operations.
-
-    On a CPU they are of the events that name an instruction.
-    """
+    """(name, scope, start, end) [ps] of operations, on CPUs of events that name them."""
     planes = [_plane(value) for number, value in _fields(space) if number == 1]
     programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))

@@ -73,10 +73,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an exported array: heads and their dimensions are one axis there.
-
-    So are codebooks and codes.
-    """
+    """Return an exported shape: heads × dimensions are an axis, as are codebooks × codes."""
     if path in ("embed_audio", "w_head_audio"):
         return (shape[0] * shape[1], shape[2])
     return hugging_face.folded(path.rpartition("/")[2], shape)

@@ -83,10 +83,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
-    """Reconstructions and fMRI [B, V] of ``video``, ``audio`` and ``text``, [B, values] each.
-
-    They are as the loader gives them.
-    """
+    """Reconstructions and fMRI [B, V] of the loader's ``video``, ``audio``, ``text``."""
     return forward(model.c, variables.params, variables.carry, batch, model.shard)[0]
 
 
@@ -116,10 +113,7 @@ def pictures(c: Config, batch: Batch) -> dict[str, Array]:
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Pictures of rows: the number of voxels by measured (right) and predicted value (up).
-
-    Both are within ±3.
-    """
+    """Pictures of rows: voxels by measured (right) and predicted (up) value, within ±3."""
     out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
     return {"fmri": voxels.density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 

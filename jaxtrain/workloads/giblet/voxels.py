@@ -46,10 +46,7 @@ def finish(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Spread(NamedTuple):
-    """Means of predictions y and measurements t over moments, for voxels that vary.
-
-    What varies is their measurement.
-    """
+    """Means of predictions y and measurements t over moments, of voxels whose t varies."""
 
     covariance: np.ndarray
     var_y: np.ndarray

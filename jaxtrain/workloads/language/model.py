@@ -32,10 +32,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Target:
-    """An environment to evaluate on (jaxtrain.workloads.language.environments).
-
-    Its numbers are named module/….
-    """
+    """An environment to evaluate on (`environments`). Its numbers are named module/…."""
 
     module: str = ""  # [module] that has load_environment
     arguments: dict[str, str] = field(default_factory=dict)  # [name: value] of load_environment

@@ -17,10 +17,7 @@ class Codec(NamedTuple):
     ends: tuple[int, ...] = ()  # tokens that end a text
 
     def continuation(self, prompt: Sequence[int], new: Sequence[int], text: str = "") -> tuple[str, int, bool]:
-        """Return the text that ``new`` tokens add to a prompt, their number, and if one ended it.
-
-        Those that end it are `ends`.
-        """
+        """Return what ``new`` tokens add to a prompt, their number, and if one of `ends` came."""
         n = next((i for i, token in enumerate(new) if token in self.ends), len(new))
         return tokenizer_lib.continuation(self.decode, prompt, new[:n], text), n, n < len(new)
 
