@@ -1,6 +1,7 @@
 """Where the time went: one phase for each second, through kills, torn files and several
 processes."""
 
+import errno
 import itertools
 import json
 import os
@@ -135,18 +136,23 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path, caplog):
     clock = goodput.Clock()
     clock.open(tmp_path, process=0, processes=1, facts={})
     room = [10]
-    file = clock._file
+    file = clock._file.file
 
     class Full:
-        """A disk that takes ten bytes, and later all."""
+        """A disk that takes ten bytes, then none, and later all."""
 
         def write(self, data):
-            return file.write(data[: room[0]] if room else data)
+            if not room:
+                return file.write(data)
+            if not room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken, room[0] = file.write(data[: room[0]]), 0
+            return taken
 
         def close(self):
             file.close()
 
-    clock._file = Full()
+    clock._file.file = Full()
     clock.resumed(5)
     clock.resumed(6)
     assert sum("cannot be written (No space left on device)" in message for message in caplog.messages) == 1

@@ -9,7 +9,6 @@ kill loses a few seconds at most. They lie between two starts, in the phase `STO
 import collections
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -64,8 +63,8 @@ class Clock:
         self._last, self._phase, self._seconds = self._zero, IMPORTS, {IMPORTS: 0.0}
         self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._file: Any = None
-        self._id, self._torn, self._warned, self._highest = uuid.uuid4().hex, False, False, 0
+        self._file: jsonl.Appended | None = None
+        self._id, self._highest = uuid.uuid4().hex, 0
         self._totals = dict(TOTALS)
         self._first: int | None = None
         self._read_at = math.nan
@@ -91,8 +90,7 @@ class Clock:
     def resumed(self, step: int) -> None:
         """Record the step that this start resumes from, at once: a kill may come."""
         self._first = self._totals["step"] = step
-        if self._thread:  # else the file could not be opened
-            self._try()
+        self._write()
 
     def reads(self, data: str) -> None:
         """Record which data this start reads, by their digest."""
@@ -151,11 +149,11 @@ class Clock:
             }  # fmt: skip
             self._before = totals([*before, _start(head, {})])
             self._shorten()
-            self._append(head)
-            self._write()
         except OSError as error:
             log.warning("goodput is not recorded: %s cannot be written (%s)", path, error.strerror)
             return
+        self._append(head)
+        self._write()
         self._thread = threading.Thread(target=self._run, name="goodput", daemon=True)
         self._thread.start()
 
@@ -165,9 +163,10 @@ class Clock:
         if self._thread:
             self._thread.join()
             self._totals["end"] = end.encode()[:200].decode(errors="ignore")
-            self._try()
+            self._write()
+            assert self._file
             self._file.close()
-            self._thread = None
+            self._thread = self._file = None
             if self._path.name == "process-0.jsonl":
                 with contextlib.suppress(OSError, WorkdirError):
                     if before := starts(self._path):  # none if the workdir was deleted
@@ -177,7 +176,7 @@ class Clock:
         for lines in itertools.count(1):
             if self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
                 return
-            self._try()
+            self._write()
             if lines % MAX_LINES == 0:
                 with contextlib.suppress(OSError, WorkdirError):
                     self._shorten()
@@ -185,21 +184,13 @@ class Clock:
     def _shorten(self) -> None:
         """Leave the first and the last line of each start, without a kill's incomplete ones."""
         with self._writing:
+            if self._file and self._file.waiting:
+                return
             jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
-            self._file = jsonl.opened(self._path)
-
-    def _try(self) -> None:
-        """Write the totals. A full disk does not end a run, and is reported once."""
-        try:
-            self._write()
-            self._warned = False
-        except OSError as error:
-            if not self._warned:
-                log.warning("goodput cannot be written (%s); it is kept in memory", error.strerror)
-            self._warned = True
+            self._file = jsonl.Appended(self._path)
 
     def _write(self) -> None:
-        """Append the totals. Raises OSError."""
+        """Append the totals, which wait in memory while a disk is full, unless there is no file."""
         with self._writing:
             seconds = {phase: round(s, 3) for phase, s in self.seconds().items()}
             now = round(self.began + sum(seconds.values()), 3)
@@ -207,10 +198,9 @@ class Clock:
             self._append({"id": self._id, **self._totals, **known, **self._data})
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = b"\n" * self._torn + json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        self._torn = self._file.write(line) != len(line)
-        if self._torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._file:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
 
 
 @dataclasses.dataclass(frozen=True)

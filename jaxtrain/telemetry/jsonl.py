@@ -90,6 +90,38 @@ def opened(path: pathlib.Path, mode: str = "ab") -> Any:
     )
 
 
+class Appended:
+    """A file to append to. What a full disk refuses waits in memory until a flush."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self.file = path, opened(path)
+        self.waiting, self._warned = b"", False
+
+    @classmethod
+    def open(cls, path: str) -> "Appended":
+        """Open a file for tensorboardX, which puts a prefix before its path."""
+        return cls(pathlib.Path(path.removeprefix("appended:")))
+
+    def write(self, data: bytes) -> None:
+        self.waiting += data
+
+    def flush(self) -> None:
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log.error("%s cannot be written (%s); records are kept in memory until it can", self._path, error.strerror)
+            self._warned = True
+
+    def close(self) -> None:
+        self.flush()
+        if self.waiting:
+            log.error("%d bytes of %s were never written", len(self.waiting), self._path)
+        self.file.close()
+
+
 def is_there(path: pathlib.Path, file: int) -> bool:
     """Whether ``path`` still names the open ``file``."""
     try:

@@ -69,7 +69,7 @@ class JsonlWriter(Writer):
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
-        self._file = _Appended(path)
+        self._file = jsonl.Appended(path)
 
     def write(self, step: int, split: str, record: Mapping[str, Any]) -> None:
         line = json.dumps({"step": step, "split": split, **{k: _rounded(v) for k, v in record.items()}}) + "\n"
@@ -96,7 +96,7 @@ class TensorboardWriter(Writer):
 
     Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
 
-    tensorboardX writes them at once, into a file that waits for room (`_Appended`). Its
+    tensorboardX writes them at once, into a file that waits for room (`jsonl.Appended`). Its
     SummaryWriter would write in a thread, which ends for good at the first error.
     """
 
@@ -107,7 +107,7 @@ class TensorboardWriter(Writer):
         self._event, self._summary = Event, summary
         folder = pathlib.Path(workdir) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        record_writer.register_writer_factory("appended", _Appended)
+        record_writer.register_writer_factory("appended", jsonl.Appended)
         self._events = event_file_writer.EventsWriter(f"appended:{folder}/events", f".{os.getpid()}")
         if step:
             self._events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -136,38 +136,6 @@ class TensorboardWriter(Writer):
 
     def close(self) -> None:
         self._events.close()
-
-
-class _Appended:
-    """A file to append to. What a full disk refuses waits in memory until a flush."""
-
-    def __init__(self, path: pathlib.Path):
-        self._path, self.file = path, jsonl.opened(path)
-        self._waiting, self._warned = b"", False
-
-    @classmethod
-    def open(cls, path: str) -> "_Appended":
-        """Open a file for tensorboardX, which puts a prefix before its path."""
-        return cls(pathlib.Path(path.removeprefix("appended:")))
-
-    def write(self, data: bytes) -> None:
-        self._waiting += data
-
-    def flush(self) -> None:
-        try:
-            while self._waiting:
-                self._waiting = self._waiting[self.file.write(self._waiting) :]
-            self._warned = False
-        except OSError as error:
-            if not self._warned:
-                log.error("%s cannot be written (%s); records are kept in memory until it can", self._path, error.strerror)
-            self._warned = True
-
-    def close(self) -> None:
-        self.flush()
-        if self._waiting:
-            log.error("%d bytes of %s were never written", len(self._waiting), self._path)
-        self.file.close()
 
 
 class WandbWriter(Writer):
