@@ -9,11 +9,10 @@ metrics in float64, null if a record has none. pandas, polars and DuckDB read it
 metrics.jsonl that are no records are left out, and counted.
 """
 
-import os
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from loaders.io import atomic_write
 
 
 @arguments.reported
@@ -45,12 +44,8 @@ def _write(paths: Sequence[str], out: str) -> int:
     if not tables:
         raise run_lib.RunError(f"{', '.join(paths)}: no record in metrics.jsonl; name a run that has taken a step")
     table = pa.concat_tables(tables, promote_options="default")
-    target, partial = pathlib.Path(out), pathlib.Path(f"{out}.{os.getpid()}.part")
-    try:
-        pq.write_table(table, partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_write.file(out) as file:
+        pq.write_table(table, file)
     left = f"; {odd} lines are no records, and are left out" if odd else ""
     print(f"{out}: {table.num_rows} records, {table.num_columns - 3} metrics{left}")
     return 0

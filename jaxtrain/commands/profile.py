@@ -11,13 +11,13 @@ https://ui.perfetto.dev, XProf and `jaxtrain report`. To trace chosen steps:
 """
 
 import json
-import os
 import pathlib
 import time
 import uuid
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from loaders.io import atomic_write
 
 REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
 
@@ -46,9 +46,7 @@ def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
     processes = run.starts[-1].processes if everyone and run.starts else 1
     before = {found.name: found.stat().st_mtime_ns for found in traces(run.path)}
     request = run.path / REQUEST
-    partial = run.path / f".{REQUEST}.{os.getpid()}"
-    partial.write_text(json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
-    partial.replace(request)
+    atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
     try:
         deadline = time.monotonic() + timeout
         while len(new := [f for f in traces(run.path) if before.get(f.name) != f.stat().st_mtime_ns]) < processes:

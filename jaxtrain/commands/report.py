@@ -10,11 +10,11 @@ other, ranked, and compared by the fields in which their configs differ. RUN is 
 run that trains. It needs the extra: report.
 """
 
-import os
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from loaders.io import atomic_write
 
 
 @arguments.reported
@@ -35,12 +35,7 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
     runs = [run_lib.open_run(path, name) for path, name in zip(paths, names(paths), strict=True)]
     plotly = page.library()  # before a million records are read
     text = page.Page(runs, metric).html(plotly=plotly)
-    target, partial = pathlib.Path(out), pathlib.Path(f"{out}.{os.getpid()}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    atomic_write.write(out, text)
     print(f"{out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
     for name in sorted({str(run.setting("workload", "")) for run in runs} - {""}):
         if not glossary.is_known(name):

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry import console
 
 PATIENCE = 10  # [s] for an answer of SLURM
 
@@ -88,19 +89,11 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         return "-" if row[name] is None else f"{row[name]:.4g}"
 
     return (
-        " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}", duration(row["eta_seconds"]),
+        " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}",
+        "-" if row["eta_seconds"] is None else console.duration(row["eta_seconds"]),
         row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),
         str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", size(row["disk"]),
     )  # fmt: skip
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration as 2:05:07, or "-" without one."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}"
 
 
 def size(n: float) -> str:

@@ -32,7 +32,7 @@ from jaxtrain.config.checks import (
 )
 from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
 from loaders import base
-from loaders.io import checks
+from loaders.io import atomic_write, checks
 from loaders.io.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
@@ -437,10 +437,7 @@ def to_json(config: Config) -> str:
 
 def save(config: Config, folder: str | os.PathLike[str]) -> None:
     """Write config.json into ``folder``, whole or not at all."""
-    path = pathlib.Path(folder) / "config.json"
-    temporary = path.with_name(f".config.json.{os.getpid()}")
-    temporary.write_text(to_json(config) + "\n")
-    temporary.replace(path)
+    atomic_write.write(pathlib.Path(folder) / "config.json", to_json(config) + "\n")
 
 
 def _names(cls: type) -> list[str]:

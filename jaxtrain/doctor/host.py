@@ -41,7 +41,7 @@ def _cores(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def _memory() -> Check:
-    info = meminfo()
+    info = machine.meminfo()
     if "MemAvailable" not in info:  # macOS has no such file
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         text = f"{in_bytes(total)} in all; how much is available is not known here"
@@ -56,16 +56,6 @@ def _memory() -> Check:
         remedy = "end other programs, or ask for more: srun --mem=, docker run --memory="
         return fail(GROUP, "memory", text, f"{remedy}, resources.limits.memory of a pod")
     return ok(GROUP, "memory", text)
-
-
-def meminfo(path: str = "/proc/meminfo") -> dict[str, int]:
-    """Return bytes by name, none without such a file."""
-    try:
-        lines = pathlib.Path(path).read_text().splitlines()
-    except OSError:
-        return {}
-    found = (line.split() for line in lines if line.endswith("kB"))
-    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in found}
 
 
 def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:

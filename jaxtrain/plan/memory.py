@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -13,8 +12,7 @@ from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from jaxtrain.types import PyTree
-
-MEMINFO = pathlib.Path("/proc/meminfo")
+from loaders.io import machine
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
@@ -97,14 +95,8 @@ def host_memory() -> float:
 
     On other systems (macOS) it is all of the memory.
     """
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine.meminfo().get("MemAvailable", everything)
 
 
 def in_bytes(n: float) -> str:

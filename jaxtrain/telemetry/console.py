@@ -183,11 +183,12 @@ def progress_line(
     return (
         f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''}  "
         f"{rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
-        f"waiting for data {rates['data_wait_share']:.0%}{blame}  {_duration(rates['eta_seconds'])} left"
+        f"waiting for data {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
     )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Format a duration as 2:05:07, or "?" without one."""
     if not math.isfinite(seconds):
         return "?"
     minutes, s = divmod(round(seconds), 60)

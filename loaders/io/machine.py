@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Iterable
 
+MEMINFO = pathlib.Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 _keeps = False  # whether freed memory stays with this process
 
@@ -102,6 +103,16 @@ def peak_memory() -> int:
     """Return the most bytes of memory that this process has held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def meminfo() -> dict[str, int]:
+    """Return bytes by name, none without such a file."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return {}
+    found = (line.split() for line in lines if line.endswith("kB"))
+    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in found}
 
 
 def most_memory() -> int:

@@ -21,6 +21,7 @@ from jaxtrain.doctor import config, data, devices, host, in_subprocess, output, 
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
+from loaders.io import machine
 from tests.support.processes import ROOT, at, free_port
 
 NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not made
@@ -322,7 +323,7 @@ def test_a_container_that_leaves_few_threads_is_named(tmp_path, monkeypatch):
 
 def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
     """macOS."""
-    monkeypatch.setattr(host, "meminfo", dict)
+    monkeypatch.setattr(machine, "meminfo", dict)
     check = host._memory()
     assert check.verdict == WARN and "not known" in check.text and "0 B" not in check.text
 

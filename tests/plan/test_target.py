@@ -1,6 +1,5 @@
 """Names of targets."""
 
-import importlib
 import os
 import pathlib
 
@@ -8,6 +7,7 @@ import pytest
 
 from jaxtrain import cli, plan
 from jaxtrain.parallel import chips
+from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -47,11 +47,10 @@ def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkey
 def test_memory_of_the_host_is_known_without_proc(tmp_path, monkeypatch):
     """Linux estimates what is available; macOS has no /proc, and all that the machine has is
     taken."""
-    memory = importlib.import_module("jaxtrain.plan.memory")
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < plan.host_memory() <= whole
     (tmp_path / "meminfo").write_text("MemTotal:  16000 kB\nMemAvailable:  12345 kB\n")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
     assert plan.host_memory() == 12345 * 1024
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "nothing")
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "nothing")
     assert plan.host_memory() == whole
