@@ -19,7 +19,6 @@ scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse
-import functools
 import pathlib
 from collections.abc import Sequence
 
@@ -29,6 +28,7 @@ ACTIONS = {"birdset": "the segments of 5 s of a set", "esc10": "five folds", "es
 SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain benchmark", __doc__)
     actions = parser.add_subparsers(dest="name", metavar="BENCHMARK", required=True)
@@ -50,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.name != "birdset" or args.probe) and (wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'")):
         arguments.report(wrong)
         return arguments.MISTAKE
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_benchmark, args), mistakes=inference.errors())
+    return _benchmark(args)
 
 
 def _benchmark(args: argparse.Namespace) -> int:

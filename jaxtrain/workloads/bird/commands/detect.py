@@ -40,6 +40,7 @@ from loaders.io import checks, machine
 FORMATS = ("raven", "audacity", "csv")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
     arguments.add_run(parser, ema=True)
@@ -63,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
     table_flags.add(parser.add_argument_group("tables that name recordings"), names=("file",))
     args = parser.parse_args(argv)
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_detect, args), mistakes=inference.errors())
+    return _detect(args)
 
 
 def _detect(args: argparse.Namespace) -> int:

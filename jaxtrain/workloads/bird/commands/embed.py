@@ -30,7 +30,6 @@ else.
 """
 
 import argparse
-import functools
 import pathlib
 import shutil
 import sys
@@ -44,6 +43,7 @@ from loaders.io import atomic_write, checks, machine
 KINDS = ("mean", "cls", "patches")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
@@ -71,10 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
     if args.overlap and not args.recordings:
         parser.error("--overlap belongs to --recordings")
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_embed, args), mistakes=inference.errors())
+    return _embed(args)
 
 
 def _embed(args: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ pip install 'jaxtrain[probe]'.
 """
 
 import argparse
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from loaders.io import atomic_write
 METHODS = ("linear", "prototypes", "patches")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain fit", __doc__)
     parser.add_argument(
@@ -67,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
         arguments.report(wrong)
         return arguments.MISTAKE
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_fit, args), mistakes=inference.errors())
+    return _fit(args)
 
 
 def _fit(args: argparse.Namespace) -> int:

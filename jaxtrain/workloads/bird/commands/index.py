@@ -38,6 +38,7 @@ from jaxtrain.workloads.bird.commands import table_flags
 ROWS = 5  # annotations that a dry run prints
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain index", __doc__)
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
@@ -77,10 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.pictures:
         parser.error("--pictures belongs to --show")
 
-    from loaders.base import DataError
-
     command = _show if args.show else _dry_run if args.dry_run else _make
-    return arguments.run(functools.partial(command, args), mistakes=(DataError,))
+    return command(args)
 
 
 def _show(args: argparse.Namespace) -> int:

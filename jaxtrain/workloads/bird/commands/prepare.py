@@ -28,6 +28,7 @@ from jaxtrain.commands import arguments
 SHOWN = 10  # recordings that are copied as they are, with their reasons
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain prepare", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="index, or shards: folder, glob or address")
@@ -55,10 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.threads <= 1024:
         parser.error(f"--threads is {args.threads}; expected 0 to 1024")
 
-    from loaders.base import DataError
-
     args.part = int(match[1]), int(match[2])
-    return arguments.run(functools.partial(_prepare, args), mistakes=(DataError,))
+    return _prepare(args)
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -22,13 +22,13 @@ The command needs scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
 import argparse
-import functools
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain probe", __doc__)
     parser.add_argument("--train", required=True, nargs="+", metavar="EMBEDDINGS", help="folders, each a row of the table")
@@ -45,10 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
         arguments.report(wrong)
         return arguments.MISTAKE
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_probe, args), mistakes=inference.errors())
+    return _probe(args)
 
 
 def _probe(args: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ the page shows the windows that sound most like the current one, and their answe
 
 import argparse
 import errno
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from loaders.io import atomic_write
 ORDERS = ("table", "best", "uncertain", "diverse")
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain review", __doc__)
     parser.add_argument("table", metavar="TABLE", help="a folder of `jaxtrain detect`, or a table")
@@ -46,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 <= args.port < 65536:
         parser.error(f"--port is {args.port}; expected 0 to 65535")
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_review, args), mistakes=inference.errors())
+    return _review(args)
 
 
 def _review(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ COLUMNS = ("file", "start", "end", "clock", "score", "query", "embeddings", "row
 MANY = 5_000_000  # rows beyond which an index is advised
 
 
+@arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain search", __doc__)
     parser.add_argument("embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed`")
@@ -42,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected --like QUERY or --model HEAD")
     if args.approximate and args.model:
         parser.error("--approximate belongs to --like; --model scores every row")
-
-    from jaxtrain.workloads.bird import inference
-
-    return arguments.run(functools.partial(_search, args), mistakes=inference.errors())
+    return _search(args)
 
 
 def _search(args: argparse.Namespace) -> int:
