@@ -65,7 +65,7 @@ PUZZLES = (
     "--config.model.halt_steps=2 --config.model.dtype=float32"
 )
 GENERATED = "\"--config.data.sources=({'n_train': 20, 'n_test': 8, 'blanks': (10, 20)},)\""
-OTHER = "\"--config.data.sources=({{'kind': '{}', 'n_train': 20, 'n_test': 8, 'side': 8}},)\""
+OTHER = "\"--config.data.sources=({{'kind': '{}', 'n_train': 20, 'n_test': 8, 'side': {}}},)\""
 GIBLET = (
     f"{RUN} '--config.model.video_widths=(16, 16, 16)' '--config.model.audio_widths=(8, 8)' "
     "'--config.model.text_widths=(8, 8)' '--config.model.trunk_widths=(16, 16)' --config.model.bottleneck=8 "
@@ -220,8 +220,9 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"=(configs/)?lm(\.py)?:", Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),))),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
-    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze')}")),
-    (r"trm_sudoku(\.py)?:lights", Run(f"{PUZZLES} {OTHER.format('lights')}")),
+    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze', 30)}", says="exact_accuracy")),
+    (r"trm_sudoku(\.py)?:lights", Run(f"{PUZZLES} {OTHER.format('lights', 10)}", says="exact_accuracy")),
+    (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
     (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),
     (r"trm_sudoku(\.py)?$", Run(f"{PUZZLES} {GENERATED}")),
     (r"giblet(\.py)?:", Run(GIBLET)),

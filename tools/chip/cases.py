@@ -119,21 +119,30 @@ def _language(context: int, batches: Sequence[int]) -> Case:
     )
 
 
+def _trm(name: str, argument: str) -> Case:
+    return Case(
+        name,
+        "trm",
+        lambda data: "configs/trm_sudoku.py:4x4" if data.small else f"configs/trm_sudoku.py{argument}",
+        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)"},
+        [*_each("train.accumulate", (1, 2, 4), train__batch="768")],
+        {
+            "data.sources": "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'views': 0},)",
+            "model.embed": "32",
+            "model.puzzle_embed": "32",
+            "train.batch": "16",
+        },
+        "rows",
+    )
+
+
 CASES = (
     _vit("s"),
     _vit("b"),
     _language(2048, (16, 8, 4)),
     _language(8192, (4, 2, 1)),
-    Case(
-        "trm",
-        "trm",
-        lambda data: "configs/trm_sudoku.py:4x4" if data.small else "configs/trm_sudoku.py",
-        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)"},
-        [*_each("train.accumulate", (1, 2, 4), train__batch="768")],
-        {"data.sources": "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'views': 0},)", "model.embed": "32",
-         "model.puzzle_embed": "32", "train.batch": "16"},
-        "rows",
-    ),
+    _trm("trm", ""),
+    _trm("trm-last", ":extreme"),
     Case(
         "higgs-lora",
         "higgs",
