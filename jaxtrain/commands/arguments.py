@@ -29,7 +29,7 @@ from loaders.io import checks
 
 # A path that a user named is in the way, or is missing.
 PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-NUMBERS = (errno.EBUSY, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of those for which Python has no class
+NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of those for which Python has no class
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
 MISTAKE = 2

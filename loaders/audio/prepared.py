@@ -87,6 +87,10 @@ def problem(path: str, config: Any) -> str:
     again = "run the same jaxtrain prepare again"
     if not about["complete"]:
         return f"is {path!r}, of which jaxtrain prepare has not made all; {again} to continue"
+    there = collections.Counter((shard.parent, int(shard.stem[-5:])) for shard in folder.rglob("data-*-of-?????.arrow"))
+    for (parent, n), found in there.items():
+        if found < n:
+            return f"is {path!r}, and {parent} lacks {n - found} of its {n} shards; {again} to make them"
     for name in SETTINGS:
         if (prepared := about["settings"][name]) != (asked := getattr(config, name)):
             flag = "--" + name.replace("_", "-")
@@ -130,15 +134,19 @@ def prepare(
     about = {"version": 1, "settings": settings._asdict(), "fingerprints": fingerprints, "complete": False}
     is_complete = _begin(out, about)
     counts = Counts()
-    with _Pool(threads or machine.cores()) as pool, atomic_write.naming(out):
+    with _Pool(threads or machine.cores()) as pool:
+        rows = None
         if is_index:
-            _index(found, out, opened, settings, part, pool, counts, note)
+            rows = _index(out, opened, settings, part, pool, counts, note)
         else:
             _shards(out, opened, settings, part, pool, counts, note)
         if not counts.missing and not is_complete:
-            for left in out.rglob(".*.partial"):  # of processes that were killed
+            for left in (out / "audio").rglob(".*.partial"):  # of processes that were killed
                 left.unlink(missing_ok=True)
-            _write_json(out / NAME, {**about, "complete": True})
+            with contextlib.suppress(atomic_write.BusyError):  # then the other process completes the folder
+                if rows:
+                    _rows(found, out, *rows)
+                _write_json(out / NAME, {**about, "complete": True})
     return counts
 
 
@@ -197,9 +205,9 @@ def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    with _temporary(path) as partial, partial.open("xb") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write.file(path) as file:
         yield file
-        file.flush()
 
 
 class _Pool(contextlib.AbstractContextManager["_Pool"]):
@@ -258,10 +266,13 @@ def _shards(
                 counts.missing += 1
             else:
                 first = int(index.first_rows[k])
-                with _whole(path) as file:
-                    _shard(place, index, first, settings, pool, counts, file)
-                counts.made += 1
-                note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
+                try:
+                    with _whole(path) as file:
+                        _shard(place, index, first, settings, pool, counts, file)
+                    counts.made += 1
+                    note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
+                except atomic_write.BusyError:
+                    counts.missing += 1
             if path.is_file():
                 counts.bytes += path.stat().st_size
 
@@ -328,39 +339,45 @@ def _prepared_batches(
 
 
 def _index(
-    source: pathlib.Path,
-    out: pathlib.Path,
-    opened: Any,
-    settings: Settings,
-    part: tuple[int, int],
-    pool: _Pool,
-    counts: Counts,
-    note: Any,
-) -> None:
+    out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
+) -> tuple[dict[pathlib.Path, pa.Table], dict[tuple[str, int], _Item]]:
+    """Make the recordings. Return the index's tables and its recordings by path and channel."""
     tables = {place: pq.read_table(place) for places, _ in opened.values() for place in places}
     items = _items(opened, tables, settings)
     folder = out / "audio"
     todo = []
+
+    def is_there(item: _Item) -> bool:
+        return any((folder / name).is_file() for name in (item.name, item.path))
+
     for number, item in enumerate(items.values()):
-        if any((folder / name).is_file() for name in (item.name, item.path)):
+        if is_there(item):
             counts.found += 1
         elif number % part[1] == part[0]:
             todo.append(item)
         else:
             counts.missing += 1
 
-    def one(item: _Item) -> tuple[int, str]:
+    def one(item: _Item) -> tuple[int, str] | None:
+        if is_there(item):
+            return None
         path = files.inside(folder, item.name)
-        with atomic_write.naming(path):
-            try:
-                with _temporary(path) as partial:
-                    return pool.prepare(item.shards, item.row, settings, channel=item.channel, out=partial)[1], ""
-            except ValueError as error:
-                with _whole(files.inside(folder, item.path)) as file:
-                    file.write(item.shards.encoded(item.row))
-                return 0, str(error)
+        try:
+            with atomic_write.naming(path), _temporary(path) as partial:
+                return pool.prepare(item.shards, item.row, settings, channel=item.channel, out=partial)[1], ""
+        except ValueError as error:
+            with _whole(files.inside(folder, item.path)) as file:
+                file.write(item.shards.encoded(item.row))
+            return 0, str(error)
+        except atomic_write.BusyError:
+            return None
 
-    for item, (clipped, reason) in zip(todo, pool.map(one, todo), strict=True):
+    for item, made in zip(todo, pool.map(one, todo), strict=True):
+        if made is None:  # by another process
+            counts.found += is_there(item)
+            counts.missing += not is_there(item)
+            continue
+        clipped, reason = made
         counts.made += 1
         counts.clipped += clipped > 0
         if reason:
@@ -368,8 +385,7 @@ def _index(
         if counts.made % 100 == 0:
             note(f"{counts.made} of {len(todo)} recordings")
     counts.bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if not counts.missing:
-        _rows(source, out, tables, items)
+    return tables, items
 
 
 def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings) -> dict[tuple[str, int], _Item]:

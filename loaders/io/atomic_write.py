@@ -9,11 +9,12 @@ number.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import numpy as np
@@ -22,20 +23,55 @@ NAME_MAX = 255  # [bytes] of a file's name
 PATH_MAX = 4000  # [bytes] of a path, with some for files in it
 
 
+class BusyError(OSError):
+    """Another process writes the same file or folder now."""
+
+    def __init__(self, path: object):
+        super().__init__(errno.EBUSY, "another process writes it now", str(path))
+
+
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that takes its name when the block ends well. Raises OSError with it."""
+    """Yield a file that takes the name ``path`` when the block ends well.
+
+    It has a name, by which others may write it too. Raises OSError with the name ``path``, and
+    BusyError if another process makes the file now.
+    """
     path = pathlib.Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with naming(path):
+    partial = path.with_name(_partial(path.name))
+    with naming(path), contextlib.ExitStack() as closing:
+        _remove_left(partial, path)
         try:
-            partial.unlink(missing_ok=True)
-            with partial.open("xb") as opened:  # never through a link that someone left there
+            opened = partial.open("xb")  # never through a link that someone left there
+        except FileExistsError as error:
+            raise BusyError(path) from error
+        with opened:
+            is_ours = _own(partial, path, closing)
+            try:
                 yield opened
-            partial.replace(path)
-        except BaseException:
+                opened.close()
+                if not is_ours():
+                    raise BusyError(path)
+                partial.replace(path)
+            except BaseException:
+                if is_ours():
+                    partial.unlink()
+                raise
+
+
+def _partial(name: str) -> str:
+    whole = f".{name}.partial"
+    return whole if len(os.fsencode(whole)) <= NAME_MAX else f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.partial"
+
+
+def _remove_left(partial: pathlib.Path, path: pathlib.Path) -> None:
+    """Remove the file of a process that was killed. Raises BusyError if one still writes it."""
+    with contextlib.ExitStack() as looking:
+        if os.path.lexists(partial):
+            with contextlib.suppress(PermissionError, FileNotFoundError):
+                if partial.is_file() and not partial.is_symlink():
+                    _own(partial, path, looking)
             partial.unlink(missing_ok=True)
-            raise
 
 
 def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
@@ -49,8 +85,10 @@ def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(above))
     if not os.access(above if above.is_dir() else above.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    names = [*whole.parts, f".{whole.name}.partial"]
-    if any(len(os.fsencode(name)) > NAME_MAX for name in names) or len(os.fsencode(whole)) > PATH_MAX:
+    if (
+        any(len(os.fsencode(name)) > NAME_MAX for name in [*whole.parts, *([f".{whole.name}.partial"] if folder else [])])
+        or len(os.fsencode(whole)) > PATH_MAX
+    ):
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
@@ -103,27 +141,41 @@ def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[No
         yield
 
 
-def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> None:
-    """Lock a folder until ``closing`` or this process ends. Raises OSError: another has it."""
-    opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+def _own(partial: pathlib.Path, path: pathlib.Path, closing: contextlib.ExitStack) -> Callable[[], bool]:
+    """Lock a file or folder until ``closing`` ends, or this process does.
+
+    Return whether it is still there, which a file system without locks does not promise.
+    Raises BusyError if another process has it.
+    """
+    # Over NFS, a lock needs the right to write.
+    opened = os.open(partial, os.O_RDONLY if partial.is_dir() else os.O_RDWR)
     closing.callback(os.close, opened)
+
+    def is_ours() -> bool:
+        try:
+            return os.path.samestat(os.stat(partial), os.fstat(opened))
+        except FileNotFoundError:
+            return False
+
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = partial.is_dir() and os.path.samestat(os.stat(partial), os.fstat(opened))
-    except BlockingIOError:
-        mine = False
+    except BlockingIOError as error:
+        raise BusyError(path) from error
     except OSError:
-        mine = True  # a file system without locks
-    if not mine:
-        raise OSError(errno.EBUSY, "another process writes it now", str(path))
+        return is_ours  # a file system without locks
+    if not is_ours():
+        raise BusyError(path)
+    return is_ours
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give errors of a full disk ``path`` as the file that could not be written."""
+    """Give errors of a full disk, or of a file beyond a limit, the name ``path``."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from error
         if not is_full(error):
             raise
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error

@@ -1,17 +1,21 @@
 """Prepared recordings: the rows of their source, the same bytes from each process, and every way to
 break them."""
 
+import fcntl
 import hashlib
 import io
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import soundfile
 
+from jaxtrain.workloads.bird.commands import index, prepare
 from loaders import _rust, order
 from loaders.audio import prepared
 from loaders.audio.spectrogram import Config, make_loader
@@ -106,7 +110,11 @@ def test_any_number_of_processes_and_threads_make_the_same_bytes(folder, tmp_pat
     subprocess.run([*command, "--part=1/2", "--threads=1"], check=True, capture_output=True)
     with pytest.raises(DataError, match="has not made all; run the same jaxtrain prepare again"):
         rows(several)
-    (several / ".left.partial").write_bytes(b"of a process that was killed")
+    left = several / ".data-00000-of-00002.arrow.partial"
+    left.write_bytes(b"of a process that was killed")
+    with left.open() as theirs:  # and by one that works
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        assert prepared.prepare(str(folder), several, prepared.Settings(packed=True)).missing == 1
     done = subprocess.run([*command, "--part=0/2"], check=True, capture_output=True, text=True)
     assert "1 prepared now, 1 before" in done.stdout, done
     assert tree(several) == tree(one)
@@ -165,7 +173,68 @@ def test_a_damaged_block_is_a_broken_recording(folder, tmp_path):
     shard.write_bytes(data)
     numbers, _, facts = rows(out)
     reasons = dict(facts["bad_list"])
-    assert set(reasons) == {5, 7} and "checksum does not match" in reasons[5] and "fetch or convert it again" in reasons[5]
+    assert set(reasons) == {5, 7} and "checksum does not match" in reasons[5] and str(shard) in reasons[5]
     was, _, _ = rows(folder)
     assert 5 in was[:, 0] and 5 not in numbers[:, 0]
     np.testing.assert_array_equal(numbers[was[:, 0] != 5], was[was[:, 0] != 5])
+    shard.unlink()  # the remedy
+    with pytest.raises(DataError, match="lacks 1 of its 2 shards; run the same jaxtrain prepare again"):
+        rows(out)
+    assert prepared.prepare(str(folder), out, prepared.Settings()).made == 1
+    assert dict(rows(out)[2]["bad_list"]).keys() == {7}
+
+
+@pytest.mark.parametrize("kind", ["shards", "index"])
+def test_a_full_disk_leaves_nothing_half_made_and_is_continued(small_disk, tmp_path, capsys, kind):
+    data = [corpus.encode(corpus.noise(k, 2, RATE), RATE) for k in range(4)]
+    source = tmp_path / "source"
+    if kind == "shards":
+        corpus.save_to_disk(source, [corpus.table(data[at : at + 2], [0, 1]) for at in (0, 2)])
+    else:
+        (tmp_path / "wav").mkdir()
+        for k, each in enumerate(data):
+            (tmp_path / "wav" / f"{k}.wav").write_bytes(each)
+        assert index.main([str(tmp_path / "wav"), "--labels=none", "--out", str(source)]) == 0
+    prepared.prepare(str(source), tmp_path / "whole", prepared.Settings())
+    disk = small_disk(450)  # of 512 kB
+    out = disk / "out"
+    capsys.readouterr()
+    assert prepare.main([str(source), "--out", str(out), "--threads=1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {out}/") and "No space left on device; free some space, then rerun" in error, error
+    whole, made = tree(tmp_path / "whole"), tree(out)
+    about = {prepared.NAME: made[prepared.NAME]}  # not complete yet
+    assert 1 < len(made) < len(whole) and made == {name: whole[name] for name in made} | about
+    with pytest.raises(DataError, match="has not made all; run the same jaxtrain prepare again"):
+        rows(out, label="")
+    subprocess.run(["mount", "-o", "remount,size=2000k", disk], check=True)
+    assert prepare.main([str(source), "--out", str(out)]) == 0
+    assert tree(out) == whole
+
+
+def test_a_file_beyond_the_limit_is_named(folder, tmp_path):
+    out = tmp_path / "out"
+    command = f"ulimit -f 64; exec {sys.executable} -m jaxtrain prepare {folder} --out {out}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    shard = out / "data-00000-of-00002.arrow"
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [f"error: {shard}: File too large; name another path, or change its permissions"],
+    )
+
+
+def test_an_interrupted_command_continues_to_the_same_bytes(tmp_path):
+    data = corpus.encode(corpus.noise(0, 10, 48_000), 48_000, "FLAC")
+    source = corpus.save_to_disk(tmp_path / "source", [corpus.table([data] * n, [0] * n) for n in (1, 80)])
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "jaxtrain", "prepare", str(source), "--out", str(out), "--threads=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert "data-00000" in running.stderr.readline()
+        began = time.monotonic()
+        running.send_signal(signal.SIGINT)
+        assert running.stderr.read() == "error: interrupted\n" and running.wait() == 130
+        assert time.monotonic() - began < 5
+    assert tree(out).keys() == {prepared.NAME, "data-00000-of-00002.arrow"}
+    for folder in (out, tmp_path / "whole"):
+        prepared.prepare(str(source), folder, prepared.Settings())
+    assert tree(out) == tree(tmp_path / "whole")
