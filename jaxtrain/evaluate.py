@@ -1,4 +1,4 @@
-"""An evaluation: sums over the test split, pictures of the model at work, and the task's trials."""
+"""An evaluation: sums over the test split, pictures of the model at work, generations of tasks."""
 
 import jax
 
@@ -33,7 +33,7 @@ class Evaluator:
         self._checkpoints, self._process = checkpoints, process
         everywhere = assembly.layout.replicated()
         self._progress = jax.jit(self._task.progress, out_shardings=everywhere)
-        self._trials = [(trial, jax.jit(trial.run, out_shardings=everywhere)) for trial in self._task.trials]
+        self._generative = [(each, jax.jit(each.run, out_shardings=everywhere)) for each in self._task.generative]
 
     def __call__(self, state: TrainState, step: int) -> dict[str, float]:
         """Return the record of ``state`` over config.train.eval_batches, at the end over all."""
@@ -61,10 +61,10 @@ class Evaluator:
         self._metrics_logger.pictures(pictures, step=step)
         counts = {name: sums.pop(name) for name in COUNTS}
         record, samples = self._task.finish(sums.means()), []
-        for trial, attempt in self._trials:
-            self._process.beat(f"a trial of the evaluation after step {step}")
+        for each, attempt in self._generative:
+            self._process.beat(f"a generative evaluation after step {step}")
             self._process.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
-            numbers, lines = trial.judge(jax.device_get(attempt(variables)))
+            numbers, lines = each.score(jax.device_get(attempt(variables)))
             record |= numbers
             samples += lines
         self._metrics_logger.evaluated(step, record, samples, counts)

@@ -114,11 +114,11 @@ class Example(NamedTuple):
     sound: tuple[Any, int] | None = None  # samples [n] in -1..1, and their rate [Hz]
 
 
-class Trial(NamedTuple):
+class GenerativeEvaluation(NamedTuple):
     """A measurement that an evaluation makes besides summing over the test split."""
 
     run: Callable[[Variables], PyTree]  # on the devices of all processes; arrays
-    judge: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
+    score: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
 
 
 class Hub(NamedTuple):
@@ -218,7 +218,7 @@ class Task(NamedTuple):
     # like pictures, of a test batch at an evaluation
     progress: Callable[[Variables, Batch], dict[str, Array]] = lambda variables, batch: {}
     finish: Callable[[Mapping[str, Any]], dict[str, float]] = dict  # means over a test split, also arrays -> its record
-    trials: tuple[Trial, ...] = ()
+    generative: tuple[GenerativeEvaluation, ...] = ()
     terms: tuple[str, ...] = ()  # metrics of a training step that add up to its loss, for the console; () = it has one term
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none

@@ -26,8 +26,8 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
     screen = console.Console(shown)
     screen._every = 0.0
     host = types.SimpleNamespace(console=screen, beat=lambda doing: None, stopping=lambda: False, clock=goodput.Clock())
-    trial = types.SimpleNamespace(run=lambda variables: jnp.zeros(()), judge=lambda found: ({"reward": 1.0}, []))
-    task = types.SimpleNamespace(progress=lambda v, b: {}, finish=lambda record: record, trials=(trial,) * trials)
+    trial = types.SimpleNamespace(run=lambda variables: jnp.zeros(()), score=lambda found: ({"reward": 1.0}, []))
+    task = types.SimpleNamespace(progress=lambda v, b: {}, finish=lambda record: record, generative=(trial,) * trials)
     assembly = types.SimpleNamespace(
         config=Config(train=Train(steps=9)), task=task, layout=types.SimpleNamespace(replicated=lambda: None)
     )

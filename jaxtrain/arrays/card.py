@@ -14,8 +14,8 @@ from jaxtrain.types import Hub
 from loaders.io import files as files_lib
 
 SPLITS = ("test", "train")  # in this order: how good the model is comes first
-MOST_METRICS = 1 << 30  # [bytes] of metrics.jsonl
-MOST_ROWS = 8  # of a split, if the workload names no metrics
+MAX_METRICS = 1 << 30  # [bytes] of metrics.jsonl
+MAX_ROWS = 8  # of a split, if the workload names no metrics
 KNOWN = {"accuracy", "perplexity"}  # the Hub's own names of metrics
 
 
@@ -47,7 +47,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
     if step is None or not (run / "metrics.jsonl").exists():
         return records
     try:
-        lines = files_lib.lines(files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MOST_METRICS))
+        lines = files_lib.lines(files_lib.read_text(stored.inside(run, "metrics.jsonl"), most=MAX_METRICS))
     except (files_lib.FileError, StoredError) as error:
         print(f"{error}: the card has no metrics")
         return records
@@ -133,7 +133,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
 def _chosen(hub: Hub, record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that the card shows: the loss and the workload's choice, or a few."""
     values = {k: v for k, v in record.items() if k not in ("split", "step") and type(v) in (int, float)}
-    names = [name for name in hub.metrics if name in values] or sorted(values)[:MOST_ROWS]
+    names = [name for name in hub.metrics if name in values] or sorted(values)[:MAX_ROWS]
     return {name: values[name] for name in dict.fromkeys((*names, *(["loss"] if "loss" in values else [])))}
 
 

@@ -16,7 +16,7 @@ from jaxtrain.checkpoint import base_weights
 from jaxtrain.types import Export
 from jaxtrain.workload import Workload
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
@@ -105,9 +105,9 @@ def model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section ``model`` of a run's config. Raises StoredError if it is no model's."""
     model = config.get("model") or {}
     depth = model.get("depth", 1) if isinstance(model, Mapping) else None
-    if not isinstance(depth, int) or not 0 <= depth <= MOST_LAYERS:
+    if not isinstance(depth, int) or not 0 <= depth <= MAX_LAYERS:
         raise StoredError(
-            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MOST_LAYERS}"
+            f"the run's config.model is {str(model)[:80]!r}; expected a section with a depth of at most {MAX_LAYERS}"
         )
     for name, value in model.items():  # sizes are 32-bit numbers in a compiled program
         if isinstance(value, int) and not -(2**31) <= value < 2**31:

@@ -45,11 +45,11 @@ CARRY = "carry/"  # prefix of the paths of a carry, in a step and in an export
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 log = logging.getLogger("jaxtrain")
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together
-MOST_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
+MAX_HEADER = 100_000_000  # [bytes] of a file of safetensors: the format's own bound
 PATIENCE = 60.0  # [s] for one answer of a store
 LARGE = 256 << 20  # [bytes] of a file of a checkpoint whose size is looked into
-MOST_CHUNKS = 1_000_000  # of an array
-MOST_DIMENSIONS = 32  # of an array
+MAX_CHUNKS = 1_000_000  # of an array
+MAX_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
 # The types of safetensors that numpy with ml_dtypes has.
@@ -150,8 +150,8 @@ def open_step(step_dir: epath.PathLike) -> dict[str, Stored]:
         shape, dtype, path = tuple(leaf.shape), np.dtype(leaf.dtype), "/".join(map(str, keys))
         chunk = tuple(leaf.storage.chunk_shape) if leaf.storage and leaf.storage.chunk_shape else shape
         n_chunks = math.prod(-(-n // max(c, 1)) for n, c in zip(shape, chunk, strict=False))
-        if n_chunks > MOST_CHUNKS:
-            raise StoredError(f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MOST_CHUNKS:,} are read")
+        if n_chunks > MAX_CHUNKS:
+            raise StoredError(f"{folder}: {path} {list(shape)} is in {n_chunks:,} chunks; at most {MAX_CHUNKS:,} are read")
         array = _array(folder, leaf.name, zarr3=bool(metadata.use_zarr3), indexed=indexed, context=context)
         read = functools.partial(_read_array, array, f"{folder}: {path}", shape, dtype)
         found[path] = Stored(shape, dtype, read, keys, chunk, _describe(leaf.sharding))
@@ -535,7 +535,7 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
         with files.regular(path) as file:
             size = path.stat().length
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, MOST_HEADER):
+            if not 2 <= length <= min(size - 8, MAX_HEADER):
                 raise StoredError(f"{path}: a header of {length} bytes does not fit in a file of {size}")
             header = files.parse(file.read(length).decode(), f"{path}: the header")
     except (files.FileError, UnicodeDecodeError) as error:
@@ -599,7 +599,7 @@ def _is_shape(value: Any) -> bool:
     """Whether something is a list of sizes whose product is one, too."""
     return (
         isinstance(value, list)
-        and len(value) <= MOST_DIMENSIONS
+        and len(value) <= MAX_DIMENSIONS
         and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value)
     )
 

@@ -47,7 +47,7 @@ from loaders.io.checks import UserError
 log = logging.getLogger("jaxtrain")
 
 
-MOST_NAME = 1000  # [characters] of a parameter's path
+MAX_NAME = 1000  # [characters] of a parameter's path
 WAYS = ("crop", "pad", "fold")  # of reshaping, besides a grid's, whose sizes no shape tells
 WAYS_DO = {
     "crop": "takes the first entries",
@@ -310,8 +310,8 @@ def _renamed(
         for pattern, replacement in renames:
             if tried.any("renames", [pattern], name):
                 name = re.sub(pattern, replacement, name)
-            if len(name) > MOST_NAME:
-                problems.append(f"{path[:200]} of the source is renamed to more than {MOST_NAME} characters")
+            if len(name) > MAX_NAME:
+                problems.append(f"{path[:200]} of the source is renamed to more than {MAX_NAME} characters")
                 return {}
         if name in by_path:
             problems.append(f"{origin[name]} and {path} of the source are both renamed to {name}")

@@ -69,7 +69,7 @@ class Run:
         sys.exit(train.main(self._argv))
 
 
-MOST_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
+MAX_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
 PIECE = 1 << 20  # [bytes] of a log that are printed together
 REMEDY = "run jaxtrain launch on a login node of the cluster"
 
@@ -304,7 +304,7 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
     if not path.exists():
         raise LaunchError(f"{path} does not exist: nothing was submitted with this workdir; name another")
     try:
-        lines = files.lines(files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MOST_TEXT))
+        lines = files.lines(files.read_text(files.inside(pathlib.Path(workdir), "slurm/jobs.jsonl"), most=MAX_TEXT))
         jobs = [files.parse(line, f"{path}: line {i + 1}") for i, line in enumerate(lines)]
     except files.FileError as error:
         raise LaunchError(str(error)) from error
@@ -317,7 +317,7 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
 
 def _text(folder: pathlib.Path, name: str) -> str:
     try:
-        return files.read(files.inside(folder, name), most=MOST_TEXT).decode(errors="replace")
+        return files.read(files.inside(folder, name), most=MAX_TEXT).decode(errors="replace")
     except files.FileError:
         return ""
 

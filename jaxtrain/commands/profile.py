@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 from loaders.io import atomic_write
 
-REQUEST, FOLDER, MOST_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
+REQUEST, FOLDER, MAX_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
 
 
 @arguments.reported
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout", type=arguments.positive, default=600, metavar="SECONDS", help="to wait for the trace; default: 600"
     )
     args = parser.parse_args(argv)
-    if args.steps > MOST_STEPS:
-        parser.error(f"argument --steps: {args.steps}; expected at most {MOST_STEPS}")
+    if args.steps > MAX_STEPS:
+        parser.error(f"argument --steps: {args.steps}; expected at most {MAX_STEPS}")
     return _ask(args.run, args.steps, args.all, args.timeout)
 
 

@@ -210,5 +210,5 @@ def _check_best(assembly: Assembly, evaluated: dict[str, Any] | None) -> None:
         raise ConfigError([("checkpoint.best", text)])
     with np.errstate(all="ignore"):
         known = task.finish({name: np.ones(mean.total.shape)[()] for name, mean in evaluated.items() if name not in COUNTS})
-    if best not in known and not task.trials:  # the metrics of a trial are known once it has run
+    if best not in known and not task.generative:  # its metrics are known once it has run
         raise ConfigError([("checkpoint.best", f"names {best!r}; expected one of: {', '.join(sorted(known))}")])

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 
-MOST_VALUES = 32  # of a tuple that are printed
+MAX_VALUES = 32  # of a tuple that are printed
 
 
 def explain(config: Config) -> str:
@@ -36,7 +36,7 @@ def explain(config: Config) -> str:
 
 def _short(value: Any) -> str:
     """Return a value as Python writes it, and the beginning and length of a long tuple."""
-    if isinstance(value, tuple) and len(value) > MOST_VALUES:
+    if isinstance(value, tuple) and len(value) > MAX_VALUES:
         return f"({', '.join(map(repr, value[:3]))}, … {len(value)} in all)"
     return repr(value)
 

@@ -19,7 +19,7 @@ from jaxtrain.config import factories
 from loaders.io import checks
 from loaders.io.checks import FREE, FUNCTION, STATE, DataSection, OnResume, Problems, Section
 
-MOST_STEPS = 2**31 - 1  # a step is an int32
+MAX_STEPS = 2**31 - 1  # a step is an int32
 CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
 MOMENTS = ("float32", "bfloat16", "int8")
@@ -27,8 +27,8 @@ MUON_SCALES = ("rms", "in_out", "out_in")
 DECAY_SHAPES = ("linear", "cosine", "sqrt")
 # Fields in steps that may be given as a share of train.steps in 0 to 1. A Config has steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
-MOST_PATTERN = 10_000  # [characters] of a regular expression
-MOST_REPLACEMENT = 200  # [characters] of a replacement
+MAX_PATTERN = 10_000  # [characters] of a regular expression
+MAX_REPLACEMENT = 200  # [characters] of a replacement
 RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # the ways of jaxtrain.checkpoint.warm_start
 
 
@@ -80,8 +80,8 @@ class Train(Section):
 
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
-        if self.steps > MOST_STEPS:
-            yield "steps", f"is {self.steps}; it must be at most {MOST_STEPS}"
+        if self.steps > MAX_STEPS:
+            yield "steps", f"is {self.steps}; it must be at most {MAX_STEPS}"
         if self.accumulate > 0 and self.batch % self.accumulate:
             yield "batch", f"is {self.batch}, which accumulate={self.accumulate} does not divide"
         yield from checks.within(self, "[0, 1)", "ema")
@@ -289,8 +289,8 @@ class WarmStart(Section):
         yield from wrong.items()
         for i, (pattern, replacement) in enumerate(self.renames):
             try:
-                if len(replacement) > MOST_REPLACEMENT:
-                    raise IndexError(f"has {len(replacement):,} characters; expected at most {MOST_REPLACEMENT}")
+                if len(replacement) > MAX_REPLACEMENT:
+                    raise IndexError(f"has {len(replacement):,} characters; expected at most {MAX_REPLACEMENT}")
                 if f"renames[{i}]" not in wrong:
                     re.sub(pattern, replacement, "")
             except (re.error, IndexError) as error:
@@ -514,8 +514,8 @@ class Config(Section, Generic[Model, Data]):
 def _regexes(patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Those of ``patterns``, field -> text, that are not regular expressions."""
     for name, pattern in patterns.items():
-        if len(pattern) > MOST_PATTERN:
-            yield name, f"has {len(pattern):,} characters; expected at most {MOST_PATTERN:,}"
+        if len(pattern) > MAX_PATTERN:
+            yield name, f"has {len(pattern):,} characters; expected at most {MAX_PATTERN:,}"
             continue
         try:
             re.compile(pattern)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jaxtrain import specs as specs_lib
 from jaxtrain.config import Lora
-from jaxtrain.types import Array, Batch, LossOut, Mean, PyTree, Spec, Task, Trial, Unmerged, Variables
+from jaxtrain.types import Array, Batch, GenerativeEvaluation, LossOut, Mean, PyTree, Spec, Task, Unmerged, Variables
 from loaders.io.checks import UserError
 
 A, B = "w_a", "w_b"
@@ -169,12 +169,12 @@ def adapt(task: Task, config: Lora) -> Task:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LoraError(f"this task's carry follows its parameters, which adapters replace: {error}") from error
 
-    def on_whole(trial: Trial) -> Trial:
-        return trial._replace(run=lambda variables: trial.run(whole(variables)))
+    def on_whole(evaluation: GenerativeEvaluation) -> GenerativeEvaluation:
+        return evaluation._replace(run=lambda variables: evaluation.run(whole(variables)))
 
-    trials = tuple(map(on_whole, task.trials))
+    generative = tuple(map(on_whole, task.generative))
     return task._replace(
-        trials=trials,
+        generative=generative,
         specs=Variables(_nested(params), _nested(frozen), task.specs.carry),
         loss=loss,
         evaluate=evaluate,

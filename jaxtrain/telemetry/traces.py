@@ -22,7 +22,7 @@ log = logging.getLogger("jaxtrain")
 
 REQUEST, FOLDER = "profile.json", "traces"
 LOOK = 1.0  # [s] between looks for a request
-MOST_STEPS = 1000  # of a trace, which holds every operation of every step
+MAX_STEPS = 1000  # of a trace, which holds every operation of every step
 
 
 class Traces:
@@ -98,6 +98,6 @@ class Traces:
         with contextlib.suppress(files.FileError, OSError):
             asked = files.read_json(files.inside(self._workdir, REQUEST), most=1000)
             name, steps = asked.get("id"), asked.get("steps")
-            if type(name) is str and re.fullmatch("[0-9a-f]{32}", name) and type(steps) is int and 1 <= steps <= MOST_STEPS:
+            if type(name) is str and re.fullmatch("[0-9a-f]{32}", name) and type(steps) is int and 1 <= steps <= MAX_STEPS:
                 return name, steps, asked.get("all") is True
         return "", 0, False

@@ -48,6 +48,7 @@ class OnResume(NamedTuple):
         return next((kind for kind, names in kinds.items() if name in names), self.default)
 
 
+# Here, since the ``Config`` of a loader is a section, and a loader imports nothing of jaxtrain.
 class Section:
     """A part of a config: the base class of its frozen dataclasses.
 

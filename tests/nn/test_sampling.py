@@ -123,8 +123,8 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
     task = language_loss.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
     variables = Variables(specs.materialise(task.specs.params, jax.random.key(0)))
     found, lines = {}, []
-    for trial in task.trials:
-        numbers, some = trial.judge(jax.device_get(jax.jit(trial.run)(variables)))
+    for trial in task.generative:
+        numbers, some = trial.score(jax.device_get(jax.jit(trial.run)(variables)))
         found |= numbers
         lines += some
     assert [line["prompt"] for line in lines] == ["0", "01", "0", "1"] and all(len(x["continuation"]) == 4 for x in lines)

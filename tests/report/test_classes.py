@@ -18,7 +18,7 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
     assert (found["n"], found["classes"], sum(found["right"])) == (5000, 409, int((own == answer).sum()))
     assert found["rows"] == np.bincount(own, minlength=409).tolist() and len(json.dumps(found)) < 8_000
     counts = [count for _, _, count in found["confused"]]
-    assert counts == sorted(counts, reverse=True) and len(counts) == classes.MOST_PAIRS
+    assert counts == sorted(counts, reverse=True) and len(counts) == classes.MAX_PAIRS
     for a, b, count in found["confused"][:20]:
         assert a != b and count == ((own == a) & (answer == b)).sum()
     rare = np.stack([np.arange(1000.0)] * 3)  # more classes than a line holds: those with the most rows are kept

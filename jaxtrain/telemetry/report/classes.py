@@ -18,11 +18,11 @@ from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
 FILE = "classes.jsonl"
-MOST = 512  # classes of a line: those with the most rows
-MOST_PAIRS = 200  # of a line
+MAX_CLASSES = 512  # classes of a line: those with the most rows
+MAX_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
-MOST_COMPARED = 8  # runs
+MAX_COMPARED = 8  # runs
 COLUMNS = [("class", ""), ("rows", "n"), ("right", "n"), ("answers", "n"), ("recall", ""), ("precision", ""), ("F1", "n")]
 Z = 1.959964  # of a normal distribution's 95 %
 
@@ -34,10 +34,10 @@ def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
     if confusions is not None:
         wrong = np.rint(confusions).astype(int)
         np.fill_diagonal(wrong, 0)
-        most = [int(i) for i in np.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS] if wrong.flat[i]]
+        most = [int(i) for i in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS] if wrong.flat[i]]
         found["confused"] = [[*divmod(i, len(wrong)), int(wrong.flat[i])] for i in most]
-    if len(rows) > MOST:
-        kept = np.sort(np.argsort(-rows, kind="stable")[:MOST])
+    if len(rows) > MAX_CLASSES:
+        kept = np.sort(np.argsort(-rows, kind="stable")[:MAX_CLASSES])
         found["of"] = kept.tolist()
         rows, right, answers = rows[kept], right[kept], answers[kept]
     return {**found, "rows": rows.tolist(), "right": right.tolist(), "answers": answers.tolist()}
@@ -64,7 +64,7 @@ def _is_line(record: Any) -> bool:
     if not isinstance(record, dict) or not all(_is_count(record.get(name)) for name in ("step", "n", "classes")):
         return False
     lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
-    if not all(isinstance(x, list) and 0 < len(x) <= MOST and all(map(_is_count, x)) for x in lists):
+    if not all(isinstance(x, list) and 0 < len(x) <= MAX_CLASSES and all(map(_is_count, x)) for x in lists):
         return False
     rows, right, answers = lists
     of, pairs = record.get("of", list(range(len(rows)))), record.get("confused", [])
@@ -76,7 +76,7 @@ def _is_line(record: Any) -> bool:
         and all(t <= r and t <= a for r, t, a in zip(rows, right, answers, strict=True))
         and sum(rows) <= record["n"]
         and len(rows) <= record["classes"]
-        and len(pairs) <= MOST_PAIRS
+        and len(pairs) <= MAX_PAIRS
         and all(isinstance(p, list) and len(p) == 3 and all(map(_is_count, p)) and max(p[:2]) < len(rows) for p in pairs)
     )
 
@@ -96,7 +96,7 @@ def interval(right: int, of: int) -> tuple[float, float]:
 
 def section(runs: Sequence[Run]) -> str:
     """Return a run's evaluations behind a slider, or the classes in which runs differ most."""
-    found = [(run, by_step) for run in runs[:MOST_COMPARED] if (by_step := read(run.path / FILE))]
+    found = [(run, by_step) for run in runs[:MAX_COMPARED] if (by_step := read(run.path / FILE))]
     if not found:
         return ""
     if len(runs) > 1:

@@ -19,7 +19,7 @@ from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
 POINTS = 110_000  # of all curves together: 1.6 MB
-MOST_POINTS = 2000  # of a curve
+MAX_POINTS = 2000  # of a curve
 RATES = (
     *("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput"),
     *("rows_asked_per_second", "rows_given_per_second", "cores_missing"),
@@ -45,7 +45,7 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
     for i, run in enumerate(runs):
         if rates := _schedule(run):
             found.setdefault(("learning_rate", ""), []).append((i, "schedule", *rates))
-    most = max(min(MOST_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 4)
+    most = max(min(MAX_POINTS, POINTS // max(sum(map(len, found.values())), 1)), 4)
     groups: dict[str, list[tuple[str, str]]] = {}
     tested = {place for place, curves in found.items() if any(split == "test" for _, split, _, _ in curves)}
     for place in sorted(found, key=lambda place: (place[0] != "loss", place[0] != "learning_rate", place[0])):

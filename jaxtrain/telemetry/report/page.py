@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain.telemetry import goodput
-from jaxtrain.telemetry.report import classes, compare, curves, shown, timeline
+from jaxtrain.telemetry.report import classes, compare, curves, media, timeline
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report import trace as trace_lib
@@ -28,10 +28,10 @@ from jaxtrain.telemetry.report.markup import duration, esc, identifier, number, 
 from jaxtrain.telemetry.report.run import Run, RunError
 from loaders.io import files
 
-MOST_RUNS = 64
-MOST_TRACES = 4
+MAX_RUNS = 64
+MAX_TRACES = 4
 WARNINGS = 40  # lines of the logs that are shown
-MOST_LOGS = 64  # processes whose logs are read
+MAX_LOGS = 64  # processes whose logs are read
 TAIL = 8 << 20  # [bytes] of all logs together
 LOG = re.compile(r"process-(\d{1,7})\.log")
 WARNING = re.compile(r"\S+ \S+ (?:WARNING|ERROR) (.+)")
@@ -53,8 +53,8 @@ class Page:
     """A page of ``runs``. Raises RunError or FileError for files that cannot be read."""
 
     def __init__(self, runs: Sequence[Run], metric: str = ""):
-        if len(runs) > MOST_RUNS:
-            raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MOST_RUNS}")
+        if len(runs) > MAX_RUNS:
+            raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MAX_RUNS}")
         self.runs = runs
         self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
         self.scores = [r.score(metric, of.splits.get("test", {})) for r, of in zip(runs, self.records, strict=True)]
@@ -94,8 +94,8 @@ class Page:
         for group in curves.GROUPS[:2]:
             yield group, drawn.pop(group, "")
         yield "Classes", classes.section([self.runs[i] for i in compare.ranked(self.scores)])
-        yield "Pictures", shown.pictures(self.runs, self.notes)
-        yield "Samples", "".join(shown.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
+        yield "Pictures", media.pictures(self.runs, self.notes)
+        yield "Samples", "".join(media.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
         yield "Traced steps", "".join(self._traces(run) for run in self.runs)
         yield "Spikes, skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
@@ -148,7 +148,7 @@ class Page:
     def _traces(self, run: Run) -> str:
         found = sorted(path for path in (run.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
         parts = []
-        for folder in found[-MOST_TRACES:]:
+        for folder in found[-MAX_TRACES:]:
             try:
                 trace = trace_lib.of_folder(folder)
             except files.FileError as error:
@@ -276,8 +276,8 @@ def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
     """
     found: dict[str, tuple[str, int, set[int]]] = {}
     logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
-    for process in sorted(logs)[:MOST_LOGS]:
-        text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MOST_LOGS))
+    for process in sorted(logs)[:MAX_LOGS]:
+        text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MAX_LOGS))
         for line in files.lines(text.decode(errors="replace")):
             if warning := WARNING.match(line):
                 alike = re.sub(r"\d+(\.\d+)?", "#", warning[1])

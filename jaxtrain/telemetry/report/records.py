@@ -20,7 +20,7 @@ from loaders.io import files
 CHUNK = 16 << 20  # [bytes] that are parsed at once
 USUAL = 50  # records before a step from which the usual value of a metric is taken
 FAR = 8.0  # [deviations] of a spike
-MOST_NAMES = 2000  # metrics of a run: more is no run's
+MAX_NAMES = 2000  # metrics of a run: more is no run's
 
 
 class Records(NamedTuple):
@@ -70,7 +70,7 @@ def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
             rows.setdefault(record["split"], []).append(record)
     columns = {}
     for split, records in rows.items():
-        names = list(dict.fromkeys(name for record in records for name in record if name != "split"))[:MOST_NAMES]
+        names = list(dict.fromkeys(name for record in records for name in record if name != "split"))[:MAX_NAMES]
         columns[split] = {
             n: np.array([run_lib.number(r.get(n)) for r in records]) for n in {**dict.fromkeys(names), "step": None}
         }
@@ -88,7 +88,7 @@ def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
 def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
     """Split -> columns, or None if a line is no record."""
     schema = {field.name: field.type for field in table.schema}
-    if len(schema) != table.num_columns or table.num_columns > MOST_NAMES:
+    if len(schema) != table.num_columns or table.num_columns > MAX_NAMES:
         return None
     if schema.get("step") != pa.int64() or schema.get("split") != pa.string():
         return None

@@ -21,7 +21,7 @@ PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", 
 MARKS = ("config.json", "metrics.jsonl")  # by which a folder is a run's
 EXPORTED = "jaxtrain.json"  # of an export, which has a config.json, too
 LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
-MOST_DEPTH = 6  # of folders below the one that is searched
+MAX_DEPTH = 6  # of folders below the one that is searched
 TAIL = 1 << 16  # [bytes] in which the newest record is looked for
 BEST = (
     "accuracy",
@@ -232,7 +232,7 @@ def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str
     if marks and not any(entry.name == EXPORTED for entry in entries):
         yield folder, marks[0]
     for entry in entries:
-        if depth < MOST_DEPTH and entry.is_dir(follow_symlinks=False):
+        if depth < MAX_DEPTH and entry.is_dir(follow_symlinks=False):
             if entry.name == LAUNCHED:
                 yield folder, LAUNCHED
             elif entry.name not in PARTS and not entry.name.startswith("."):

@@ -20,7 +20,7 @@ from jaxtrain.telemetry.report.run import Run
 AROUND = 3  # records before and after the step that are shown
 MEDIA = 12_000_000  # [bytes] of pictures and sounds, for the examples with the largest gradients
 TEXT = 1500  # [characters] of an example
-MOST_ROWS = 60  # of the tables of parameters and activations
+MAX_ROWS = 60  # of the tables of parameters and activations
 
 
 def html(run: Run, step: int, found: Any, verdict: Sequence[str]) -> str:
@@ -89,7 +89,7 @@ def _around(columns: Mapping[str, np.ndarray], step: int) -> str:
     rows = [
         [esc(name), number(usual), "∞" if math.isinf(apart) else number(apart),
          *(f"<b>{number(columns[name][i])}</b>" if i == at else number(columns[name][i]) for i in near)]
-        for name, _, usual, apart in ranked[:MOST_ROWS]
+        for name, _, usual, apart in ranked[:MAX_ROWS]
     ]  # fmt: skip
     head = ["", "usual", "deviations apart", *(f"step {int(columns['step'][i]):,}" for i in near)]
     note = (
@@ -155,8 +155,8 @@ def _params(params: Mapping[str, tuple[float, float, float]]) -> str:
         for path in order
     ]  # fmt: skip
     head = ["parameter", "norm", "gradient", "update", "update / norm"]
-    more = f"<details><summary>{len(rows) - MOST_ROWS} more</summary>{_table(head, rows[MOST_ROWS:])}</details>"
-    return _table(head, rows[:MOST_ROWS]) + (more if len(rows) > MOST_ROWS else "")
+    more = f"<details><summary>{len(rows) - MAX_ROWS} more</summary>{_table(head, rows[MAX_ROWS:])}</details>"
+    return _table(head, rows[:MAX_ROWS]) + (more if len(rows) > MAX_ROWS else "")
 
 
 def _activations(activations: Sequence[tuple[str, float]]) -> str:
@@ -169,6 +169,6 @@ def _activations(activations: Sequence[tuple[str, float]]) -> str:
         text += f'<p class="notice">The first value that is not finite is in {esc(first)}.</p>'
     rows = [
         [f'<span class="code">{esc(name)}</span>', number(x) if math.isfinite(x) else str(x)]
-        for name, x in sorted(activations, key=lambda row: -_finite(row[1]))[:MOST_ROWS]
+        for name, x in sorted(activations, key=lambda row: -_finite(row[1]))[:MAX_ROWS]
     ]
     return text + _table(["scope in the program", "largest"], rows) if rows else ""

@@ -23,7 +23,7 @@ WIDTH, ROW = 1000, 20
 STARTS = (
     ("start", "n"), ("began", ""), ("lasted", "n"), ("from step", "n"), ("to step", "n"), ("how it ended", ""), ("host", ""),
 )  # fmt: skip
-MOST_STARTS = 60  # that are drawn, the latest of them
+MAX_STARTS = 60  # that are drawn, the latest of them
 
 
 def section(run: Run, *, several: bool) -> str:
@@ -74,7 +74,7 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     """Return a row for each start of a process, on an axis of wall time, and a table of them."""
     if len(starts) < 2:
         return ""
-    drawn = starts[-MOST_STARTS:]
+    drawn = starts[-MAX_STARTS:]
     begin, end = drawn[0].began, max(start.now for start in drawn)
     scale = WIDTH / max(end - begin, 1e-9)
     rows = []
@@ -108,7 +108,7 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
             esc(_ending(s, alive and s is starts[-1])),
             esc(s.host),
         ]
-        for i, s in list(enumerate(starts))[-MOST_STARTS:]
+        for i, s in list(enumerate(starts))[-MAX_STARTS:]
     )
     return svg + table(STARTS, cells)
 

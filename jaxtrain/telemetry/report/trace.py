@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from loaders.io import files
 
-MOST = 1 << 30  # [bytes] of a file that is read
+MAX_BYTES = 1 << 30  # [bytes] of a file that is read
 # Parts of a step: the first whose pattern is in the scope, or in an operation's name.
 PARTS = (
     ("collectives", re.compile(r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl", re.I)),
@@ -45,7 +45,7 @@ def read(path: pathlib.Path) -> Trace | None:
 def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of an XSpace file's operations. Raises FileError as `read`."""
     try:
-        return list(_operations(memoryview(files.read(path, most=MOST))))
+        return list(_operations(memoryview(files.read(path, most=MAX_BYTES))))
     except (IndexError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, files.FileError):
             raise

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.nn import sampling
-from jaxtrain.types import Array, Shard, Trial, Variables
+from jaxtrain.types import Array, GenerativeEvaluation, Shard, Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language.model import Config, Samples, Target
 
@@ -19,14 +19,14 @@ Judged = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for sa
 MAX_LINES = 8  # [prompts] of an environment that samples.jsonl shows
 
 
-def trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
+def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[GenerativeEvaluation]:
     """Yield the generative evaluations that a config asks for."""
     if c.samples.prompts:
 
         def show(texts: Sequence[str]) -> Judged:
             return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.samples.prompts, texts, strict=True)]
 
-        yield _trial(c, shard, seed, c.samples.prompts, c.samples, c.samples.top_p, show)
+        yield _evaluation(c, shard, seed, c.samples.prompts, c.samples, c.samples.top_p, show)
     for target in c.targets:
         prompts = environments.load(target.module, target.arguments, target.prompts)
 
@@ -36,19 +36,19 @@ def trials(c: Config, shard: Shard, seed: int) -> Iterator[Trial]:
             lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
             return {f"{name}/{k}": v for k, v in means.items()}, lines[:MAX_LINES]
 
-        yield _trial(c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score)
+        yield _evaluation(c, shard, seed, [row["prompt"] for row in prompts.rows], target, 1.0, score)
 
 
-def _trial(
+def _evaluation(
     c: Config,
     shard: Shard,
     seed: int,
     prompts: Sequence[str],
     section: Samples | Target,
     top_p: float,
-    judge: Callable[[Sequence[str]], Judged],
-) -> Trial:
-    """Continues prompts. Too long ones keep their last tokens. ``judge`` gets the texts."""
+    score: Callable[[Sequence[str]], Judged],
+) -> GenerativeEvaluation:
+    """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""
     codec = c.codec()
     ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]
     prompt_bp, length_b = sampling.pad(ids)
@@ -61,6 +61,6 @@ def _trial(
 
     def texts(tokens_bn: Array) -> Judged:
         rows = np.asarray(tokens_bn).tolist()
-        return judge([codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)])
+        return score([codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)])
 
-    return Trial(run, texts)
+    return GenerativeEvaluation(run, texts)

@@ -40,7 +40,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
         full_flops=3 * batch * forward_flops(c, causal=False),
         tokens=batch * c.context,
         finish=functools.partial(finish, c),
-        trials=tuple(evals.trials(c, shard, config.seed)),
+        generative=tuple(evals.generative_evaluations(c, shard, config.seed)),
         terms=("cross_entropy", "z_loss") if c.z_loss else (),
         predict=functools.partial(predict, c, shard),
     )
