@@ -40,10 +40,7 @@ VIEWS = 3
 
 
 def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Sequence[str]) -> float:
-    """Trains one run, unless it is finished. Returns the CPU seconds that it took.
-
-    Raises SystemExit if it was finished with other overrides.
-    """
+    """Train a run unless it is finished. Returns CPU seconds. Raises SystemExit: other fields."""
     workdir = out / f"{objective}_{fold}"
     noted = workdir / "finished.json"
     if not noted.exists():

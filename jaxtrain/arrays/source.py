@@ -59,10 +59,7 @@ class Source(NamedTuple):
         return arrays
 
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:
-        """Return the parameters, or their average, by their own paths: ``encoder/w_patch``.
-
-        Raises StoredError: a run without an average, an export, or damage.
-        """
+        """Return parameters or their average: ``encoder/w_patch``. Raises StoredError without."""
         if ema and self.is_export:
             raise StoredError(f"--ema is given, and {self.path} is an export, which holds one set of parameters; omit --ema")
         train = self.meta().get("config", {}).get("train") if not (ema or self.is_export) else None

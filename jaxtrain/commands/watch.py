@@ -54,10 +54,7 @@ def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
 
 
 class Pages:
-    """The page, made again when a file of the runs has changed.
-
-    That is at most every ``every`` seconds, and takes a tenth of the time.
-    """
+    """The page, made again after changes, at most every ``every`` s, for a tenth of the time."""
 
     def __init__(self, paths: Sequence[str], metric: str, every: float):
         from jaxtrain.telemetry.report import page

@@ -203,10 +203,7 @@ def section(cls: type, tree: Mapping[str, Any]) -> Any:
 
 
 def _model_class(module_name: str) -> type[Section]:
-    """Return the dataclass of the section ``model``, from its workload.
-
-    Raises ImportError, SyntaxError, and TypeError as `_checked_class`.
-    """
+    """Return the ``model`` section's dataclass. Raises ImportError, SyntaxError, TypeError."""
     if not module_name:
         raise TypeError(f"is {module_name!r}; expected one of: {', '.join(workload.shipped())}, or a module of your own")
     _refuse_relative(module_name)

@@ -104,10 +104,7 @@ def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Fo
 
 
 def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
-    """Check the folders that a run writes to, one after the other.
-
-    Also returns the folder that all processes must share, or "" if this one cannot use it.
-    """
+    """Check the folders that a run writes to. Returns the shared one, "" if unusable here."""
     written = {"TMPDIR": tempfile.gettempdir(), "cache": str(machine.cache_folder())}
     shared, checks = "", list[Check]()
     if "workdir" in facts:

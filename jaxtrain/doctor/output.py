@@ -22,10 +22,7 @@ class Report(NamedTuple):
 
 
 def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]:
-    """List each finding once, with its processes, in the order of the groups.
-
-    If a check is ok in several processes, they share the text of the first one.
-    """
+    """List findings once with their processes, by group. ok ones share the first one's text."""
     found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
     for process, check in checks:
         key = check[:3] if check.verdict == OK else tuple(check)

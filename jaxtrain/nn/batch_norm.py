@@ -14,10 +14,7 @@ from jaxtrain.types import Array, PyTree
 
 
 def over_data(x: PyTree) -> PyTree:
-    """Sum an array, or each array of a tree, over the groups along "data".
-
-    If there is one group, or the step sees all rows, this is ``x``.
-    """
+    """Sum x, or each array of a tree, over the groups along "data", unless one sees all rows."""
     context = jax.sharding.get_abstract_mesh()
     grouped = not context.empty and DATA in context.manual_axes
     return jax.lax.psum(x, DATA) if grouped else x

@@ -36,10 +36,7 @@ def fused(
     capability: str = "",
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """Call cuDNN's kernel. An odd length gets one more place, which no query sees.
-
-    cuDNN has only windows to the left of a causal query.
-    """
+    """Call cuDNN's kernel, which has left windows alone. Odd lengths get a place that none sees."""
     b, t = q_bthk.shape[:2]
     lengths = None
     if t % 2:

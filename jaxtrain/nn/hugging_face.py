@@ -237,10 +237,7 @@ def _number_problems(h: Mapping[str, Any], scaling: Mapping[str, Any], theta: An
 
 
 def _rope_problems(h: Mapping[str, Any], rope: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Name the fields of rotary positions that `layers.Rope` lacks, or that are read differently.
-
-    Transformers 4 and 5 do not agree on some.
-    """
+    """Name rotary fields that `layers.Rope` lacks, or that transformers 4 and 5 read unlike."""
     if kind not in ("default", "llama3"):
         yield f"rope_type is {kind!r}; {checks.expected(kind, ('default', 'llama3'))}"
     if any(isinstance(value, Mapping) for value in rope.values()):

@@ -117,10 +117,7 @@ def extend(
 
 
 def cached(old: Sequence[Array], place_b: Array, seen_bs: Array) -> transformer.Mix:
-    """Make the attention of one token to the places ``seen_bs`` of a layer's cache [B, S, G, K].
-
-    The token is added to the cache at ``place_b``.
-    """
+    """Make a token's attention to ``seen_bs`` of a cache [B, S, G, K], added at ``place_b``."""
     here_bs = jnp.arange(seen_bs.shape[1])[None] == place_b[:, None]
 
     def mix(q_bthk: Array, k_btgk: Array, v_btgk: Array) -> tuple[Array, Cache]:

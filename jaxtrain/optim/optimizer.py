@@ -117,10 +117,7 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
 
 
 def _clips(optim: Optim, groups: PyTree) -> Iterator[optax.GradientTransformation]:
-    """Yield the clip of the global norm, and one for each group with its own.
-
-    A probe with large gradients must not shrink the encoder's steps.
-    """
+    """Yield the clips of the global norm and of groups, so that none shrinks others' steps."""
     clipped_alone = list(dict.fromkeys(g for g in jax.tree.leaves(groups) if g.clip is not None))
     for group, most in ((None, optim.clip), *((g, g.clip) for g in clipped_alone)):
         if most:

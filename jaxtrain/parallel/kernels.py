@@ -42,10 +42,7 @@ def differentiable(
     *,
     constants: int = 0,
 ) -> Array:
-    """Compute f as `local` does, with a derivative by all arguments but the last ``constants``.
-
-    The backward pass computes ``f`` again.
-    """
+    """Compute f as `local`, and again in a backward pass by all but the last ``constants``."""
     n = len(args) - constants
 
     def forward(*args: Array) -> Array:

@@ -103,10 +103,7 @@ def is_at_hand(target: Target) -> bool:
 
 
 def compiler_options(config: config_lib.Config, target: Target) -> dict[str, Any]:
-    """Return the options that a step for the target is compiled with.
-
-    Raises ConfigError for options that an available compiler refuses.
-    """
+    """Return the options to compile a target's step with. Raises ConfigError: refused here."""
     if target.here:
         device = jax.local_devices()[0]
         kind = device.device_kind

@@ -242,10 +242,7 @@ def _constant(i: Instruction) -> int:
 
 
 def _step(condition: Sequence[Instruction], body: Sequence[Instruction]) -> int:
-    """Return by how much a loop's counter grows in each round, 1 if unclear.
-
-    The counter is the only part of the loop's state that the condition reads.
-    """
+    """Return how a loop's counter (all its condition reads) grows a round, 1 if unclear."""
     read = {int(m[1]) for i in condition if (m := re.search(r" get-tuple-element\(.*\), index=(\d+)", i.line))}
     state = next((i.operands for i in body if i.is_root and i.op == "tuple"), ())
     if len(read) != 1 or len(state) <= (at := min(read)):

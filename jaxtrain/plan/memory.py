@@ -77,10 +77,7 @@ def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
 
 
 def second(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> int:
-    """Return the bytes that a step of config.guard.verify_every needs besides: a second state.
-
-    On a mesh of several devices the batch is on the neighbour, too.
-    """
+    """Return the bytes of config.guard.verify_every: a second state, and a neighbour's batch."""
     copied = [abstract.state, *([abstract.batch] if layout.mesh.size > 1 else [])]
     return sum(device_bytes(x, tiled=tiled) for x in jax.tree.leaves(copied) if not is_on_host(x))
 
@@ -91,10 +88,7 @@ def least(held: Mapping[str, int]) -> int:
 
 
 def host_memory() -> float:
-    """Return the bytes that are available to a process, as Linux estimates them.
-
-    On other systems (macOS) it is all of the memory.
-    """
+    """Return the bytes available to a process by Linux's estimate, else (macOS) all memory."""
     everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return machine.meminfo().get("MemAvailable", everything)
 

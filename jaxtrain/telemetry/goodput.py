@@ -243,10 +243,7 @@ def restarts(each: Sequence[Start]) -> int:
 
 
 def starts(path: pathlib.Path) -> list[Start]:
-    """Read the starts of a file, by time. Lines that are not records are left out.
-
-    Raises WorkdirError: ``path`` is no regular file, or a huge one.
-    """
+    """Read a file's starts by time, without odd lines. Raises WorkdirError: none, or huge."""
     found = [_start(head, last) for (head, _), (last, _) in _pairs(path)]
     return sorted(found, key=lambda start: start.began)
 
@@ -293,10 +290,7 @@ def read(workdir: str | os.PathLike[str]) -> dict[int, list[Start]]:
 
 
 def totals(each: Iterable[Start]) -> dict[str, float]:
-    """Phase -> seconds of one process, from its first start (or queue) to the last sign of it.
-
-    They add up to that time: it was stopped for the rest.
-    """
+    """Phase -> seconds of a process from its first start or queue on; stopped for the rest."""
     seconds: collections.Counter[str] = collections.Counter()
     until = None
     for start in each:

@@ -139,10 +139,7 @@ class TensorboardWriter(Writer):
 
 
 class WandbWriter(Writer):
-    """A Weights & Biases run, its id kept in workdir/wandb_id: a resumed run continues it.
-
-    ``options``: of wandb.init, as config.metrics.wandb_* gives them.
-    """
+    """A W&B run that resumes by workdir/wandb_id. ``options``: config.metrics.wandb_*."""
 
     def __init__(self, workdir: str, project: str, config: Mapping[str, Any], **options: Any):
         import wandb

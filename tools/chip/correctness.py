@@ -137,10 +137,7 @@ def compare(name: str, theirs: tuple[float, PyTree], ours: tuple[float, PyTree],
 
 
 def attention(*, quick: bool) -> Iterator[Check]:
-    """Yield the kernel that `attention` takes here, on bfloat16, for several cases.
-
-    They are causal, packed documents, few key heads, an odd length.
-    """
+    """Yield the kernel here on bfloat16: causal, packed, few key heads, odd length."""
     shapes = {"vit": (2, 257, 6, 6, 64, False, False), "packed": (2, 512, 8, 2, 64, True, True)}
     if not quick:
         shapes |= {"causal": (2, 512, 8, 2, 64, True, False), "wide": (1, 1024, 4, 4, 128, True, True)}

@@ -270,10 +270,7 @@ def _tools(*, several: bool) -> str:
 
 
 def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
-    """Warnings and errors of the logs, the latest first, each once.
-
-    A line has its newest text, how often it came, and of which processes.
-    """
+    """Warnings and errors, each once, the latest first: newest text, times, processes."""
     found: dict[str, tuple[str, int, set[int]]] = {}
     logs = {int(m[1]): path for path in (run.path / "logs").glob("process-*.log") if (m := LOG.fullmatch(path.name))}
     for process in sorted(logs)[:MAX_LOGS]:

@@ -54,10 +54,7 @@ class Writing(NamedTuple):
 
 
 def prefill(c: Config, params: PyTree, prompt: Batch, length_b: Array, shard: Shard, *, n_new: int) -> tuple[Array, PyTree]:
-    """Return the last state [B, D] of each prompt, and the cache with ``n_new`` free places.
-
-    The prompts are laid out as rows are.
-    """
+    """Return each prompt's last state [B, D], and a cache with ``n_new`` free places."""
     x_bud, kept = model.decode(c, params, prompt, shard, keep=True)
     padding = [(0, 0), (0, 0), (0, n_new), (0, 0), (0, 0)]
     is_audio_bu = jnp.pad(prompt["slot"] >= prompt["text"].shape[1], [(0, 0), (0, n_new)])
@@ -201,10 +198,7 @@ def draw(
 
 
 def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
-    """Return the next place of each row from a drawn token and codes.
-
-    It depends on its state, and on which codebooks have begun or ended.
-    """
+    """Return each row's next place from a token and codes, by its state and codebooks."""
     # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b

@@ -42,10 +42,7 @@ class Continuation(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "") -> Writer:
-    """Read a run of jaxtrain.workloads.language, with its own tokenizer or another.
-
-    Raises StoredError, WarmStartError; DataError: the tokenizer cannot be read.
-    """
+    """Read a run with its tokenizer or another. Raises StoredError, WarmStartError, DataError."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
     theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
