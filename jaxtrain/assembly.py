@@ -111,6 +111,10 @@ def assemble(
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:
         fields = base.module(config.loader).fields(config.data)
+        for name, field in fields.items():
+            if not (hasattr(field, "shape") and hasattr(field, "dtype")):
+                text = f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r}"
+                raise layout_lib.LayoutError(f"{text}; expected loaders.base.Field(shape, dtype)")
     abstract = state_lib.make_abstract(
         task, tx, layout, fields, batch=config.train.batch, ema=config.train.ema > 0, offload=config.optim.offload
     )

@@ -101,8 +101,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
         while step < end and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
-            #    the previous
-            #    batch: that step is a no-op that only carries the stop flag.
+            #    the previous batch: that step is a no-op that only carries the stop flag.
             batch = data.next(unless=process.stopping)
             step, stop = batch.step, programs.stop[process.stopping()]
             if verify.is_due(step):

@@ -106,16 +106,34 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     assert "squared error of the sum" in python(tmp_path, "-m", "jaxtrain.cli", "explain", "--config=my_config.py")
 
 
-def test_a_field_that_the_loss_reads_and_the_axes_do_not_have_is_one_line(tmp_path):
-    for name in ("my_workload.py", "my_config.py", "my_loader.py"):
-        (tmp_path / name).write_text(examples()[name])
-    path = tmp_path / "my_workload.py"
-    path.write_text(path.read_text().replace('"y": ("batch",), ', ""))
+WRONG = (
+    (
+        "my_workload.py",
+        '"y": ("batch",), ',
+        "",
+        "the loss reads batch['y'], which the axes of the task of my_workload do not have",
+    ),
+    ("my_loader.py", "base.Field((8,), number)", "((8,), number)", "as 'x'; expected loaders.base.Field(shape, dtype)"),
+    (
+        "my_loader.py",
+        "    return Sums(",
+        "    yield Sums(",
+        "whose make_loader gives a generator; expected a loaders.base.Loader",
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "text", "replacement", "error"), WRONG, ids=("axes", "fields", "generator"))
+def test_an_error_in_a_users_workload_or_loader_is_one_line(tmp_path, name, text, replacement, error):
+    for each in ("my_workload.py", "my_config.py", "my_loader.py"):
+        (tmp_path / each).write_text(examples()[each])
+    path = tmp_path / name
+    path.write_text(path.read_text().replace(text, replacement))
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "jaxtrain.main", "--config=my_config.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "the loss reads batch['y'], which the axes of the task of my_workload do not have" in done.stderr
+    assert error in done.stderr
 
 
 def test_examples_parse():

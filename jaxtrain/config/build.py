@@ -226,13 +226,15 @@ def _refuse_relative(module_name: str) -> None:
 
 def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
     """``cls``, if it is a section of its kind with callable ``functions``. Raises TypeError."""
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise TypeError(f"is {module_name!r}, a module without a dataclass named Config")
-    if not issubclass(cls, base):
-        parent = f"{base.__module__}.{base.__name__}"
-        raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
-    if missing := [name for name, function in functions.items() if not callable(function)]:
-        raise TypeError(f"is {module_name!r}, a module without the function {missing[0]!r}; see CONTRIBUTING.md")
+    missing = [f"the function {name!r}" for name, function in functions.items() if not callable(function)]
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        if not issubclass(cls, base):
+            parent = f"{base.__module__}.{base.__name__}"
+            raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
+    else:
+        missing.insert(0, "a dataclass named Config")
+    if missing:
+        raise TypeError(f"is {module_name!r}, a module without {', '.join(missing)}; docs/your-model.md has an example")
     return cls
 
 

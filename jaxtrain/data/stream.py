@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxtrain.step import state
 from jaxtrain.telemetry import goodput
 from jaxtrain.types import Batch
 from loaders import base
+
+log = logging.getLogger("jaxtrain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Data:
         self.rows, self.offset = feed.rows_for(abstract.batch), 0
         self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
         self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
+        if not hasattr(self.train, "buckets"):
+            text = f"config.loader is {config.loader!r}, whose make_loader gives a {type(self.train).__name__}"
+            raise base.DataError(f"{text}; expected a loaders.base.Loader, as docs/your-model.md has one")
+        if not self.test.n_batches:
+            log.warning("the data have no test split: nothing is evaluated (docs/data.md shows how to make one)")
         self.buckets, self.test_buckets = (
             [state.make_batch(assembly.task, assembly.layout, fields, config.train.batch) for fields in loader.buckets]
             for loader in (self.train, self.test)

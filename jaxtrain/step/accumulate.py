@@ -115,6 +115,9 @@ def _microbatch(
         require_means("loss", {"loss": out.loss, **out.metrics})
         if jnp.shape(out.loss.total):
             raise TypeError(f"the loss's total has the shape {jnp.shape(out.loss.total)}; expected a sum over rows")
+        if not hasattr(out.loss.weight, "dtype"):
+            text = f"the loss's weight is {out.loss.weight!r}, which no row decides"
+            raise TypeError(f"{text}; expected the sum of the rows' weights, such as rows['weight'].sum()")
         return out.loss.total, out
 
     loss, pullback, out = jax.vjp(total, variables.params, has_aux=True)

@@ -346,7 +346,11 @@ def _tokenizer(options: Options) -> _Encoder:
         return _Encoder(256, None, (), {}, [], lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts])
     path = pathlib.Path(options.tokenizer).expanduser()
     if not path.is_file():
-        raise TokensError(f"--tokenizer is {options.tokenizer!r}; expected a tokenizer.json of Hugging Face, or bytes")
+        inner = path / "tokenizer.json"
+        remedy = f"give {inner}" if inner.is_file() else "give the path of a tokenizer.json of Hugging Face, or bytes"
+        raise TokensError(
+            f"--tokenizer is {options.tokenizer!r}, {'a folder' if path.is_dir() else 'not a file here'}; {remedy}"
+        )
     tokenizer = open_tokenizer(path, specials=options.specials)
     eos = tokenizer.id_of(options.eos) if options.eos else None
     if options.eos and eos is None:

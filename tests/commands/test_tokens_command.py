@@ -164,7 +164,7 @@ def test_errors_are_named(tmp_path, capsys):
     assert documents(tmp_path / "out") == [list(b"fine")] and capsys.readouterr().err.count("skipped: ") == 4
     fails("holds token files of other inputs or options already", bad, "--tokenizer=bytes", "--column=id", "--skip=4")
     fails("nowhere is not a file", tmp_path / "nowhere", "--tokenizer=bytes")
-    fails("expected a tokenizer.json", bad, "--tokenizer=gpt2")
+    fails("give the path of a tokenizer.json", bad, "--tokenizer=gpt2")
     torn = tmp_path / "torn.parquet"
     torn.write_bytes(b"PAR1 and no more")
     fails("torn.parquet cannot be read", torn, "--tokenizer=bytes")

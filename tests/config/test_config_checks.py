@@ -50,7 +50,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         (["model.n_classes=5"], "model.n_classes", "3 classes"),
         (["data.path=/nowhere/at/all"], "data.path", "does not exist"),
         (["workload=toy_wrkload"], "workload", "toy_wrkload"),
-        (["workload=json"], "workload", "without a dataclass named Config"),
+        (["workload=json"], "workload", "without a dataclass named Config, the function 'make_task'"),
         (["workload=toy_loader"], "workload", "whose Config is not a ModelSection; derive it from jaxtrain.config"),
         (["loader=toy_workload"], "loader", "whose Config is not a DataSection; derive it from loaders.io.checks.DataSection"),
         (["train.batch.size=3"], "train.batch.size", "not a section"),

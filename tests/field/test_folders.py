@@ -161,7 +161,7 @@ def test_a_missing_folder_an_empty_split_and_a_list_of_species_are_reported(reco
     table = tmp_path / "species.csv"
     table.write_text("file,label\na.wav,robin\na.wav,wren\nb.wav,robin\n")
     assert index(table, "--audio", tmp_path / "recording", "--out", tmp_path / "out") == 2
-    assert f"is no folder; did you mean '{recordings}'?" in capsys.readouterr().err
+    assert f"is not a folder; name the folder of the recordings; did you mean '{recordings}'?" in capsys.readouterr().err
     assert index(table, "--audio", recordings, "--out", tmp_path / "out") == 2
     assert "nothing was written; correct it, or add --on conflicting-labels=" in capsys.readouterr().err
     table.write_text("file,label\na.wav,robin\n")

@@ -58,7 +58,7 @@ def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) 
     """Yield the annotations of a source with the labels that it states."""
     path = pathlib.Path(source).expanduser()
     if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
-        raise DataError(f"--audio={options.audio} is no folder{shards.nearest(named)}; name the folder of the recordings")
+        raise DataError(f"--audio={options.audio} is not a folder; name the folder of the recordings{shards.nearest(named)}")
     audio = options.audio or root_of(path)
     finder = Finder(pathlib.Path(audio).expanduser() if audio else None, mistakes)
     if path.is_dir():
