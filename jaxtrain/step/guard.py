@@ -1,7 +1,4 @@
-"""The guard decides on the device which steps are accepted.
-
-The host reacts to several in a row that are not.
-"""
+"""Decides on the device which steps are accepted. The host reacts to several that are not."""
 
 from typing import NamedTuple
 

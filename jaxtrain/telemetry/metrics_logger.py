@@ -1,7 +1,4 @@
-"""Logs and writes the steps of a run.
-
-Every step is read one step late, so that the device never waits for the host.
-"""
+"""Logs and writes steps, each read a step late, so that the device never waits for the host."""
 
 import functools
 import logging
