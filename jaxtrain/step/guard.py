@@ -30,8 +30,7 @@ class Streak:
 
     Attributes:
       last_good: the newest accepted step before the streak became too long.
-      broken: whether config.guard.patience steps in a row were skipped. It stays true until
-      `restart`.
+      broken: whether config.guard.patience steps in a row were skipped, until `restart`.
     """
 
     def __init__(self, guard: Guard, *, step: int):

@@ -110,8 +110,7 @@ class MetricsLogger:
 
         True when that step agreed to stop: it changed nothing.
 
-        ``state``: after this step, for its digest, which is computed before the next step takes the
-        state's place.
+        ``state``: after this step, for its digest, computed before the next step takes its place.
         """
         if self.flush():
             return True
