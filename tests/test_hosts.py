@@ -27,7 +27,7 @@ QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
 
 
 def ended(processes):
-    """Outputs of processes that end by themselves. The time is for a machine that does much beside."""
+    """Outputs of processes that end by themselves, with time for a busy machine."""
     return [p.communicate(timeout=300)[0] for p in processes]
 
 
