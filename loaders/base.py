@@ -61,10 +61,7 @@ class Rows(NamedTuple):
 
 
 class Population(NamedTuple):
-    """The rows that a training split draws from.
-
-    `loaders.shuffle_stats` compares batches with it.
-    """
+    """The rows that a training split draws from, for `loaders.shuffle_stats`."""
 
     rows: np.ndarray  # int64 [n]: all values that "index" can have
     first_rows: np.ndarray  # int64 [shards]: the first row of each shard
@@ -100,10 +97,7 @@ class Loader(abc.ABC):
         threads: int = 0,
         ahead: int = 0,
     ):
-        """``threads`` read batches and keep ``ahead`` of them ready.
-
-        With 0 threads, `next` makes its batch itself.
-        """
+        """``threads`` keep ``ahead`` batches ready. With 0, `next` makes its batch itself."""
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches
         self._train, self._rows, self._seed = train, rows, seed
@@ -146,10 +140,7 @@ class Loader(abc.ABC):
             self._reading.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON: position, seed, fingerprints.
-
-        They are of the data and its order.
-        """
+        """Return a checkpoint's state, as JSON: position, seed, fingerprints of data and order."""
         return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
 
     @property
@@ -163,10 +154,7 @@ class Loader(abc.ABC):
         """Everything but the seed and the data that decides the order of rows, as JSON."""
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters for people: queue depth, bad recordings by id, and "slowest", if known.
-
-        It is the stage that takes most time.
-        """
+        """Return counters: queue depth, bad recordings by id, "slowest" stage if known."""
         return {}
 
     def close(self) -> None:
@@ -180,10 +168,7 @@ class Loader(abc.ABC):
             self._reading = None
 
     def _batch(self, position: int) -> HostBatch:
-        """Return this process's rows of global batch number ``position``, range by range.
-
-        Called by several threads if ``threads``.
-        """
+        """Return this process's rows of a global batch, range by range, perhaps in a thread."""
         parts = [self._part(position, np.arange(start, stop)) for start, stop in self._rows.ranges]
         fields = self.buckets[self.bucket_at(position)]
         if missing := sorted(name for name in fields if any(name not in part for part in parts)):

@@ -12,10 +12,7 @@ CUTS = 256  # lengths at which a bucket may end
 
 
 class Shape(NamedTuple):
-    """The sizes of a row.
-
-    Its name and fields are part of `loaders.chat.chat_audio`'s fingerprint.
-    """
+    """The sizes of a row, by their names part of `loaders.chat.chat_audio`'s fingerprint."""
 
     text: int  # S
     audio: int  # A
@@ -34,10 +31,7 @@ class Bucket(NamedTuple):
     members: np.ndarray  # int64 [n]: which samples
 
     def fill(self, sizes: np.ndarray) -> float:
-        """Return the share of places that are not padding.
-
-        ``sizes`` int64 [samples, 4]: `Shape` of every sample.
-        """
+        """Return the share of places that are not padding. ``sizes`` int64 [samples, 4]."""
         return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
 
 

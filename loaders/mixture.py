@@ -30,10 +30,7 @@ MIX = 48  # domain of the hash: two uses of the same numbers draw independently
 
 
 class Phase(NamedTuple):
-    """A part of the run with constant quotas: a block holds ``quota[k]`` samples of source k.
-
-    It begins with sample ``start``.
-    """
+    """A part of the run from a sample on, whose blocks hold ``quota[k]`` samples of source k."""
 
     start: int
     given: np.ndarray  # int64 [sources] samples that each source has given before
@@ -106,10 +103,7 @@ class Mixture:
         return source, number
 
     def _shuffled(self, p: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place in a block: its source, and how many of that source come before it.
-
-        The last block is kept.
-        """
+        """Return for each place of a block, the last of which is kept, source and rank in it."""
         phase, key = self._phases[p], phase_key(p, b)
         block = self._block  # read once: another thread may replace it
         if block is None or block[0] != key:
@@ -151,10 +145,7 @@ def phase_key(p: int, b: int) -> int:
 
 
 def quotas(shares: np.ndarray) -> np.ndarray:
-    """Return the samples of each source in a block, int64 of sum BLOCK, by largest remainders.
-
-    At least one if the share is not 0.
-    """
+    """Return each source's samples in a block, int64 of sum BLOCK, at least one of a share."""
     exact = shares / shares.sum() * BLOCK
     quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:

@@ -31,10 +31,7 @@ ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # domains of the hashes: two 
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function: a bijection of uint64 with full avalanche.
-
-    The source is Steele, Lea and Flood, 2014.
-    """
+    """Apply splitmix64's output function, a bijection of uint64 (Steele, Lea and Flood, 2014)."""
     x = np.asarray(x, np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -42,10 +39,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
-    """Return the uint64 hash of a tuple of integers below 2^64.
-
-    The parts broadcast against each other.
-    """
+    """Return the uint64 hash of integers below 2^64, which broadcast against each other."""
     h = np.zeros(1, np.uint64)
     for part in parts:
         h = mix((h ^ np.asarray(part, np.uint64)) + GOLDEN)
@@ -53,10 +47,7 @@ def hash_of(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, n: int, i: np.ndarray) -> np.ndarray:
-    """Places int64 [k] in [0, n) of an epoch -> recordings int64 [k], a bijection each.
-
-    There is one for each (seed, epoch).
-    """
+    """Return recordings int64 [k] of places [0, n), a bijection for each (seed, epoch)."""
     return _permute(hash_of(ORDER, seed, epoch), n, i)
 
 

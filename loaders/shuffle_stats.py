@@ -54,10 +54,7 @@ class ShuffleStats:
             histograms.append(self._counts(name, recordings))
 
     def record(self) -> dict[str, float]:
-        """Return the statistics of the latest batch and of up to 100 before it.
-
-        Empty before the first.
-        """
+        """Return the statistics of the latest 101 batches, or nothing before the first."""
         if not self._window:
             return {}
         batch, n = self._window[-1], len(self._rows)

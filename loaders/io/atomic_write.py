@@ -1,24 +1,26 @@
-"""Files and folders that are complete or not there: another name until they are whole.
+"""Files and folders that are complete or not there: they have another name until then.
 
-It is removed on failure.
-
-An error of the disk has the name of the target. NumPy and others raise some without a name or a
-number.
+An error of the disk has the name of the target. NumPy and others raise some without a name.
 """
 
 import contextlib
+import csv
 import errno
 import fcntl
 import hashlib
+import io
+import logging
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 import numpy as np
 
+log = logging.getLogger("jaxtrain")
 NAME_MAX = 255  # [bytes] of a file's name
 PATH_MAX = 4000  # [bytes] of a path, with some for files in it
 
@@ -74,6 +76,23 @@ def _remove_left(partial: pathlib.Path, path: pathlib.Path) -> None:
             partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def shared(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a name of this process for a file that is named ``path`` when the block ends well.
+
+    Other processes may write the same bytes at the same time. Raises OSError with that name.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.unlink(missing_ok=True)  # never through a link that someone left there
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
     """Raise OSError if a folder, or a file, ``path`` could not be made, before any work."""
     whole = above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
@@ -95,8 +114,7 @@ def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
 def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
     """Write a .npy file. Raises OSError with its name.
 
-    Given a file of the system, numpy.save would write through C's buffer, and not see that its last
-    part was never written.
+    Given a system's file, numpy.save would not see that its last part was never written.
     """
     with file(path) as opened:
         np.save(_Plain(opened), array)
@@ -115,26 +133,86 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         opened.write(text.encode())
 
 
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *, errors: str = "strict") -> None:
+    """Write a CSV in UTF-8. Raises OSError with its name."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    with file(path) as opened:
+        opened.write(text.getvalue().encode(errors=errors))
+
+
 @contextlib.contextmanager
-def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a folder that becomes ``path``, missing or empty. Raises OSError: one is made now."""
+def folder(path: pathlib.Path, *, replace: bool = False) -> Iterator[pathlib.Path]:
+    """Yield a folder that takes the name ``path`` when the block ends well.
+
+    Args:
+      replace: whether a folder with that name is replaced. If not, it must be missing or empty.
+
+    Raises OSError if another process makes it now.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with alone(partial, path):
         try:
             for left in partial.iterdir():  # of a command that was killed
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             yield partial
-            if path.exists():
+            old = path.with_name(f".{path.name}.old")
+            if path.exists() and replace:
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            elif path.exists():
                 path.rmdir()
             partial.rename(path)
+            if replace:
+                shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
 
+def once(folder: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Return a folder whose name decides its content, filled by ``make`` if it is not there.
+
+    Of several processes one makes it, and the others wait. Raises OSError.
+    """
+    if folder.is_dir():
+        return folder
+    cache, kind = folder.parent, folder.name.partition("-")[0]
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / f"{kind}.lock", "w") as lock:  # never removed: another process may be waiting for this very file
+        is_locked = _wait(lock, folder)
+        if folder.is_dir():
+            return folder
+        for left in cache.glob(f"{kind}-*.tmp-*") if is_locked else ():  # of processes that are dead
+            shutil.rmtree(left)
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=cache))
+        try:
+            make(partial)
+            partial.chmod(0o755)  # mkdtemp's is private, and a cache may be shared
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _wait(lock: IO[str], folder: pathlib.Path) -> bool:
+    """Take a lock, which its holder's death releases. Return False if there are no locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("waiting for another process that is making %s", folder)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def alone(folder: pathlib.Path, path: pathlib.Path | None = None) -> Iterator[None]:
-    """Make a folder for this process alone. Raises OSError, with ``path``, if another has it."""
+    """Make a folder, and lock it. Raises OSError, named ``path``, if another process has it."""
     with naming(path or folder), contextlib.ExitStack() as closing:
         folder.mkdir(parents=True, exist_ok=True)
         _own(folder, path or folder, closing)

@@ -29,12 +29,10 @@ class UserError(Exception):
 
 
 class OnResume(NamedTuple):
-    """The kind of each field that a section's own class body defines.
+    """The kind of each field that a section's class body defines, for `jaxtrain.config.changes`.
 
-    A field in none of the lists has ``default``.
-
-    A dataclass within the section that declares nothing has the kind of its field.
-    `jaxtrain.config.changes` compares.
+    A field in none of the lists has ``default``, as a nested dataclass without a declaration has
+    the kind of its field.
     """
 
     default: str = FUNCTION
@@ -52,9 +50,7 @@ class OnResume(NamedTuple):
 class Section:
     """A part of a config: the base class of its frozen dataclasses.
 
-    Attributes:
-      on_resume: the kinds of the fields. Those of a class that does not declare it change the
-      function.
+    ``on_resume``: the kinds of the fields. Undeclared ones change the function.
     """
 
     on_resume: ClassVar[OnResume] = OnResume()
@@ -65,18 +61,18 @@ class Section:
 
 
 def declared(cls: type, name: str) -> OnResume | None:
-    """Return the declaration of the class whose body defines a field, or None without one."""
+    """Return the declaration of the class whose body defines a field, or None."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     return vars(owner).get("on_resume")
 
 
 class DataSection(Section):
-    """The section ``data``, base of loaders' ``Config``, perhaps with a field ``threads``."""
+    """The section ``data``: the base of a loader's ``Config``, which may have ``threads``."""
 
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there. False if reading their facts would have to make them."""
+        """Whether the data are there, so that reading their facts does not make them."""
         return True
 
     def missing(self) -> str:
@@ -100,7 +96,7 @@ def positive(section: Any, *names: str) -> Problems:
 
 
 def within(section: Any, interval: str, *names: str) -> Problems:
-    """Fields outside ``interval``, as the message writes it: "[0, 1)" excludes 1."""
+    """Fields of ``section`` outside ``interval``, written as in the message: "[0, 1)"."""
     low, high = (float(bound) for bound in interval[1:-1].split(","))
 
     def inside(value: float) -> bool:
@@ -126,24 +122,24 @@ def choice(section: Any, allowed: Iterable[Any], *names: str) -> Problems:
 
 
 def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
-    """Yield problems with ``path`` before each field: "share" is "sources[0].share"."""
+    """Yield problems with ``path`` before each field: "sources[0].share" of "share"."""
     for name, text in problems:
         yield f"{path}.{name}", text
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the first line of an error, ``most`` characters at most, else its type."""
+    """Return the first line of an error's message, ``most`` characters, or its type if empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
 
 
 def expected(value: Any, allowed: Iterable[Any]) -> str:
-    """Return "expected one of: cosine, wsd; did you mean 'cosine'?": with a near spelling."""
+    """Return allowed values and the nearest: "expected one of: a, bc; did you mean 'bc'?"."""
     names = [str(name) for name in allowed]
     return f"expected one of: {', '.join(names)}{nearest(value, names)}"
 
 
 def nearest(value: Any, names: Sequence[str]) -> str:
-    """Return "; did you mean 'cosine'?", with the nearest of ``names``, or "" if none is near."""
+    """Return a sentence's end with the nearest of ``names``: "; did you mean 'bc'?", or ""."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,7 +1,4 @@
-"""One column of a shard in Arrow IPC (stream or file) or Parquet, without the others.
-
-Files are as Arrow reads them.
-"""
+"""One column of a shard in Arrow IPC or Parquet, without the others. Files as Arrow reads them."""
 
 import contextlib
 import pathlib
@@ -14,7 +11,6 @@ import pyarrow.parquet as pq
 
 from loaders.base import DataError
 from loaders.io import files
-from loaders.io.checks import first_line
 
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
@@ -24,37 +20,22 @@ def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | No
 
     Raises DataError: there is no such column, or the shard is broken.
     """
-    with _refusing(path):
+    with files.reading(path):
         schema, table = _open(path)
         _require(path, schema, name)
         return _valid(table(name)), _class_names(schema, name)
 
 
 def read_some(path: pathlib.Path, *names: str) -> dict[str, list[Any]]:
-    """Return the values of columns that a shard has. Raises DataError: the shard is broken."""
-    with _refusing(path):
+    """Return the values of some columns, those that a shard has. Raises DataError."""
+    with files.reading(path):
         schema, table = _open(path)
         return {name: _valid(table(name)).to_pylist() for name in names if name in schema.names}
 
 
-@contextlib.contextmanager
-def _refusing(path: pathlib.Path) -> Iterator[None]:
-    """Turn pyarrow's errors of a damaged shard (Unicode, types, memory) into DataError."""
-    try:
-        with files.regular(path):  # a pipe would be waited for
-            yield
-    except DataError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        raise DataError(f"{path}: {first_line(error)}") from error
-
-
 def require(path: pathlib.Path, *names: str) -> None:
-    """Raise DataError for the first of ``names`` that is no column, with those of labels.
-
-    The latter are the shard's columns of class labels.
-    """
-    with _refusing(path):
+    """Raise DataError if ``names`` are no columns of a shard, with those of class labels."""
+    with files.reading(path):
         schema, _ = _open(path)
         for name in names:
             _require(path, schema, name)
@@ -79,13 +60,11 @@ def _require(path: pathlib.Path, schema: pa.Schema, name: str) -> None:
 
 
 def timed(path: pathlib.Path) -> tuple[str, str] | None:
-    """Return the columns of begin and end in a recording, if rows are its events, else None.
+    """Return the columns of begin and end if rows are events of recordings, else None.
 
-    Rows are events if a recording has several, and one of them begins after its start.
-
-    Raises DataError: the shard is broken.
+    They are if a recording has several, and one begins after its start. Raises DataError.
     """
-    with _refusing(path):
+    with files.reading(path):
         schema, table = _open(path)
         for names in (("start_time", "end_time"), ("start", "end")):
             if not all(name in schema.names and pa.types.is_floating(schema.field(name).type) for name in names):
@@ -100,9 +79,7 @@ def timed(path: pathlib.Path) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
-    """Yield a regular file as Arrow itself reads it.
-
-    Raises FileError for everything else, without waiting for it.
+    """Yield a regular file as Arrow itself reads it. Raises FileError for everything else.
 
     Of a file that Python has opened, Arrow's threads keep pieces that only the interpreter can
     free. A process that ends meanwhile is aborted (pyarrow 26: of short ones, two in five).
@@ -112,7 +89,7 @@ def native(path: pathlib.Path) -> Iterator[pa.NativeFile]:
 
 
 def _valid(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the column. Bad offsets of a file raise, where pyarrow would read beyond it."""
+    """Return the same column if its offsets are valid: pyarrow would read beyond the values."""
     column.validate(full=True)
     return column
 

@@ -37,24 +37,24 @@ LINKS = "; its links are followed with data.follow_links=true"
 
 
 class DataError(UserError, ValueError):
-    """Unusable data. The message names the path, the value and the remedy."""
+    """Data that cannot be used. The message names the path, the value and the remedy."""
 
 
 class FileError(DataError):
-    """A file that is not opened, or is odd. The message begins with its path: one line."""
+    """A file that is not opened, or of no use. The message is a line that begins with its path."""
 
     def __init__(self, message: str):
         super().__init__(message.replace("\n", "\\n"))  # a name may have lines, which would be read as others' messages
 
 
 class Found(type(pathlib.Path())):  # type: ignore[misc]  # that of this system
-    """A path that `inside` has checked. It is checked again as it is opened."""
+    """A path that `inside` has checked. It is checked again when it is opened."""
 
     within: pathlib.Path | None = None  # the folder that it must lie in, without links; None: wherever it leads
 
 
 def home(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder that a ``folder``'s files must lie in: itself, or a Hub snapshot's."""
+    """Return the folder that files must lie in: itself, or a Hub snapshot's repository."""
     for place in (folder, *folder.parents):
         if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
             return place.parent.parent
@@ -64,12 +64,12 @@ def home(folder: pathlib.Path) -> pathlib.Path:
 def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
     """Return the path of the file ``name`` in ``folder``, which need not exist.
 
-    Raises FileError for a name that leads out of it.
-
     Args:
       name: as another file gives it, so anything.
       links: whether links in the folder may lead out of it.
       remedy: the end of the message.
+
+    Raises FileError for a name that leads out of it.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")
@@ -113,6 +113,18 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
                 "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or said(error)}"
             )
             raise FileError(f"{path} {reason}") from error
+
+
+@contextlib.contextmanager
+def reading(path: os.PathLike[str]) -> Iterator[None]:
+    """Turn all errors of a library that reads a regular file, of any kind, into DataError."""
+    try:
+        with regular(path):  # a pipe would be waited for
+            yield
+    except Exception as error:  # zlib.error, BadZipFile, HeaderDataError, …; pyarrow's of memory that a damaged file claims
+        if isinstance(error, DataError | MemoryError) and not type(error).__module__.startswith("pyarrow"):
+            raise
+        raise DataError(f"{path} cannot be read: {said(error)[:300]}") from error
 
 
 def said(error: BaseException) -> str:
@@ -166,7 +178,7 @@ def read(path: os.PathLike[str], *, most: int) -> bytes:
 
 
 def read_text(path: os.PathLike[str], *, most: int) -> str:
-    """Return a regular file's text, ``most`` bytes at most, without its mark. Raises FileError."""
+    """Return the text of a regular file of at most ``most`` bytes. Raises FileError."""
     try:
         return read(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -174,28 +186,25 @@ def read_text(path: os.PathLike[str], *, most: int) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of a text without their ends, "\\n" or "\\r\\n".
-
-    A form feed or U+2028 is a character of a line.
-    """
+    """Return a text's lines without ends, "\\n" or "\\r\\n" alone: not form feeds or U+2028."""
     found = [line.removesuffix("\r") for line in text.split("\n")]
     return found if found[-1] else found[:-1]
 
 
 def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
-    """Return a pattern's paths. Its signs in names of existing folders are no pattern."""
+    """Return the paths that a pattern matches. Signs in names of existing folders are no signs."""
     pattern = pattern.absolute()
     folder = next(path for path in pattern.parents if path.is_dir())
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
 def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
-    """Read a regular file as JSON. Raises FileError: no ``kind``, too large, too deep."""
+    """Read a regular file as JSON. Raises FileError, also for no ``kind``, or too deep nesting."""
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:
-    """``text`` as JSON. Raises FileError, ``source`` first: no JSON, no ``kind``, too deep."""
+    """Read JSON. Raises FileError, ``source`` first: none, no ``kind``, or nested too deep."""
     try:
         tree = json.loads(text)
         too_deep = not _is_shallow(tree)
@@ -261,7 +270,7 @@ def _lexical(path: pathlib.Path) -> pathlib.Path:
 
 
 def array(path: os.PathLike[str]) -> "np.ndarray":
-    """Map a regular .npy file, whose header must fit its size. Raises FileError."""
+    """Map an array of a regular .npy file, whose header must fit. Raises FileError."""
     import numpy as np
 
     with regular(path) as file:
@@ -276,7 +285,7 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
 
 
 def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
-    """Return a regular .npz file's arrays, ``most`` bytes at most. Raises FileError."""
+    """Return the arrays of a regular .npz file, of ``most`` bytes at most. Raises FileError."""
     import numpy as np
 
     found: dict[str, np.ndarray] = {}
@@ -298,13 +307,7 @@ def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.
 
 
 def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int, remedy: str = "") -> None:
-    """Raise FileError if an archive's contents take more than ``most`` bytes, or could.
-
-    zipfile unpacks no more of it.
-
-    Args:
-      remedy: the end of the message.
-    """
+    """Raise FileError, with ``remedy``, if an archive takes more than ``most`` bytes, or could."""
     if (total := sum(info.file_size for info in archive.infolist())) > most:
         raise FileError(f"{path} unpacks to {total:,} bytes; at most {most:,} are read{remedy}")
     for info in archive.infolist():
@@ -313,7 +316,7 @@ def check_archive(archive: zipfile.ZipFile, path: os.PathLike[str], *, most: int
 
 
 def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], bool, np.dtype]":
-    """Return an array's shape, whether it is column-major, its dtype. Raises FileError."""
+    """Return shape, whether column-major, and dtype of an array. Raises FileError."""
     import numpy as np
 
     try:

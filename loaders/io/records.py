@@ -1,6 +1,4 @@
-"""A file made record by record.
-
-Interrupted, by a full disk or a kill, too, the same command goes on behind the last one.
+"""A file made record by record. Interrupted, the same command goes on behind the last one.
 
 Until it is complete, the records are in .NAME.DIGEST.partial, and .NAME.DIGEST.done has the end of
 each. DIGEST is of their origin, so that another command begins again.
@@ -49,12 +47,7 @@ class Records:
 
 @contextlib.contextmanager
 def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Records]:
-    """Yield a file that takes the name ``path`` when the block ends well.
-
-    If not, its records are kept for the next attempt.
-
-    Raises OSError with that name.
-    """
+    """Yield a file named ``path`` when the block ends well, else its records. Raises OSError."""
     path = pathlib.Path(path)
     digest = hashlib.sha256("\0".join(map(str, made_of)).encode(errors="surrogatepass")).hexdigest()[:16]
     partial, ends = (path.with_name(f".{path.name}.{digest}.{kind}") for kind in ("partial", "done"))
