@@ -1,8 +1,7 @@
 """Conversations with sound, from a manifest, in batches of a few shapes.
 
-`loaders.chat.chatml` defines a manifest, and turns a sample into tokens, columns of codes
-and labels; `loaders.chat.chat_samples`
-reads them.
+`loaders.chat.chatml` defines a manifest, and turns a sample into tokens, columns of codes and
+labels; `loaders.chat.chat_samples` reads them.
 
 The rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets
 into which the samples fall with the least padding (`loaders.buckets`). The bucket of a batch is
@@ -47,8 +46,7 @@ class Split(NamedTuple):
 class Chat(Loader):
     """Conversations in buckets. Fields: those of `jaxtrain.workloads.audio_language`, and
 
-    index, epoch  int32 [r]    the sample's number in its manifest (-1 in padding), passes through
-                               its bucket before
+    index, epoch  int32 [r]    the sample's number (-1 in padding), passes of its bucket before
     weight        float32 [r]  0 for the padding of a bucket's ragged last batch, in "test"
     """
 
@@ -101,10 +99,7 @@ class Chat(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Buckets: shape, samples, and the fill of this process's rows.
-
-        And unusable samples, with the reason.
-        """
+        """Return shape, samples and fill of buckets, and unusable samples with the reason."""
         data = self._data
         buckets = [
             {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
@@ -189,10 +184,7 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
-    """Return a loader of ``split``, "train" or "test".
-
-    Raises DataError: no samples to train on, or too many unusable ones.
-    """
+    """Return a loader of "train" or "test". Raises DataError: no samples, or too many bad ones."""
     return Chat(config, split=split, rows=rows, seed=seed)
 
 

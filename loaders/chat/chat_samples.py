@@ -179,13 +179,7 @@ def open_codec(config: Config) -> codec_lib.Codec:
 
 
 def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> codec_lib.Source:
-    """Return the recording of a clip, a file below ``root`` or its content.
-
-    Raises FileError for a file elsewhere.
-
-    Args:
-      links: whether links in that folder may lead out of it.
-    """
+    """Return the recording of a clip: its content, or a file below ``root``. Raises FileError."""
     if not clip.url:
         return codec_lib.Source(None, clip.raw)
     remedy = f"; name the folder of the recordings as data.audio_root{files.LINKS}"
@@ -198,12 +192,10 @@ def root_of(config: Config, manifest: str) -> pathlib.Path:
 
 
 def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str, str]]]:
-    """Make the codes of a manifest's recordings that have none yet.
+    """Make the codes of a manifest's recordings that have none yet, one process at a time.
 
-    Returns how many, how many were there already, and (recording, reason) of failures.
-
-    One process does it at a time, without repeating the work of others. Raises DataError if codes
-    cannot be kept.
+    Returns how many, how many were there already, and (recording, reason) of failures. Raises
+    DataError if codes cannot be kept.
     """
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}
@@ -246,10 +238,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 
 @functools.lru_cache(maxsize=4)
 def tools_of(config: Config, manifest: str) -> Tools:
-    """Return the tokenizer and the codes of a config, for one of its manifests.
-
-    Raises DataError.
-    """
+    """Return tokenizer and codes of a config, for one of its manifests. Raises DataError."""
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except DataError as error:
@@ -290,10 +279,7 @@ _read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
 
 
 def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:
-    """Return the usable samples of a manifest, and (number, reason) of the others.
-
-    Raises DataError if those are too many.
-    """
+    """Return usable samples, and (number, reason) of others. Raises DataError for too many."""
     if not config.codes:
         encode_all(config, manifest)
     tools = tools_of(config, manifest)

@@ -65,10 +65,7 @@ class Piece(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """A conversation, every recording in the place of its token.
-
-    Labels belong to their own place.
-    """
+    """A conversation, every recording in the place of its token, labels in their own."""
 
     tokens: np.ndarray  # int32 [U], AUDIO or AUDIO_OUT throughout a recording
     codes: np.ndarray  # int32 [U, K], -1 outside recordings
@@ -87,10 +84,7 @@ class Targets(NamedTuple):
 
 
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
-    """Read the samples of a manifest, unchecked.
-
-    Raises DataError: there is no such file, or it is not a JSON list.
-    """
+    """Read the samples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
         return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MOST_MANIFEST)
     except files.FileError as error:
@@ -98,10 +92,7 @@ def read_manifest(path: str | pathlib.Path) -> list[Any]:
 
 
 def render(sample: Any) -> list[Piece]:
-    """Return a sample as pieces, whose joined texts are the whole conversation.
-
-    Raises SampleError.
-    """
+    """Return a sample as pieces: joined, they are the conversation. Raises SampleError."""
     if not isinstance(sample, Mapping) or not isinstance(sample.get("messages"), list) or not sample["messages"]:
         raise SampleError("it has no messages")
     messages, first = sample["messages"], sample.get("start_index")
@@ -158,10 +149,7 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
 
 
 def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> tuple[np.ndarray, np.ndarray, list[Clip]]:
-    """Return the tokens int32 [n], their labels int32 [n], and the recordings in order.
-
-    A place without a label has `NONE`.
-    """
+    """Return tokens int32 [n], labels int32 [n], or `NONE`, and the recordings in order."""
     tokens: list[int] = []
     labels: list[int] = []
     for piece in pieces:
@@ -172,18 +160,12 @@ def tokenise(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) ->
 
 
 def delayed(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """Return the columns int32 [J, K]: a begin (``size``), the codes, an end (``size`` + 1).
-
-    J = T + 1 + K, or T + 2 without delay.
-    """
+    """Return columns int32 [J, K]: begin (``size``), T codes, end, and K - 1 more if delayed."""
     return _shifted(codes_kt, size, size, size + 1, delay)
 
 
 def delayed_labels(codes_kt: np.ndarray, size: int, *, delay: bool = True) -> np.ndarray:
-    """Return the labels of the columns, int32 [J, K]: their codes and ends.
-
-    Begins and gaps are not predicted.
-    """
+    """Return the labels of columns, int32 [J, K]: codes and ends, not begins and gaps."""
     return _shifted(codes_kt, size, NONE, NONE, delay)
 
 
@@ -199,10 +181,7 @@ def _shifted(codes_kt: np.ndarray, size: int, before: int, after: int, delay: bo
 
 
 def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
-    """Return the codes int32 [K, T] of a recording's columns, without begins and ends.
-
-    Times that some codebook lacks are dropped.
-    """
+    """Return the codes int32 [K, T] of a recording's columns, of times that all codebooks have."""
     j, k = columns_jk.shape
     t = max(j - (k - 1 if delay else 0) - 2, 0)
     return np.stack([columns_jk[1 + i * delay : 1 + i * delay + t, i] for i in range(k)]).astype(np.int32)
@@ -251,10 +230,7 @@ def expand(
 
 
 def targets(x: Laid) -> Targets:
-    """Return the prediction of every place: the next place's text, or its column.
-
-    The column counts if both belong to one recording.
-    """
+    """Return each place's prediction: the next text, or the next column of its recording."""
     text_at = np.flatnonzero(x.text_labels[1:] != NONE)
     inside = (x.recording[1:] == x.recording[:-1]) & (x.recording[1:] >= 0)
     audio_at = np.flatnonzero(inside & (x.audio_labels[1:] != NONE).any(1))
@@ -280,7 +256,9 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
     t, k = targets(x), x.codes.shape[1]
 
     def fill(values: np.ndarray, shape: int | tuple[int, int], value: int) -> np.ndarray:
-        return _filled(np.full(shape, value, np.int32), values)
+        out = np.full(shape, value, np.int32)
+        out[: len(values)] = values
+        return out
 
     return {
         "text": fill(x.tokens[text], s, pad),
@@ -306,8 +284,3 @@ def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
     n_used = max(int(np.count_nonzero(n_audio)), 1)  # codebooks that have a label
     share = np.array([1.0, *[1 / n_used] * len(n_audio)])
     return np.where(n > 0, rows * share / np.maximum(n, 1), 0).astype(np.float32)
-
-
-def _filled(out: np.ndarray, values: np.ndarray) -> np.ndarray:
-    out[: len(values)] = values
-    return out

@@ -7,8 +7,7 @@ al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
 after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that
 spectrogram (Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from
 a user's function (loaders/chat/chat_samples.py); this one needs no download, and is learned from
-any recordings in
-minutes (`jaxtrain train-codec`).
+any recordings in minutes (`jaxtrain train-codec`).
 
 A codec is one file, codec.npz:
 
@@ -29,7 +28,6 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
-import io
 import os
 import pathlib
 import wave
@@ -139,11 +137,7 @@ class Function(NamedTuple):
 
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
-    """Open a codec.npz, or "module:function" with the numbers that are given. Raises DataError.
-
-    A function's module is imported: ``text`` is the user's own, never one that was read from a
-    checkpoint.
-    """
+    """Open a codec.npz, or a user's "module:function", never a checkpoint's. Raises DataError."""
     path = pathlib.Path(text).expanduser()
     if path.is_file():
         try:
@@ -208,10 +202,7 @@ def nearest(x_np: np.ndarray, book_cp: np.ndarray, chunk: int = 8192) -> tuple[n
 
 
 def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) -> np.ndarray:
-    """Means float32 [n, P] (Lloyd 1982), from random vectors.
-
-    A mean that loses all its vectors moves to the vector that is farthest from its own mean.
-    """
+    """Return means float32 [n, P] (Lloyd 1982). One without vectors moves to the farthest one."""
     book_cp = x_np[rng.choice(len(x_np), n, replace=len(x_np) < n)].copy()
     for _ in range(rounds):
         entry, distance = nearest(x_np, book_cp)
@@ -228,10 +219,7 @@ def k_means(x_np: np.ndarray, n: int, *, rounds: int, rng: np.random.Generator) 
 def train(
     x_nv: np.ndarray, *, codebooks: int = 8, size: int = 1024, components: int = 128, rounds: int = 15, seed: int = 0
 ) -> Rvq:
-    """Trains a codec on vectors [N, 512] (`vectors`).
-
-    Raises DataError for fewer vectors than codes.
-    """
+    """Train a codec on vectors [N, 512]. Raises DataError for fewer vectors than codes."""
     if len(x_nv) < size:
         raise DataError(f"{len(x_nv)} vectors (40 ms each) are too few for {size} codes; give more sound or a smaller size")
     rng = np.random.default_rng(seed)
@@ -256,10 +244,7 @@ def errors(codec: Rvq, x_nv: np.ndarray) -> tuple[list[float], float]:
 
 
 def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndarray:
-    """Return a waveform float32 [n] at 32 kHz whose log-mel approximates this one.
-
-    The method starts from random phases (Griffin & Lim 1984).
-    """
+    """Return sound float32 [n] of nearly this log-mel, from random phases (Griffin & Lim 1984)."""
     power_fs = spectrum(np.exp(log_mel_fm.astype(np.float64)))
     response = np.abs(1 - EMPHASIS * np.exp(-2j * np.pi * np.arange(power_fs.shape[1]) / N_FFT)) ** 2
     magnitude = np.sqrt(power_fs / response)
@@ -282,10 +267,7 @@ def sound(log_mel_fm: np.ndarray, *, rounds: int = 60, seed: int = 0) -> np.ndar
 
 
 def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -> None:
-    """Write 16 bits, mono, atomically.
-
-    Samples beyond full scale make the whole recording quieter.
-    """
+    """Write 16 bits, mono, atomically, and quieter if samples are beyond full scale."""
     scaled = samples / max(1.0, float(np.abs(samples).max(initial=0)))
     with atomic_write.file(path) as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
@@ -295,10 +277,7 @@ def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -
 
 
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
-    """Return the power [F, 513] whose bands have these energies, and which is not negative.
-
-    It is found by multiplicative updates (Lee & Seung 2001).
-    """
+    """Return the power [F, 513], not negative, of these energies of bands (Lee & Seung 2001)."""
     bands = mel_bands()
     power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
     total = bands.sum(0)
@@ -309,10 +288,7 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """Return the weights of the mel bands, float64 [128, 513]: Kaldi's triangles.
-
-    They are those of rust/core/src/fbank.rs.
-    """
+    """Return the weights of Kaldi's mel bands, float64 [128, 513], as in rust/core/src/fbank.rs."""
 
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)
@@ -334,10 +310,7 @@ class Source(NamedTuple):
         return str(self.path) if self.path else f"raw_audio of {len(self.raw)} characters"
 
     def read(self) -> bytes:
-        """Return the encoded recording.
-
-        Raises ValueError for a text that is not base64, FileError for a file that is not opened.
-        """
+        """Return the encoded recording. Raises ValueError: no base64; FileError: not opened."""
         if self.path is None:
             return base64.b64decode(self.raw, validate=True)
         return files.read(self.path, most=MOST_RECORDING)
@@ -359,40 +332,23 @@ class Source(NamedTuple):
 
 
 def encode(source: Source, codec: Codec, cache: str) -> None:
-    """Read and decode a recording, and keep its codes.
-
-    Raises ValueError or OSError for a recording that cannot be encoded, DataError if the codes
-    cannot be kept.
-    """
+    """Keep the codes of a recording. Raises ValueError or OSError, DataError if none are kept."""
     path = source.codes(codec, cache)
     wave, rate, _ = _rust.decode(source.read())
     codes = codec.encode(wave, rate)
     if codes.size and not (0 <= codes.min() and codes.max() < codec.size):
         raise ValueError(f"{codec.name} gives codes from {codes.min()} to {codes.max()}; expected 0 to {codec.size - 1}")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    codes = np.ascontiguousarray(narrowed(codes, np.int16, f"the codes of {codec.name}"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link that someone left there
-            content = io.BytesIO()  # given the file, NumPy would not see that its last part was never written
-            np.save(content, np.ascontiguousarray(narrowed(codes, np.int16, f"the codes of {codec.name}")))
-            file.write(content.getvalue())
-        temporary.replace(path)
+        with atomic_write.shared(path) as place:
+            atomic_write.save(place, codes)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise DataError(f"codes cannot be kept in {path.parent} ({error}); set data.cache to a folder for them") from error
 
 
 @contextlib.contextmanager
 def only_one(folders: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Hold a lock between processes, in the first folder that can be written.
-
-    It is held if the file system has locks.
-
-    In a folder that all hosts share it holds between hosts. The kernel releases it when its holder
-    dies.
-    """
+    """Hold a lock between processes, in the first folder that can be written and has locks."""
     with contextlib.ExitStack() as closing:
         for folder in folders:
             with contextlib.suppress(OSError):
@@ -422,22 +378,13 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         if path.suffix == ".npz":
             table: dict[str, Any] = dict(files.arrays(path, most=MOST_RECORDING))
         else:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
+            from loaders.io import columnar  # imports pyarrow, which other codes do without
 
-            with files.regular(path):  # a pipe would be waited for
-                if path.suffix == ".parquet":
-                    columns = pq.read_table(path, columns=["audio_url", "codes"])
-                else:
-                    with pa.memory_map(str(path)) as source:
-                        try:
-                            columns = pa.ipc.open_file(source).read_all()
-                        except pa.ArrowInvalid:
-                            columns = pa.ipc.open_stream(source).read_all()
-                columns.select(["audio_url", "codes"]).validate(full=True)
-            rows = zip(columns["audio_url"].to_pylist(), columns["codes"].to_pylist(), strict=True)
-            table = {url: np.array(codes) for url, codes in rows}
-    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise whatever it stumbles upon
+            columns = columnar.read_some(path, "audio_url", "codes")
+            if missing := {"audio_url", "codes"} - columns.keys():
+                raise ValueError(f"it has no column {min(missing)!r}")
+            table = {url: np.array(codes) for url, codes in zip(columns["audio_url"], columns["codes"], strict=True)}
+    except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read as codes: {files.said(error)}") from error
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
@@ -446,10 +393,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def stacked(sources: Sequence[Source], *, limit: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """About ``limit`` vectors [N, 512] of all recordings, and (recording, reason) of bad ones.
-
-    The vectors are drawn at random.
-    """
+    """Draw about ``limit`` vectors [N, 512] of all, and return (recording, reason) of bad ones."""
     rng = np.random.default_rng(seed)
     drawn: list[np.ndarray] = []
     bad: list[tuple[str, str]] = []

@@ -1,16 +1,14 @@
-"""Conversations with sound without a download: a tokenizer of bytes, a silent manifest.
-
-A run is planned with the latter.
-"""
+"""Conversations without a download, to plan with: a tokenizer of bytes, a silent manifest."""
 
 import json
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
 
 from loaders.chat import chatml
-from loaders.io import machine
+from loaders.io import atomic_write, machine
 
 SAMPLES, CODEBOOKS = 256, 8
 SECONDS, WORDS = (3, 15), (8, 40)  # fewest and most
@@ -30,29 +28,22 @@ def tokenizer(path: str | os.PathLike[str]) -> None:
 
 
 def blank() -> dict[str, str]:
-    """Return the section ``data`` of 256 spoken answers of 3 to 15 s of silence.
-
-    They are made at the first use.
-    """
-    folder = machine.cache_folder("blank-chat-v1")
+    """Return the section ``data`` for 256 answers of 3 to 15 s of silence, made at first use."""
+    folder = atomic_write.once(machine.cache_folder("blank-chat-v1"), _make_blank)
     files = {"manifest": "manifest.json", "tokenizer": "tokenizer.json", "codes": "codes.npz"}
-    if not folder.is_dir():
-        rng = np.random.default_rng(0)
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        partial.mkdir(parents=True, exist_ok=True)
-        samples: list[dict[str, Any]] = []
-        codes: dict[str, Any] = {}
-        for i in range(SAMPLES):
-            words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
-            codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
-            audio = [{"type": "audio", "audio_url": f"{i}"}]
-            messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
-            samples.append({"messages": messages})
-        (partial / files["manifest"]).write_text(json.dumps(samples))
-        np.savez_compressed(partial / files["codes"], **codes)
-        tokenizer(partial / files["tokenizer"])
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            pass
     return {name: str(folder / file) for name, file in files.items()}
+
+
+def _make_blank(folder: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    samples: list[dict[str, Any]] = []
+    codes: dict[str, Any] = {}
+    for i in range(SAMPLES):
+        words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
+        codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
+        audio = [{"type": "audio", "audio_url": f"{i}"}]
+        messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
+        samples.append({"messages": messages})
+    (folder / "manifest.json").write_text(json.dumps(samples))
+    np.savez_compressed(folder / "codes.npz", **codes)
+    tokenizer(folder / "tokenizer.json")

@@ -21,16 +21,14 @@ import hashlib
 import json
 import math
 import pathlib
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from loaders.base import DataError
 from loaders.film import film_files
 from loaders.film.hrf import glover
-from loaders.io import machine
+from loaders.io import atomic_write, machine
 
 TR, FPS, AUDIO_RATE = 1.5, 8, 16.0
 HEIGHT, WIDTH = 36, 64
@@ -40,10 +38,7 @@ NOISE = 1.0  # standard deviation of each viewer's noise. The shared response ha
 
 
 def ensure() -> pathlib.Path:
-    """Return the folder of the film, made if it is not there.
-
-    Raises DataError if it cannot be written.
-    """
+    """Return the folder of the film, made if it is not there. Raises DataError."""
     return _ensure_folder(folder().name, make)
 
 
@@ -53,12 +48,10 @@ def folder() -> pathlib.Path:
 
 
 def ensure_blank(*, viewers: int, volumes: int, voxels: int) -> pathlib.Path:
-    """Return a folder of the published shapes, all zeros.
-
-    Its files are sparse, and take no space on the disk. Raises DataError.
-    """
-    name = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}"
-    return _ensure_folder(name, functools.partial(make_blank, viewers=viewers, volumes=volumes, voxels=voxels))
+    """Return a folder of the published shapes of Sherlock, all zeros. Raises DataError."""
+    name, sizes = f"blank-{viewers}x{volumes}x{voxels}-{_recipe_hash()}", dict(viewers=viewers, volumes=volumes, voxels=voxels)
+    published = functools.partial(_write_zeros, picture=(90, 160), fps=25, audio_rate=75, codebooks=8, text=3072)
+    return _ensure_folder(name, functools.partial(published, **sizes))
 
 
 def _recipe_hash() -> str:
@@ -66,28 +59,12 @@ def _recipe_hash() -> str:
 
 
 def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Return the folder ``name`` of the cache, made if it is not there.
-
-    Of processes that make it at once, the first one's stays.
-    """
-    cache = machine.cache_folder()
-    folder = cache / name
-    if folder.is_dir():
-        return folder
+    """Return the folder ``name`` of the cache, made if it is not there."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=cache))
-        try:
-            make(partial)
-            partial.rename(folder)
-        except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
-            if not folder.is_dir():  # otherwise another process was first, with the same bytes
-                raise
+        return atomic_write.once(machine.cache_folder(name), make)
     except OSError as error:
         remedy = "set JAXTRAIN_CACHE to a writable folder with 100 MB free"
-        raise DataError(f"cannot make {name} in {cache}: {error}; {remedy}") from error
-    return folder
+        raise DataError(f"cannot make {name} in {machine.cache_folder()}: {error}; {remedy}") from error
 
 
 def make(folder: pathlib.Path) -> None:
@@ -112,59 +89,37 @@ def make(folder: pathlib.Path) -> None:
     film_files.write(folder, info)
 
 
-def make_blank(folder: pathlib.Path, *, viewers: int, volumes: int, voxels: int) -> None:
-    """Write arrays of Sherlock's shapes, all zeros.
-
-    160 × 90 pixels at 25 frames/s, 8 codebooks at 75 a second, 3 × 1024 values of text every 1.5 s.
-    """
-    streams = {
-        "video": ((round(volumes * TR * 25), 90, 160, 3), "u1"),
-        "audio": ((round(volumes * TR * 75), 8), "<i2"),
-        "text": ((volumes, 3072), "<f4"),
-    }
-    _write_zeros(folder, streams, {"fps": 25, "audio_rate": 75}, viewers=viewers, voxels=voxels)
-
-
 def make_outline(folder: pathlib.Path) -> None:
     """Write the film's shapes, all zeros: its known facts before it is made."""
-    frames = round(VOLUMES * TR * FPS)
-    streams = {
-        "video": ((frames, HEIGHT, WIDTH, 3), "u1"),
-        "audio": ((round(frames / FPS * AUDIO_RATE), CODEBOOKS), "<i2"),
-        "text": ((VOLUMES, TEXT), "<f4"),
-    }
-    _write_zeros(folder, streams, {"fps": FPS, "audio_rate": AUDIO_RATE}, viewers=VIEWERS, voxels=VOXELS)
+    sizes = dict(viewers=VIEWERS, volumes=VOLUMES, voxels=VOXELS, codebooks=CODEBOOKS, text=TEXT)
+    _write_zeros(folder, picture=(HEIGHT, WIDTH), fps=FPS, audio_rate=AUDIO_RATE, **sizes)
 
 
 def _write_zeros(
-    folder: pathlib.Path,
-    streams: Mapping[str, tuple[tuple[int, ...], str]],
-    rates: Mapping[str, float],
-    *,
-    viewers: int,
-    voxels: int,
-) -> None:
-    """Write ``streams``, name -> (shape, dtype), and fMRI into an empty folder.
-
-    Its files are sparse, and take no space.
-    """
+    folder: pathlib.Path, *, picture: tuple[int, int], fps: int, audio_rate: float, codebooks: int, text: int, viewers: int,
+    volumes: int, voxels: int,
+) -> None:  # fmt: skip
+    """Write a film of these shapes into an empty folder: sparse files, which take no space."""
+    streams = {
+        "video": ((round(volumes * TR * fps), *picture, 3), "u1"),
+        "audio": ((round(volumes * TR * audio_rate), codebooks), "<i2"),
+        "text": ((volumes, text), "<f4"),
+    }
     (folder / "fmri").mkdir()
     names = [f"viewer-{i + 1}" for i in range(viewers)]
-    measured = {f"fmri/{name}": ((streams["text"][0][0], voxels), "<f2") for name in names}
+    measured = {f"fmri/{name}": ((volumes, voxels), "<f2") for name in names}
     for name, (shape, dtype) in {**streams, **measured}.items():
         with (folder / f"{name}.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
             file.truncate(file.tell() + math.prod(shape) * np.dtype(dtype).itemsize)
     # Without checksums, for which all the zeros would be read.
-    info = {"version": film_files.VERSION, "tr": TR, **rates, "audio": "codes", "subjects": names}
+    rates = {"tr": TR, "fps": fps, "audio_rate": audio_rate}
+    info = {"version": film_files.VERSION, **rates, "audio": "codes", "subjects": names}
     (folder / "dataset.json").write_text(json.dumps(info))
 
 
 def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Return the quantities over n frames, [n, QUANTITIES] in 0..1: smoothed white noise.
-
-    It is smoothed over about 4 s, and passes a sigmoid.
-    """
+    """Return the quantities, [n, QUANTITIES] in 0..1: noise, smoothed over 4 s, a sigmoid."""
     span = round(4 * FPS)
     bump = np.hanning(2 * span + 1)
     white = rng.standard_normal((n + 2 * span, QUANTITIES))

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders.base import DataError
-from loaders.io import checks, files, machine
+from loaders.io import atomic_write, checks, files, machine
 
 VERSION = 1
 LARGEST_CODE = 1023  # of a codebook
@@ -100,8 +100,7 @@ def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *,
       subjects: names of the viewers to read; empty = all.
       links: whether links in the folder may lead out of it.
 
-    Raises:
-      DataError: files that are missing, or do not fit together.
+    Raises DataError: files that are missing, or do not fit together.
     """
     try:
         folder = pathlib.Path(path).expanduser().absolute()
@@ -173,10 +172,7 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
 
 
 def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
-    """Return the content of dataset.json.
-
-    Raises DataError for an entry that is missing or has no meaning.
-    """
+    """Return the content of dataset.json. Raises DataError for an entry of no meaning."""
     info = files.read_json(path)
     if info.get("version") != VERSION:
         raise DataError(f"{path} has format version {info.get('version')!r}; expected {VERSION}; prepare it again")
@@ -206,15 +202,10 @@ def _read_info(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def digests(film: Film) -> Mapping[str, str]:
-    """Return the sha256 of every file that is read, after a check of its contents.
+    """Return the sha256 of every file that is read, after a check of its contents. It is cached.
 
-    They must agree with dataset.json and the format.
-
-    That reads the whole film, so the result is cached for files of this size and time of change.
-
-    Raises:
-      DataError: a file that is not the one that dataset.json has the checksum of, numbers that are
-        not finite, codes beyond the codebook.
+    Raises DataError: a file that dataset.json has another checksum of, numbers that are not finite,
+    codes beyond the codebook.
     """
     folder = pathlib.Path(film.folder)
     stats = {name: os.stat(folder / name) for name in film.arrays}
@@ -228,11 +219,9 @@ def digests(film: Film) -> Mapping[str, str]:
     if set(found) != set(film.arrays):
         found = {name: _digest(folder / name, array, film.info["audio"]) for name, array in film.arrays.items()}
         film.release()
-        with contextlib.suppress(OSError):  # without it, the next start reads the film again
-            note.parent.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_name(f".{note.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(found))
-            temporary.replace(note)
+        # Without the note, the next start reads the film again.
+        with contextlib.suppress(OSError), atomic_write.shared(note) as place:
+            place.write_text(json.dumps(found))
     for name, expected in film.info.get("files", {}).items():
         if found.get(name, expected).casefold() != expected.casefold():
             raise DataError(
@@ -243,10 +232,7 @@ def digests(film: Film) -> Mapping[str, str]:
 
 
 def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
-    """Return the sha256 of a file.
-
-    Raises DataError for numbers in its ``array`` that no step should see.
-    """
+    """Return a file's sha256. Raises DataError for numbers in ``array`` that no step should see."""
     for start in range(0, len(array), rows := max(1, PIECE // max(array[:1].nbytes, 1))):
         some = array[start : start + rows]
         if some.dtype.kind == "f" and not np.isfinite(some).all():
@@ -261,13 +247,10 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
 
 
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
-    """Completes a folder of arrays with its dataset.json, checksums included.
-
-    It appears complete or not at all.
+    """Complete a folder of arrays with its dataset.json, checksums included.
 
     Args:
-      info: "tr", "fps", "audio_rate", "audio", "subjects", and "text_since" if rows share text.
-      Further entries are kept.
+      info: "tr", "fps", "audio_rate", "audio", "subjects", "text_since" if rows share text, more.
     """
     folder = pathlib.Path(folder)
     names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]
@@ -275,6 +258,5 @@ def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
     for name in names:
         with (folder / name).open("rb") as file:
             files[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    temporary = folder / f".dataset.json.{os.getpid()}"
-    temporary.write_text(json.dumps({"version": VERSION, **info, "files": files}, indent=2) + "\n")
-    temporary.replace(folder / "dataset.json")
+    text = json.dumps({"version": VERSION, **info, "files": files}, indent=2)
+    atomic_write.write(folder / "dataset.json", f"{text}\n")

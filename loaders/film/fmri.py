@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from loaders.film import scans, sources
-from loaders.io import atomic_write, machine
+from loaders.io import atomic_write, files, machine
 from loaders.io.files import DataError
 
 UNITS = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}  # [s] of a NIfTI header's time
@@ -27,7 +27,7 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
         shapes[path] = shape
         _same_place(path, image, paths[0])
-        with sources.reading(path):
+        with files.reading(path):
             units = image.header.get_xyzt_units()  # a code that stands for none is a KeyError
         unit = UNITS.get(units[1], 0.0)
         own_tr = unit * float(image.header.get_zooms()[axis])
@@ -80,10 +80,7 @@ def write(
     volumes: int,
     dtype: Any,
 ) -> int:
-    """fmri/<viewer>.npy and mask.nii.gz.
-
-    Returns how many voxels of the mask are constant in a viewer.
-    """
+    """Write fmri/<viewer>.npy and mask.nii.gz. Return how many voxels are constant in a viewer."""
     nibabel = sources.package("nibabel")
     first = _nifti(paths[0])
     if mask:
@@ -93,7 +90,7 @@ def write(
         if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
             raise DataError(f"{mask} has the shape {image.shape}, and the volumes {first.shape[:3]}")
         _same_place(mask, image, paths[0])
-        with sources.reading(mask):
+        with files.reading(mask):
             found = np.asanyarray(image.dataobj)
         if len(kinds := np.unique(found)) > 2 or not np.isfinite(kinds).all():
             raise DataError(
@@ -133,10 +130,7 @@ def write(
 
 
 def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
-    """Return a scan's shape [x, y, z, time], and which axis is time: some add axes of one.
-
-    Raises DataError.
-    """
+    """Return the shape [x, y, z, time] of a scan, and its axis of time. Raises DataError."""
     long = [axis for axis in range(3, len(image.shape)) if image.shape[axis] > 1]
     if len(image.shape) < 4 or len(long) > 1 or min(image.shape) < 1:
         raise DataError(
@@ -155,7 +149,7 @@ def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
     if (size := math.prod(shape[:3]) * n * np.dtype(dtype).itemsize) > (most := machine.most_memory()):
         raise DataError(f"{path} takes {size:,} bytes for {n} volumes, and this machine has {most:,}; take fewer: --volumes")
-    with sources.reading(path):
+    with files.reading(path):
         return np.asanyarray(image.dataobj[part], dtype)
 
 

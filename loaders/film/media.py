@@ -54,10 +54,7 @@ class _Npy:
 def write_video(
     path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int, start: float = 0.0
 ) -> int:
-    """uint8 [frames, height, width, 3]: the screen at ``start`` + k / fps, up to ``limit``.
-
-    Returns how many.
-    """
+    """Write uint8 [frames, height, width, 3], each at ``start`` + k / fps. Return how many."""
     width, height = size
     with _Npy(out, (height, width, 3), np.uint8) as file:
         last, last_time = np.zeros((height, width, 3), np.uint8), None
@@ -143,10 +140,7 @@ def _clock(container: Any) -> Clock:
 
 
 def mel_bank(bands: int, n: int) -> np.ndarray:
-    """float32 [bands, n / 2 + 1]: triangles of equal width in mel, 50 Hz to half the rate.
-
-    The mel scale is 2595 log10(1 + f / 700).
-    """
+    """Return float32 [bands, n / 2 + 1]: triangles in 2595 log10(1 + f / 700), from 50 Hz."""
     low, high = (2595 * np.log10(1 + f / 700) for f in (50.0, SOUND_RATE / 2))
     edges = 700 * (10 ** (np.linspace(low, high, bands + 2) / 2595) - 1)
     f = np.arange(n // 2 + 1) * SOUND_RATE / n
@@ -172,10 +166,7 @@ def _stream(container: Any, kind: str) -> Any:
 
 
 def _decoded(path: pathlib.Path, kind: str) -> Iterator[tuple[float, Any]]:
-    """(seconds on the file's clock, frame) in order.
-
-    A frame without a time stamp follows the one before it.
-    """
+    """Yield (seconds on the clock, frame). One without a time stamp follows the one before."""
     with _open(path) as container:
         if not (stream := _stream(container, kind)):
             raise DataError(f"{path} has no {kind}")

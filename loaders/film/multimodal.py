@@ -105,8 +105,8 @@ class Volumes(Loader):
     weight          float32 [r] 0 for padding
     """
 
-    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
-        self._config = config
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False):
+        self._config, self._in_order = config, in_order
         self._film = open_film(config, make=True)
         # Our own films are not read whole before they are used.
         self._files = dict(self._film.info.get("files", {})) if config.path in BUILT_IN else self._digests()
@@ -118,7 +118,8 @@ class Volumes(Loader):
         self._text = _convolved_text(config, self._film)
         # A batch is large, so its rows are cut by several threads and none is made ahead.
         self._pool = concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores(), thread_name_prefix="windows")
-        super().__init__(fields(config), train=split == "train", rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
+        train = split == "train" and not in_order
+        super().__init__(fields(config), train=train, rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
 
     @property
     def fingerprint(self) -> str:
@@ -169,6 +170,9 @@ class Volumes(Loader):
 
     def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the samples exist, and the (subject, volume) pair of each of them."""
+        if self._in_order:
+            valid = np.flatnonzero(sample < self._n)
+            return valid, sample[valid]
         if self._train:
             return np.arange(len(sample)), order.epochs(self._seed, self._n, sample)[1]
         return order.once(self._n, sample)
@@ -202,10 +206,7 @@ class Volumes(Loader):
     def _cut(
         self, stream: np.ndarray, window: Windows, volume: int, skip: int = 1, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return a window, padded beyond the ends of the stream.
-
-        Within it a view, or one copy into ``out``.
-        """
+        """Return a window, padded beyond the ends of the stream: a view, or a copy in ``out``."""
         start, stop = int(window.start(volume)), int(window.stop(volume))
         if start >= 0 and stop <= len(stream):
             cut = stream[start:stop:skip]
@@ -265,39 +266,13 @@ def facts(config: Config) -> Facts:
     }
 
 
-def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Volumes:
-    """Return a loader of ``split``, "train" or "test".
-
-    Raises DataError for a folder that is not complete.
-    """
-    return Volumes(config, split=split, rows=rows, seed=seed)
-
-
-def in_order(config: Config, *, rows: Rows) -> Volumes:
-    """Return a loader of every volume once, in the film's order.
-
-    Raises DataError for a folder that is not complete.
-    """
-    return _InOrder(config, split="train", rows=rows, seed=0)
-
-
-class _InOrder(Volumes):
-    """All volumes, as `in_order` gives them."""
-
-    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int):
-        super().__init__(config, split=split, rows=rows, seed=seed)
-        self._train = False
-
-    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        valid = np.flatnonzero(sample < self._n)
-        return valid, sample[valid]
+def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Volumes:
+    """Return a loader of "train" or "test", perhaps in the film's order. Raises DataError."""
+    return Volumes(config, split=split, rows=rows, seed=seed, in_order=in_order)
 
 
 def split_volumes(config: Config) -> Split:
-    """Training volumes, and the test volumes that share nothing with them.
-
-    Raises DataError if none is left to test on.
-    """
+    """Return train and test volumes that share nothing. Raises DataError: none to test on."""
     film = open_film(config)
     n = film.n_volumes
     n_train = n - round(config.test_share * n)
@@ -352,11 +327,7 @@ def _convolved_text(config: Config, film: Film) -> np.ndarray:
 
 
 def open_film(config: Config, *, make: bool = False) -> Film:
-    """Return the film and viewers of a config. Raises DataError.
-
-    Args:
-      make: whether to make a missing built-in film. If not, its outline of zeros is used.
-    """
+    """Return the film of a config, made if ``make``, or its outline of zeros. Raises DataError."""
     path = config.path
     if path == "blank":
         path = str(demo_film.ensure_blank(**BLANK))

@@ -19,10 +19,7 @@ MAX_HEADER = 64 << 20  # [bytes] before the values, extensions included
 
 
 def nifti(path: pathlib.Path) -> Any:
-    """Return a NIfTI image (.nii or .nii.gz; version 1 or 2) whose values are not read yet.
-
-    Raises FileError, ImportError.
-    """
+    """Return a NIfTI image whose values are not read yet. Raises FileError, ImportError."""
     import nibabel
     from nibabel.arrayproxy import ArrayProxy
 

@@ -86,11 +86,8 @@ def window_text(
 
 
 def read_annotations(path: pathlib.Path, start: str, end: str) -> np.ndarray:
-    """float64 [segments, 2]: begin and end of each [s].
-
-    A cell is a number of seconds, or a time as 1:02:03.5 or 02:03.
-    """
-    with sources.reading(path):
+    """Return begin and end of segments [s], float64 [segments, 2], of 2.5, 02:03 or 1:02:03.5."""
+    with files.reading(path):
         rows, separator = _table(path)
     _, head = rows[0] if rows else (0, [])
     head = [str(cell).strip() for cell in head]
@@ -131,10 +128,7 @@ def _columns(head: Sequence[str], name: str) -> list[int]:
 
 
 def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
-    """Return a table's rows that hold anything, by number from 1 on, and its separator.
-
-    It is "" of a workbook.
-    """
+    """Return a table's filled rows, by number from 1 on, and its separator, "" of a workbook."""
     if path.suffix.lower() == ".xlsx":
         return _sheet(path), ""
     text = tables.text_of(path)
@@ -146,10 +140,7 @@ def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
 
 
 def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
-    """Return the rows of a workbook's first sheet that hold anything, with their numbers.
-
-    Raises DataError if it could grow.
-    """
+    """Return the filled rows of a workbook's first sheet, with numbers. Raises DataError."""
     openpyxl = sources.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:
@@ -175,17 +166,9 @@ def _seconds(cell: Any) -> float:
     if isinstance(cell, datetime.timedelta):  # a workbook's
         return cell.total_seconds()
     if isinstance(cell, datetime.time):
-        return datetime.timedelta(
-            hours=cell.hour, minutes=cell.minute, seconds=cell.second, microseconds=cell.microsecond
-        ).total_seconds()
+        return values.minutes(cell.isoformat()) or 0.0
     if not isinstance(cell, str):
         return float(cell)
-    *higher, last = cell.strip().split(":")
-    if len(higher) > 2 or not all(part.isdecimal() for part in higher) or (len(higher) == 2 and int(higher[1]) >= 60):
+    if (seconds := values.minutes(cell)) is None:
         raise ValueError(cell)
-    seconds = values.number(last)
-    if seconds is None or (higher and not 0 <= seconds < 60):
-        raise ValueError(cell)
-    for place, part in enumerate(reversed(higher), start=1):
-        seconds += int(part) * 60.0**place
     return seconds

@@ -1,10 +1,8 @@
 """Files from elsewhere for a film's dataset: errors of the reading libraries, and arrays."""
 
-import contextlib
 import importlib
 import pathlib
 import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,20 +19,9 @@ def package(name: str) -> Any:
         raise DataError(f"needs the package {name}; install it with: pip install 'jaxtrain[giblet]'") from error
 
 
-@contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[None]:
-    """Yield a context in which a library's error becomes a DataError: the file is unreadable."""
-    try:
-        yield
-    except (DataError, MemoryError):
-        raise
-    except Exception as error:  # libraries raise what they like for a broken file: zlib.error, BadZipFile, HeaderDataError, …
-        raise DataError(f"{path} cannot be read: {files.said(error)}") from error
-
-
 def only_array(path: pathlib.Path) -> np.ndarray:
     """Return the array of a .npy, or the one of two dimensions or more of an npz."""
-    with reading(path):
+    with files.reading(path):
         packed = zipfile.is_zipfile(path)
         arrays = files.arrays(path, most=machine.most_memory()) if packed else {path.name: np.array(files.array(path))}
     candidates = [array for array in arrays.values() if array.ndim >= 2]

@@ -28,11 +28,7 @@ class Placed(NamedTuple):
 
 
 class _OpenBins:
-    """Bins by the room that they have left.
-
-    The rooms that occur are the bits of one integer, so that the smallest sufficient one is a shift
-    away.
-    """
+    """Bins by the room that they have left, of which an integer has a bit for each that occurs."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[int]] = {}  # room -> bins that have it
@@ -62,12 +58,9 @@ class _OpenBins:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Best fit decreasing: lengths int64 [n] -> the bin of each, int64 [n], and their number.
+    """Best fit decreasing: int64 [n] lengths -> int64 [n] the bin of each, and the number of bins.
 
-    Lengths are in 1 … capacity.
-
-    The longest first, each into the bin with the least room that suffices. Equal lengths go to
-    equal rooms together.
+    The longest first, each into the bin with the least room that suffices.
     """
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -95,12 +88,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 def pack(lengths: np.ndarray, context: int) -> Placed:
-    """Packs documents of ``lengths`` tokens into rows of ``context`` positions.
+    """Pack documents of ``lengths`` tokens into rows of ``context`` positions.
 
-    Documents of the result index ``lengths``.
-
-    Only a document longer than the context is cut, into whole rows and a rest that is packed like a
-    document.
+    A longer document is cut into whole rows and a rest. Documents of the result index ``lengths``.
     """
     pairs = np.maximum(lengths - 1, 0)
     n_pieces = -(-pairs // context)
@@ -114,27 +104,17 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
 
 
 class Stream(Protocol):
-    """Rows of one source, numbered from 0 over all its passes.
-
-    Each row is a pure function of its number.
-    """
+    """Rows of one source over all its passes, each a pure function of its number."""
 
     def n_rows(self) -> int:
         """Rows of the first pass."""
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
-        """Write the rows ``number`` of this source into the places ``at``, both int64 [k].
-
-        The places are those of a batch.
-        """
+        """Write the rows ``number`` of this source into a batch's places ``at``, both int64 [k]."""
 
 
 class Packed(Stream):
-    """Rows of documents packed by best fit, window by window.
-
-    How many rows a window has is only known when it is packed, so a seek packs the windows before
-    it once.
-    """
+    """Rows of documents packed window by window. A seek packs those before it once, to count."""
 
     def __init__(self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool):
         self._documents, self._context, self._window, self._seed, self._shuffle = documents, context, window, seed, shuffle
@@ -170,10 +150,7 @@ class Packed(Stream):
             batch["index"][row], batch["epoch"][row] = placed.document[begin], w // self._n_windows
 
     def _placed(self, w: int) -> Placed:
-        """Return the rows of window ``w``, counted over all epochs.
-
-        If it is the next one in line, `_ends` grows by it.
-        """
+        """Return the rows of window ``w`` of all epochs. The next in line is added to `_ends`."""
         if w not in self._kept:
             epoch, window = divmod(w, self._n_windows)
             n = len(self._documents.length)

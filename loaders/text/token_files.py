@@ -74,9 +74,7 @@ def _decoded(path: pathlib.Path) -> str:
 
 
 def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
-    """Return a source's documents, "train" and "test", opened once in a process.
-
-    They are opened again when a file has changed.
+    """Return the documents of "train" and "test", opened once, and again when a file has changed.
 
     Args:
       path: a folder of token files, or a text file.
@@ -85,8 +83,7 @@ def open_splits(path: str, test: str, *, text: str, test_share: float, links: bo
       test_share: of the documents, or of a text the share at its end.
       links: whether links in a folder may lead out of it.
 
-    Raises:
-      DataError: files that cannot be read, or do not fit together.
+    Raises DataError: files that cannot be read, or do not fit together.
     """
     places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
     stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in (place.stat() for place in places if place.is_file()))

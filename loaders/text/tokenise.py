@@ -14,6 +14,7 @@ or another tokenizer are an error. Called again with the same ones, it reports t
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -66,10 +67,7 @@ class Part(NamedTuple):
 
 
 def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers: int = 1, skip: int = 0) -> None:
-    """Write the folder ``out`` by ``workers`` processes. Raises TokensError.
-
-    Up to ``skip`` rows that hold no text are passed over.
-    """
+    """Write the folder ``out``, without up to ``skip`` rows of no text. Raises TokensError."""
     if workers < 1:
         raise TokensError(f"--workers is {workers}; it must be at least 1")
     files = _files(inputs)
@@ -103,8 +101,8 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     jobs = ((out, i, parts[i], options) for i in todo)
     # Spawned, not forked: tokenizers and pyarrow have threads.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else _Here() as pool:
-        for done, _ in enumerate(pool.imap_unordered(_shard, jobs), 1):
+    with context.Pool(min(workers, max(len(todo), 1))) if workers > 1 else contextlib.nullcontext() as pool:
+        for done, _ in enumerate(pool.imap_unordered(_shard, jobs) if pool else map(_shard, jobs), 1):
             seconds = time.monotonic() - began
             print(
                 f"\r{done}/{len(todo)} shards, {seconds:.0f} s, {seconds / done * (len(todo) - done):.0f} s left ",
@@ -147,18 +145,6 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
 def _summary(shards: Sequence[dict[str, Any]]) -> str:
     total = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     return f"{total['documents']:,} documents, {total['tokens']:,} tokens of {total['bytes']:,} bytes"
-
-
-class _Here:
-    """A pool of this process alone."""
-
-    imap_unordered = staticmethod(map)
-
-    def __enter__(self) -> "_Here":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
@@ -220,10 +206,7 @@ def _parts(path: pathlib.Path) -> Iterator[Part]:
 
 
 def _open(path: pathlib.Path) -> Any:
-    """Return a Parquet file, or the batches of an Arrow file or stream.
-
-    Raises TokensError if it is damaged.
-    """
+    """Return a Parquet file, or the batches of an Arrow one. Raises TokensError."""
     try:
         if _ending(path) in PARQUET:
             return pq.ParquetFile(path, memory_map=True)
@@ -289,12 +272,9 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
                 rows = table.read_row_group(part.begin, columns=[options.column])
             else:
                 rows = table[part.begin].select([options.column])
-        except (pa.ArrowException, ValueError, OSError, KeyError) as error:
-            raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
-        try:
             rows.column(0).validate(full=True)  # pyarrow takes a file's word for where its values lie
             values = rows.column(0).to_pylist()
-        except (pa.ArrowException, ValueError, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError, KeyError) as error:
             raise TokensError(f"{path}: part {part.begin} is damaged: {first_line(error)}") from error
         for i, value in enumerate(values):
             yield f"{path}: row {i} of part {part.begin}, column {options.column!r}", value

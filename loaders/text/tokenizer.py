@@ -70,10 +70,7 @@ class Tokenizer(NamedTuple):
         return found
 
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a text, by the files next to the tokenizer; () if none says it.
-
-        Raises DataError.
-        """
+        """Return the ids that end a text by the files next to it, or (). Raises DataError."""
         for name, field in () if _is_beside_another(self.path) else ENDS:
             place = self.path.parent / name
             about = files.read_json(files.inside(place.parent, name)) if place.is_file() else {}
@@ -92,12 +89,10 @@ class Tokenizer(NamedTuple):
 
 
 def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> Tokenizer:
-    """Open a tokenizer.json, once in a process.
+    """Open a tokenizer.json, once in a process. Raises DataError.
 
     Args:
       specials: whether the names of special tokens inside texts become these tokens.
-
-    Raises DataError: it is none, or the package tokenizers is missing.
     """
     place = pathlib.Path(path).expanduser()
     content = files.read(place, most=files.MOST_JSON)
@@ -105,9 +100,7 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
 
 
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
-    """Read a tokenizer's files by their usual names.
-
-    A tokenizer.json of any name becomes tokenizer.json.
+    """Read a tokenizer's files by their names, of which the first becomes tokenizer.json.
 
     Args:
       place: that file, or the folder of a tokenizer.json.
@@ -149,10 +142,7 @@ class _Added(NamedTuple):
 
 
 def _listed(folder: pathlib.Path) -> Iterator[_Added]:
-    """Yield the added tokens of tokenizer_config.json, else added_tokens.json, by id.
-
-    Raises DataError.
-    """
+    """Yield added tokens of tokenizer_config.json or added_tokens.json. Raises DataError."""
     about, special_map, older = (
         files.read_json(files.inside(folder, name)) if (folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -177,10 +167,7 @@ def _flags(fields: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def _add(inner: Any, path: pathlib.Path, listed: Sequence[_Added]) -> None:
-    """Add the tokens that only a companion has, or has otherwise.
-
-    Raises DataError if the two files give one different ids.
-    """
+    """Add the tokens of a companion. Raises DataError if the two files differ about an id."""
     import tokenizers
 
     there = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}

@@ -25,8 +25,7 @@ mixed order that is always the same, else window after window with a padded last
 
 The table has the share of padding, the share of documents that are cut though they would fit, and
 the mean number of tokens that a prediction sees. The documents are the 7,222 paragraphs of tiny
-Shakespeare as characters
-(python -m tools.packing_report input.txt --context 64 256 1024).
+Shakespeare as characters (python -m tools.packing_report input.txt --context 64 256 1024).
 
                         best_fit                     concat
     context    padding    cut   attends    padding    cut   attends
@@ -103,13 +102,11 @@ class Tokens(Loader):
     """Rows of tokens from several sources. Fields, r rows for each range, with 0 outside documents:
 
     tokens, targets  int32 [r, context]    a token, and the one after it in its document
-    positions        int32 [r, context]    from 0 in each document (in a window of a stream: in the
-                                           window)
+    positions        int32 [r, context]    from 0 in each document, or in a stream's window
     segments         int32 [r, context]    0 for padding, 1, 2, … for the documents of a row
     mask             float32 [r, context]  1 for places with a target
     source           int32 [r]
-    index, epoch     int32 [r]             the row's first document in its source and split (-1 in
-                                           padding), passes before
+    index, epoch     int32 [r]             the row's first document (-1 in padding), passes before
     weight           float32 [r]           0 for the padding of a ragged last batch
     """
 
@@ -181,10 +178,7 @@ class Tokens(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """By source, of the rows of this process: share, passes, padding, unread documents.
-
-        Share is that of the rows, passes those before.
-        """
+        """Return share of rows, passes before, share of padding, unread documents, by source."""
         rows, tokens = self._delivered.T
         return {
             "share": (rows / np.maximum(rows.sum(), 1)).tolist(),
@@ -227,16 +221,12 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """Return the facts of the documents.
 
-    vocab; context; bytes_per_token, of those that are predicted, of the test split (of train, if
-    there is none).
+    - vocab, context; bytes_per_token, of those that are predicted, of test, else of train.
+    - n_train, n_test: documents by source; ends: tokens that end a text.
+    - tokenizer: path of the first source's tokenizer.json, or "".
+    - symbols: of a text of characters, symbol i is token i, or "".
 
-    n_train, n_test: documents by source; ends: tokens that end a text.
-
-    tokenizer: path of the first source's tokenizer.json, or "";
-    symbols: of a text of characters, symbol i is token i, or "".
-
-    Raises:
-      DataError: files that cannot be read, or sources with different vocabularies.
+    Raises DataError: files that cannot be read, or sources with different vocabularies.
     """
     splits = [_open(source, config) for source in config.sources]
     measured = [s["test"] for s in splits if len(s["test"].length)] or [s["train"] for s in splits]
@@ -275,9 +265,7 @@ def _table(source: Source, config: Config) -> str:
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
     """Return a loader of ``split``, "train" or "test".
 
-    Raises:
-      DataError: files that cannot be read, or sources with different vocabularies; in ``next``: a
-        source that is exhausted, with ``exhausted="error"``.
+    Raises DataError: unreadable files, different vocabularies, in ``next`` an exhausted source.
     """
     refuse_problems(config)
     facts(config)

@@ -40,7 +40,8 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
 
     The folder is of `jaxtrain prepare-giblet`.
 
-    Raises StoredError, WarmStartError, ConfigError; DataError: the film has another shape.
+    Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than
+    the model's.
     """
     source = source_lib.find(run, step)
     config = source.config(__package__)
@@ -77,7 +78,7 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
         for name, f in multimodal.fields(data).items()
     }
     rows = feed.rows_for(abstract)
-    loader = multimodal.in_order(data, rows=rows)
+    loader = multimodal.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
 
     @jax.jit
     def run(params: PyTree, running: PyTree, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -117,7 +118,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
     sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
-    with sources.reading(place):
+    with files.reading(place):
         image = scans.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
