@@ -194,10 +194,7 @@ def sing(species: Species, n: int, rate: int, rng: np.random.Generator) -> np.nd
 
 
 def background(n: int, rate: int, rng: np.random.Generator) -> np.ndarray:
-    """At least ``n`` samples of noise, relative to a singer with an RMS of 1.
-
-    Their number suits the FFT.
-    """
+    """Return at least ``n`` samples of noise, as the FFT likes, to a singer with an RMS of 1."""
     shift = max((n - 1).bit_length() - 4, 0)
     m = -(-n >> shift) << shift
     hz_k = np.fft.rfftfreq(m, 1 / rate).astype(np.float32)
@@ -286,10 +283,7 @@ _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def _with_serial(ogg: bytes, serial: int) -> bytes:
-    """Return the same OGG file with another stream serial number, and its checksums.
-
-    Those of pages go with the number (RFC 3533, 6).
-    """
+    """Return an OGG file with another serial number, and its pages' checksums (RFC 3533, 6)."""
     out, at = bytearray(ogg), 0
     while at < len(out):
         n_segments = out[at + 26]

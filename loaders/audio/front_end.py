@@ -79,10 +79,7 @@ class FrontEnd(checks.Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The decisive values in samples and Hz, equal if two front ends give the same.
-
-        What they give is spectrograms.
-        """
+        """The decisive values in samples and Hz, equal if two give the same spectrograms."""
         return {
             "sample_rate": self.sample_rate,
             "window": self.window,
@@ -113,11 +110,16 @@ class FrontEnd(checks.Section):
 DEFAULT = FrontEnd()
 
 
-def saved(data: Mapping[str, Any]) -> FrontEnd:
-    """Return the front end of a run's saved config.json, of which ``data`` is the section "data".
+def of_run(config: Mapping[str, Any]) -> FrontEnd:
+    """Return the front end of a run's config.json. Raises ValueError: none that is one, or two."""
+    trained, own = saved(config.get("data") or {}), (config.get("model") or {}).get("front_end") or {}
+    if own and (unlike := saved(own).differences(trained)):
+        raise ValueError(f"sections model and data name different front ends: {unlike}")
+    return trained
 
-    Runs from before it was a choice have the default. Raises ValueError for values that are none.
-    """
+
+def saved(data: Mapping[str, Any]) -> FrontEnd:
+    """Return the front end of a section "data", as saved or by default. Raises ValueError."""
     known = {field.name: data[field.name] for field in dataclasses.fields(FrontEnd) if field.name in data}
     for name, value in known.items():
         whole = isinstance(getattr(FrontEnd, name), int)

@@ -79,18 +79,14 @@ def is_complete(address: str) -> bool:
 
 
 def fetch(address: str, *, wait: bool = True) -> str:
-    """Copy the shards at an address, or their missing parts.
-
-    Returns the folder, glob or file of the copies.
+    """Copy the missing shards at an address. Return the folder, glob or file of the copies.
 
     Args:
-      wait: until all is there. Else the copies have their names and sizes, and come while the
-        process works: an index of them is opened with ``copying`` (`is_copying`), and waits for the
-        parts that it reads.
+      wait: until all is there. Else copies come while the process works, and an index that is
+        opened with ``copying`` (`is_copying`) waits for the parts that it reads.
 
-    Raises:
-      DataError: no file system for it is installed, there are no shards, they are larger than the
-        cache may be, or a file cannot be copied after several tries.
+    Raises DataError: no file system for it is installed, there are no shards, they are larger than
+    the cache may be, or a file cannot be copied after several tries.
     """
     folder = _folder(address)
     with _beginning:
@@ -198,9 +194,8 @@ def _list(address: str) -> tuple[Any, list[File]]:
         odd = not name.isprintable() or max(len(os.fsencode(part)) for part in name.split("/")) > LONGEST_NAME
         if odd or name.startswith(("..", "/")) or not isinstance(size := info.get("size"), int) or size < 0:
             raise DataError(f"{address}: the store gives no size of {path[:300]!r}, or a name that no file should have")
-        tag = str(
-            info.get("ETag") or info.get("etag") or info.get("blob_id") or info.get("mtime") or info.get("LastModified") or ""
-        )
+        tags = ("ETag", "etag", "blob_id", "mtime", "LastModified")
+        tag = next((str(info[each]) for each in tags if info.get(each)), "")
         files.append(File(path, name, size, f"{size} {tag}", _digest(info)))
     names = {file.name for file in files}
     if both := next((name for name in names if not names.isdisjoint(map(str, pathlib.PurePath(name).parents))), ""):
@@ -229,10 +224,7 @@ async def _client(**options: Any) -> Any:
 
 
 def _linked(system: Any, root: str) -> list[str]:
-    """Return the addresses below one of the web that its pages link to, and theirs.
-
-    Raises DataError for pages without end.
-    """
+    """Return the addresses that pages below one link to. Raises DataError: too many pages."""
     top = root.rstrip("/") + "/"
     pages, found = [top], {top: None}
     for page in pages:  # which grow
@@ -249,10 +241,7 @@ def _linked(system: Any, root: str) -> list[str]:
 
 
 def _digest(info: dict[str, Any]) -> tuple[str, str]:
-    """Return a store's checksum: Google's MD5, Amazon's of one part, the Hub's SHA-256.
-
-    Amazon's is of a file that came in one part.
-    """
+    """Return a store's checksum: Google's MD5, Amazon's of one part, the Hub's SHA-256."""
     if text := info.get("md5Hash"):
         return "md5", base64.b64decode(text).hex()
     lfs = info.get("lfs") or {}
@@ -288,10 +277,7 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
 
 
 class _Copy:
-    """Threads that copy the missing parts of an address, requested parts first, else in order.
-
-    Of several processes one copies, and another continues after its end.
-    """
+    """Threads that copy missing parts, requested ones first, of one process at a time."""
 
     def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, room: remote_cache.Room):
         self.error: DataError | None = None
@@ -408,10 +394,7 @@ class _Copy:
 
 
 def _part(system: Any, file: File, start: int, end: int) -> bytes:
-    """Read bytes [start, end) of a file, with new tries if they do not come or come short.
-
-    Raises DataError.
-    """
+    """Read bytes [start, end) of a file, in several tries if need be. Raises DataError."""
     reason = ""
     for attempt in range(TRIES):
         if attempt:

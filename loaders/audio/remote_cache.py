@@ -1,7 +1,4 @@
-"""The space of copies of remote shards.
-
-Older copies are removed as bytes arrive, never by a server's claim.
-"""
+"""The space of copies of remote shards. Older ones go as bytes arrive, never by a claim."""
 
 import contextlib
 import fcntl
@@ -26,10 +23,7 @@ class Room:
     """The bytes that the copies in ``folder`` and next to it may still take."""
 
     def __init__(self, folder: pathlib.Path, needed: int, address: str):
-        """Raise DataError if ``needed`` bytes of an address can never fit.
-
-        Nothing is removed for them.
-        """
+        """Raise DataError if ``needed`` bytes of an address can never fit, and remove nothing."""
         text = os.environ.get("JAXTRAIN_SHARDS_GB", str(LIMIT))
         try:
             limit = float(text) * 1e9
@@ -48,10 +42,7 @@ class Room:
         self.take(0)
 
     def take(self, n: int) -> None:
-        """Make room for ``n`` arrived bytes: remove the least recently used copies.
-
-        Raises DataError if that fails.
-        """
+        """Make room for ``n`` arrived bytes: remove old copies. Raises DataError if that fails."""
         with self._lock:
             if n > self._left or not n:
                 self._left = min(self._free(n), max(n, self._limit / LOOKS))
@@ -88,10 +79,7 @@ def _last_use(folder: pathlib.Path) -> float:
 
 
 def _lock(use: IO[str]) -> None:
-    """Raise OSError if a process uses the copy.
-
-    A process that only looks, like this one, holds its lock for a moment.
-    """
+    """Raise OSError if a process uses the copy. One that only looks locks it for a moment."""
     for _ in range(3):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -39,7 +39,7 @@ import numpy as np
 from loaders import _rust
 from loaders.audio import remote
 from loaders.base import DataError, narrowed
-from loaders.io import checks, files, machine
+from loaders.io import atomic_write, checks, files, machine
 
 CACHED_BYTES = 4 << 20  # of the shards of an index, below which the same is true
 SAMPLED, SAMPLE = 256, 16 << 10  # rows whose recordings are in a fingerprint, and [bytes] of each, of its middle
@@ -47,10 +47,7 @@ CACHED_SHARDS = 16  # fewer are indexed in less time than is worth a file
 
 
 class ClassLists(NamedTuple):
-    """The classes of all recordings of an index.
-
-    Those of recording i are classes[starts[i] : starts[i + 1]].
-    """
+    """The classes of all recordings: those of i are classes[starts[i] : starts[i + 1]]."""
 
     names: tuple[str, ...]
     starts: np.ndarray  # int64 [n + 1]
@@ -66,16 +63,12 @@ class ClassLists(NamedTuple):
 
 
 def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """Return the shards of ``split``, "train" or any other name, at a path, in order.
-
-    See the module's docstring.
+    """Return the shards of a split at a path, in order. See the module's docstring.
 
     Args:
       links: whether links in a folder may lead out of it.
 
-    Raises:
-      DataError: there are no shards, and the message names the files there, or a shard is no
-        regular file, or lies outside of its folder.
+    Raises DataError: there are none, or one is no regular file, or lies outside of its folder.
     """
     folder = pathlib.Path(path).expanduser()
     if folder.is_file():
@@ -119,18 +112,12 @@ def nearest(path: pathlib.Path) -> str:
 
 
 def shards_of_split(folder: pathlib.Path, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """Return a folder's shards of one split, or none if it holds other splits only.
-
-    Raises DataError as `find_shards` does.
-    """
+    """Return the shards of one split, or none. Raises DataError as `find_shards` does."""
     return _checked(folder, _of_split(folder, split), links)
 
 
 def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) -> list[pathlib.Path]:
-    """Return the same shards.
-
-    Raises DataError for one that is no regular file inside ``folder``.
-    """
+    """Return the same shards. Raises DataError unless all are regular files in ``folder``."""
     for shard in shards:
         files.inside(folder.absolute(), str(shard.absolute()), links=links, remedy=files.LINKS)
         try:
@@ -176,12 +163,9 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _by_split(folder: pathlib.Path, split: str = "train") -> dict[str, list[pathlib.Path]]:
-    """Shards of a folder by split.
+    """Group a folder's shards by the split in their names: name-SPLIT[-00000-of-00007].arrow.
 
-    Names are name-SPLIT.arrow, name-SPLIT-00000-of-00007.arrow, SPLIT-00000-of-00007.parquet.
-
-    Empty if no name has "train", "test" or ``split`` in it: then the folder is not split, even with
-    dashes in its names.
+    Empty if no name has "train", "test" or ``split``: then the folder is not split.
     """
     groups: dict[str, list[pathlib.Path]] = {}
     if (folder / "state.json").is_file():
@@ -204,12 +188,9 @@ def index_file(shard: pathlib.Path) -> pathlib.Path | None:
 
 
 def index_root(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder that the recordings' names in an index are relative to.
+    """Return the folder that the recordings' names in an index are relative to. Raises DataError.
 
-    An index from elsewhere could name any folder. One outside of the index counts if `jaxtrain
-    index` made it here.
-
-    Raises DataError.
+    One outside of the index counts if `jaxtrain index` made it here: others could name any folder.
     """
     try:
         root = files.read_json(files.inside(file.parent, file.name))["root"]
@@ -228,13 +209,10 @@ def index_root(file: pathlib.Path) -> pathlib.Path:
 
 
 def note_root(folder: pathlib.Path, root: str) -> None:
-    """Remembers, for this user, that index ``folder`` was made of recordings below ``root``."""
-    place = _note_of(folder)
-    with contextlib.suppress(OSError):  # without it, training asks for data.audio_root
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f".{place.name}.{os.getpid()}")
-        temporary.write_text(root)
-        temporary.replace(place)
+    """Remember, for this user, that an index was made here with recordings below ``root``."""
+    # Without the note, training asks for data.audio_root.
+    with contextlib.suppress(OSError), atomic_write.shared(_note_of(folder)) as place:
+        place.write_text(root)
 
 
 def _noted_root(folder: pathlib.Path) -> str:
@@ -249,10 +227,7 @@ def _note_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -> str:
-    """Return the column that ``label`` means: in an index of ours, its own.
-
-    Its columns always have the same names.
-    """
+    """Return the column that ``label`` means: an index of ours has its own."""
     return ("labels" if multilabel else "label") if label and index_file(shards[0]) else label
 
 
@@ -308,13 +283,9 @@ def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
 
 
 def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
-    """Return the index's fingerprint, with a digest of recordings that are files.
+    """Return the index's fingerprint, with a digest of recordings that are files of their own.
 
-    `jaxtrain index` makes such an index.
-
-    It covers the sizes and some bytes of the files of up to SAMPLED rows, evenly spaced. Files that
-    cannot be read are left
-    out: the pipeline counts them.
+    It covers sizes and some bytes of up to SAMPLED files, evenly spaced, that can be read.
     """
     digest, known = hashlib.sha256(), set()
     root = _root(shards, audio_root)
@@ -333,10 +304,7 @@ def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_r
 
 
 def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
-    """Return the classes of every recording, of a column of lists, without reading audio.
-
-    Raises DataError.
-    """
+    """Return the classes of every recording, of a column of lists. Raises DataError."""
     return _class_lists_once(_stats(shards), label)
 
 

@@ -4,11 +4,8 @@ The shards are Arrow or Parquet.
 
 One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded
 with its minimum and normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options.
-Training draws a
-random crop in a permuted order
-without end. Testing takes the centre crop of every recording once. A row is a function of (seed,
-position, row)
-alone: see `loaders.order`.
+Training draws a random crop in a permuted order without end. Testing takes the centre crop of every
+recording once. A row is a function of (seed, position, row) alone: see `loaders.order`.
 
 With ``views`` > 1 a row is [views, n_frames, n_mels]: that many crops of one recording, drawn
 independently, or in testing spread evenly. Views that overlap are decoded once, so that in MP3 and
@@ -18,8 +15,8 @@ device.
 
 With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the
 filter bank would take, times 32768, rounded to nearest even and clipped. The model makes the
-spectrogram on the device (`jaxtrain.workloads.bird.log_mel`): less work for
-the cores, and 1.2 times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
+spectrogram on the device (`jaxtrain.workloads.bird.log_mel`): less work for the cores, and 1.2
+times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
 
 `front_end` does the same for one waveform: it returns the spectrogram that a test split would hold,
 byte for byte.
@@ -133,7 +130,7 @@ class Config(FrontEnd, checks.DataSection):
                     if text := prepared.problem(path, self):
                         yield field, text
                         continue
-                    split = self.test_split if field == "test" else self._train_split(field)
+                    split = {"train": self.train_split, "test": self.test_split}.get(field, "train")
                     shards = find_shards(path, split, links=self.follow_links)
                     if field != "background":
                         yield from _events(field, shards)
@@ -192,9 +189,6 @@ class Config(FrontEnd, checks.DataSection):
                 "say `make train` in the checkout, or pip install its wheel",
             )
 
-    def _train_split(self, field: str) -> str:
-        return self.train_split if field == "train" else "train"
-
     def exists(self) -> bool:
         """Return False when reading the facts would first have to copy the data."""
         return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
@@ -232,17 +226,12 @@ class Split:
 class Spectrograms(Loader):
     """Crops of recordings. Fields, r rows for each range:
 
-    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], or [r, views, n_frames, n_mels] of
-                 several views
-    waveform     int16 [r, samples], or [r, views, samples]  instead of spectrogram with
-                                                             ``form="waveform"``
+    spectrogram  float32 or bfloat16 [r, n_frames, n_mels], of several views [r, views, …]
+    waveform     int16 [r, samples] or [r, views, samples], instead with ``form="waveform"``
     label        int32 [r]    the class; -1 if it is null
-    labels       uint8 [r, classes]  instead of label with ``multilabel``: 1 for each class of the
-                                     recording
-    background   as spectrogram, with a ``background``: of another recording, or in testing of the
-                 same one
-    index        int32 [r]    the recording's row in its split's index; -1 in the padding of a
-                              ragged last batch
+    labels       uint8 [r, classes]  instead with ``multilabel``: 1 for each class it has
+    background   as these, with a ``background``: of another recording, in testing of the same one
+    index        int32 [r]    the recording's row in its split's index; -1 in padding
     epoch        int32 [r]
     weight       float32 [r]  0 for padding, and in "test" for a recording that cannot be read
 
@@ -250,36 +239,58 @@ class Spectrograms(Loader):
     of a batch's arrays is gone, JAX arrays that alias them included.
     """
 
-    def __init__(
-        self,
-        fields: dict[str, Field],
-        pipeline: "_rust.Pipeline | None",
-        *,
-        train: bool,
-        rows: Rows,
-        seed: int,
-        n_batches: int,
-        fingerprint: str,
-        order: dict[str, Any],
-        background: "_rust.Pipeline | None" = None,
-        lists: ClassLists | None = None,
-        population: Population | None = None,
-    ):
-        """``pipeline`` None: the split is empty."""
-        super().__init__(fields, train=train, rows=rows, seed=seed, n_batches=n_batches)
-        self._clip = next(name for name in ("spectrogram", "waveform") if name in fields)
-        self._pipelines = [each for each in (pipeline, background) if each is not None]
-        self._lists = lists
-        self._fingerprint, self._order = fingerprint, order
-        self.population = population
+    fingerprint: str = ""
+    order: dict[str, Any] = {}
 
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
+    def __init__(self, config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False):
+        recordings = _splits(config)[split]
+        index, chosen = recordings.index, recordings.rows
+        train = split == "train" and not in_order
+        super().__init__(fields(config), train=train, rows=rows, seed=seed, n_batches=-(-len(chosen) // rows.batch))
+        self._config, self._clip, self._lists = config, config.form, recordings.lists
+        self.order = _order(config, chosen, rows.batch)
+        self._pipelines: list[_rust.Pipeline] = []
+        fingerprint_of = functools.partial(fingerprint, audio_root=config.audio_root, links=config.follow_links)
+        if index is not None:
+            self._pipelines = [self._pipeline(index, chosen, seed)]
+            self.fingerprint = fingerprint_of(index, recordings.shards)
+            self.population = Population(chosen, index.first_rows)
+        if config.background and train:
+            places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
+            noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
+            self.order["background"] = fingerprint_of(noise, places)
+            own_seed = int(order.hash_of(BACKGROUND, seed)[0])
+            self._pipelines.append(self._pipeline(noise, np.arange(noise.n_rows), own_seed))
 
-    @property
-    def order(self) -> dict[str, Any]:
-        return self._order
+    def _pipeline(self, index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
+        config = self._config
+        try:
+            return _rust.Pipeline(
+                index,
+                rows=chosen,
+                batch=self._rows.batch,
+                ranges=list(self._rows.ranges),
+                seed=seed,
+                train=self._train,
+                bank=filter_bank(config),
+                time_expansion=config.time_expansion,
+                clip_samples=config.clip_samples,
+                n_frames=config.n_frames,
+                views=config.views,
+                form=cast(
+                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
+                ),
+                channel=config.channel if config.channel >= 0 else None,
+                short=cast(Literal["random", "centre", "start", "origin"], config.short),
+                repeat=config.short_fill == "repeat",
+                silence=config.around == "silence",
+                block=(config.block_rows, config.block_window) if config.order == "block" else None,
+                threads=config.threads or machine.cores(),
+                depth=config.depth,
+                bad_budget=config.bad_budget,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
 
     def seek(self, position: int) -> None:
         super().seek(position)
@@ -314,10 +325,7 @@ class Spectrograms(Loader):
 
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
-    """Return the tables of a front end.
-
-    Raises ValueError for values that its ``problems`` report.
-    """
+    """Return the tables of a front end. Raises ValueError for what its ``problems`` report."""
     return _filter_bank(tuple(of.settings.items()))
 
 
@@ -404,92 +412,36 @@ def facts(config: Config) -> Facts:
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
-    """Return a loader of ``split`` ("train" or "test") that starts at the first ``seek`` or read.
+    """Return a loader that starts to work at its first ``seek`` or ``next``.
 
-    A read is ``next``.
+    ``in_order``: "train" is read as "test" always is: each recording once, in order.
 
-    ``in_order``: "train" is read as "test" always is: each recording once, in order, its centre or
-    its views spread evenly.
-
-    Raises:
-      DataError: shards that cannot be used, or in ``next`` more unreadable recordings than
-      ``bad_budget`` allows.
+    Raises DataError: unusable shards, or in ``next`` more bad recordings than ``bad_budget``.
     """
     refuse_problems(config)
-    recordings = _splits(config)[split]
-    index, chosen = recordings.index, recordings.rows
-    train = split == "train" and not in_order
-    row_order: dict[str, Any] = {
+    return Spectrograms(config, split=split, rows=rows, seed=seed, in_order=in_order)
+
+
+def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
+    # A digest of the rows and their order.
+    fold = int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0)))
+    found: dict[str, Any] = {
         "version": _rust.ORDER_VERSION,
-        "batch": rows.batch,
+        "batch": batch,
         "n_rows": len(chosen),
-        "rows": f"{int(order.hash_of(len(chosen), _fold(chosen))[0]):016x}",  # covers exclude and test_share
+        "rows": f"{int(order.hash_of(len(chosen), fold)[0]):016x}",  # covers exclude and test_share
     }
-    block = (config.block_rows, config.block_window) if config.order == "block" else None
-    if block:
-        row_order["block"] = list(block)
+    if config.order == "block":
+        found["block"] = [config.block_rows, config.block_window]
     # Older fields of a row are not named, so that older runs resume.
     before = {"short": "origin", "short_fill": "silence", "around": "recording", "channel": -1, "time_expansion": 1.0}
-    chosen_ones = {name: getattr(config, name) for name in before}
-    before, chosen_ones = before | DEFAULT.settings, chosen_ones | config.settings
-    row_order |= {name: value for name, value in chosen_ones.items() if value != before[name]}
-
-    def pipeline(index: "_rust.Index", chosen: np.ndarray, seed: int) -> "_rust.Pipeline":
-        try:
-            return _rust.Pipeline(
-                index,
-                rows=chosen,
-                batch=rows.batch,
-                ranges=list(rows.ranges),
-                seed=seed,
-                train=train,
-                bank=filter_bank(config),
-                time_expansion=config.time_expansion,
-                clip_samples=config.clip_samples,
-                n_frames=config.n_frames,
-                views=config.views,
-                form=cast(
-                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
-                ),
-                channel=config.channel if config.channel >= 0 else None,
-                short=cast(Literal["random", "centre", "start", "origin"], config.short),
-                repeat=config.short_fill == "repeat",
-                silence=config.around == "silence",
-                block=block,
-                threads=config.threads or machine.cores(),
-                depth=config.depth,
-                bad_budget=config.bad_budget,
-            )
-        except ValueError as error:
-            raise DataError(str(error)) from error
-
-    fingerprint_of = functools.partial(fingerprint, audio_root=config.audio_root, links=config.follow_links)
-    background = None
-    if config.background and train:
-        places = find_shards(resolve(config.background, wait=False), "train", links=config.follow_links)
-        noise = open_index(places, label="", audio_root=config.audio_root, links=config.follow_links)
-        row_order["background"] = fingerprint_of(noise, places)
-        background = pipeline(noise, np.arange(noise.n_rows), int(order.hash_of(BACKGROUND, seed)[0]))
-    return Spectrograms(
-        fields(config),
-        pipeline(index, chosen, seed) if index is not None else None,
-        train=train,
-        rows=rows,
-        seed=seed,
-        n_batches=-(-len(chosen) // rows.batch),
-        fingerprint=fingerprint_of(index, recordings.shards) if index else "",
-        order=row_order,
-        background=background,
-        lists=recordings.lists,
-        population=Population(chosen, index.first_rows) if index is not None else None,
-    )
+    now = {name: getattr(config, name) for name in before} | config.settings
+    before |= DEFAULT.settings
+    return found | {name: value for name, value in now.items() if value != before[name]}
 
 
 def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
-    """Return the recordings of both splits; without ``make``, or the outline of the built-in ones.
-
-    Raises DataError.
-    """
+    """Return both splits; without ``make`` an outline will do. Raises DataError."""
     # Lists of classes are read from the shards themselves, so these must be whole.
     train_path, test_path = (resolve(path, make=make, wait=config.multilabel) for path in (config.train, config.test))
     train_shards = find_shards(train_path, config.train_split, links=config.follow_links)
@@ -541,10 +493,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
-    """Return the names of recordings, with each "@file" replaced by the names in it.
-
-    Raises DataError.
-    """
+    """Return names of recordings, those in each "@file" among them. Raises DataError."""
     excluded: set[str] = set()
     for name in names:
         if name.startswith("@"):
@@ -559,10 +508,7 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
 
 
 def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
-    """Return the index of shards, and with ``multilabel`` the classes of their recordings.
-
-    Raises DataError.
-    """
+    """Return the index of shards, and with ``multilabel`` the classes. Raises DataError."""
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)
@@ -570,10 +516,7 @@ def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index"
 
 
 def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
-    """Yield the mistake of reading events of long recordings as if each were a clip.
-
-    BirdSet's "test" has such rows.
-    """
+    """Yield the mistake of reading events of recordings as clips, as of BirdSet's "test"."""
     from loaders.io import columnar  # imports pyarrow, which a batch does not need
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
@@ -584,8 +527,3 @@ def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, s
         "would read the centre of each recording instead. Of BirdSet, score test_split='test_5s'; make an index of other "
         "events with jaxtrain index",
     )
-
-
-def _fold(rows: np.ndarray) -> int:
-    """Return a digest of the rows, int64 [n], and their order."""
-    return int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(rows)), rows), initial=np.uint64(0)))

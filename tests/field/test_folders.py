@@ -85,13 +85,13 @@ def test_recordings_that_a_table_does_not_name_are_counted(recordings, tmp_path)
 
 
 def test_the_second_writer_of_an_index_is_reported(recordings, tmp_path, capsys):
-    with atomic_write.alone(tmp_path / ".out.new"):
-        (tmp_path / ".out.new" / "mine").touch()
+    with atomic_write.alone(tmp_path / ".out.partial"):
+        (tmp_path / ".out.partial" / "mine").touch()
         assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 2
         assert f"{tmp_path}/out: another process writes it now" in capsys.readouterr().err
-        assert (tmp_path / ".out.new" / "mine").exists(), "nothing of the other's is touched"
+        assert (tmp_path / ".out.partial" / "mine").exists(), "nothing of the other's is touched"
     assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
-    assert not (tmp_path / "out" / "mine").exists() and not (tmp_path / ".out.new").exists()
+    assert not (tmp_path / "out" / "mine").exists() and not (tmp_path / ".out.partial").exists()
 
 
 def test_tables_next_to_recordings(recordings, tmp_path):

@@ -240,14 +240,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         demo.ensure(tmp_path / "file" / "cache", n_train=1, n_test=1)
 
 
-def test_describe_counts_what_is_there(corpus):
-    lines = demo.describe(corpus).splitlines()
-    assert len(lines) == 2 * (len(demo_birds.SPECIES) + 2)
-    totals = [line.split() for line in lines if line.startswith("all")]
-    assert [int(cells[1]) for cells in totals] == [N_TRAIN, N_TEST]
-    assert all(sum(map(int, cells[2:6])) == int(cells[1]) for cells in totals)
-
-
 @pytest.mark.slow
 def test_learnable_but_not_trivial():
     """Linear in each band's mean and deviation: no view of order or tempo, so far from chance and

@@ -1,8 +1,6 @@
 """The annotations of a source, and the list of mistakes in it."""
 
-import csv
 import dataclasses
-import io
 import pathlib
 import unicodedata
 from collections import Counter
@@ -132,10 +130,7 @@ class Mistakes:
     """Every mistake by its kind, and the action for each kind."""
 
     def __init__(self, policies: Iterable[str] = ()):
-        """``policies``: "KIND=drop", "KIND=keep" or "KIND=refuse"; "all=drop" for every kind.
-
-        Raises DataError.
-        """
+        """``policies``: "KIND=drop", "KIND=keep", "KIND=refuse" or "all=…". Raises DataError."""
         self._policy = {kind: policy for kind, (_, policy, _) in KINDS.items()}
         for text in policies:
             kind, _, policy = text.partition("=")
@@ -151,10 +146,7 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Count a mistake, in one line: names of files may hold anything.
-
-        Return whether its row is kept.
-        """
+        """Count a mistake, in one line of text. Return whether its row is kept."""
         self.counts[kind] += 1
         self.lines.append((kind, shown(text)))
         return self._policy[kind] == KEEP
@@ -176,14 +168,12 @@ class Mistakes:
                 out.append(f"    and {len(examples) - SHOWN} more")
         return out
 
-    def save(self, path: pathlib.Path) -> None:
-        """Write the list as a CSV, in place of an earlier one. Without mistakes there is none."""
-        if not self.lines:
+    def save(self, path: pathlib.Path, *, always: bool = False) -> None:
+        """Write the list as a CSV in place of an earlier one. An empty one: if ``always``."""
+        if self.lines or always:
+            atomic_write.write_csv(path, [("kind", "text"), *self.lines], errors="backslashreplace")
+        else:
             path.unlink(missing_ok=True)
-            return
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([("kind", "text"), *self.lines])
-        atomic_write.write(path, text.getvalue().encode("utf-8", "backslashreplace").decode())
 
     def refused(self) -> list[str]:
         """Return the kinds that were met and are refused."""

@@ -24,10 +24,7 @@ CODE = re.compile("[a-z]{6}[0-9]?|[A-Z]{4}")  # of eBird and of the Bird Banding
 
 
 class Classes(NamedTuple):
-    """names: in their order. known: every name and synonym, in lower case, to its class.
-
-    Empty means that any label is one.
-    """
+    """names: in order. known: lower-case names and synonyms to classes; empty: all are."""
 
     names: Sequence[str]
     known: Mapping[str, str]
@@ -65,11 +62,7 @@ def read(path: str) -> Classes:
 
 
 def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes) -> None:
-    """Count labels that may be several, are written in two ways, or in a wrong encoding.
-
-    Args:
-      lines: their places, for messages, and labels.
-    """
+    """Count the labels of (place, labels) that may be several, or are spelled in two ways."""
     names: dict[str, str] = {}
     for where, labels in lines:
         for label in labels:
@@ -102,10 +95,7 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
 
 
 def _recurring(names: Iterable[str], between: str) -> set[str]:
-    """Return the parts of labels that recur: elsewhere, after a comma, or at all.
-
-    "Bunting, Reed" is one label.
-    """
+    """Return parts that recur, elsewhere after a comma: "Bunting, Reed" is one label."""
     places: dict[str, set[int | str]] = {}
     for name in names if between in (",", "/", "+", " + ", "&") else ():
         for n, part in enumerate(name.split(between) if between in name else ()):

@@ -108,10 +108,7 @@ Used = dict[str, list[str]]
 
 
 def find(table: Table, options: Options) -> Layout:
-    """Return the columns of a table.
-
-    Raises DataError: an option names a column that is not there, or times or labels would be lost.
-    """
+    """Return a table's columns. Raises DataError: one is missing, or times or labels are lost."""
     used, scales = _by_names(table)
     classes = _as_named(table, options, used, scales)
     file_columns.choose(table, used, bool(options.file_column))
@@ -156,10 +153,7 @@ def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
 
 
 def _as_named(table: Table, options: Options, used: Used, scales: dict[str, float]) -> list[str]:
-    """Put the columns that options name into their places.
-
-    Return the columns of classes that they name.
-    """
+    """Put the columns that options name into their places. Return those that are classes."""
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
         if option := getattr(options, f"{meaning}_column"):
@@ -185,10 +179,7 @@ def fixed_length(table: Table, options: Options) -> float | None:
 
 
 def _are_words(table: Table, names: Sequence[str]) -> bool:
-    """Whether all named columns of labels hold labels, not columns of 0 and 1.
-
-    An example is species 1 and species 2.
-    """
+    """Whether all named columns hold labels, as species 1 and species 2, not 0 and 1."""
     texts = {text for name in names for text in table.values(name) if values.given(text)}
     return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
@@ -207,10 +198,7 @@ def _named(table: Table, option: str, flag: str) -> list[str]:
 
 
 def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[str, float]) -> None:
-    """Decide which columns are start, end and duration.
-
-    Raises DataError if two say different things.
-    """
+    """Decide which columns are start, end and duration. Raises DataError if two differ."""
     if any(plain(name) == "infile" for name in used["file"]):  # Kaleidoscope's Dur is of a bat's pulses
         used["duration"] = [name for name in used.get("duration", ()) if plain(name) != "dur"]
     for meaning in ("start", "end", "duration"):
@@ -243,10 +231,7 @@ def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[st
 
 
 def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
-    """Raise DataError if Raven's times count over several files.
-
-    Then a place in samples of its file is no multiple of them.
-    """
+    """Raise DataError if Raven's times, no multiples of places in samples, count over files."""
     samples = table.find("Beg File Samp (samples)", "Begin File Samp (samples)")
     start = used["start"][0] if used["start"] else ""
     if not samples or used["file offset"] or options.start_column or not plain(start).startswith("begintime"):
@@ -333,7 +318,8 @@ def _are_epithets(table: Table, genus: str, species: str) -> bool:
     rows = [(row[genus], row[species]) for _, row in table.rows() if values.given(row[genus]) and values.given(row[species])]
     if not rows or plain(species) not in ("species", "speciesname", "art", "spezies", "especie", "espece"):
         return False
-    if all(_is_epithet(text) or text.startswith(f"{name} ") for name, text in rows):
+    words_alone = (text.islower() and text.replace("-", "").rstrip(".").isalpha() for _, text in rows)
+    if all(alone or text.startswith(f"{name} ") for alone, (name, text) in zip(words_alone, rows, strict=True)):
         return True
     genera: dict[str, str] = {}
     for name, text in rows:
@@ -345,15 +331,8 @@ def _are_epithets(table: Table, genus: str, species: str) -> bool:
     return False
 
 
-def _is_epithet(text: str) -> bool:
-    return text.islower() and text.replace("-", "").rstrip(".").isalpha()
-
-
 def _looks_like(table: Table, name: str, used: Used) -> str:
-    """Return the likely meaning of a column that is not used: "a time", "a label", "a class".
-
-    Its name and its values decide.
-    """
+    """Return what an unused column may be by name and values: "a time", "a label", "a class"."""
     its = [value for value in table.values(name) if values.given(value) and value != "[]"]
     meaning = what(name)
     if not meaning and values.are_posneg(its):
@@ -413,10 +392,7 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
 
 
 def _is_position(layout: Layout, name: str) -> bool:
-    """Whether a column holds times in recordings, which would be lost.
-
-    Its values, its name, and how they vary decide.
-    """
+    """Whether a column holds times that would be lost, by values, name and how they vary."""
     table, its = layout.table, list(filter(values.given, layout.table.values(name)))
     meaning, parts = what(name), set(words(name))
     if not its or name in layout.classes or meaning not in ("", "time", "clock", "date", "datetime", "duration", "offset"):

@@ -14,9 +14,7 @@ PATHS = {"path", "filepath", "dir", "folder"}  # words in the name of a column t
 
 
 def choose(table: Table, used: dict[str, list[str]], named: bool) -> None:
-    """Keep the columns that name the recording, the best first.
-
-    Columns of folders get that meaning, addresses none.
+    """Keep the columns that name the recording, the best first, and those of folders.
 
     Args:
       named: an option names the column.

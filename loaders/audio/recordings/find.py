@@ -22,9 +22,7 @@ def is_audio(name: str) -> bool:
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
     """Yield every file below a folder, by name, links followed.
 
-    A folder that cannot be entered is a mistake.
-
-    The recordings in hidden folders, and in those that systems make, are counted.
+    Folders that cannot be entered, and recordings in hidden ones, are mistakes.
     """
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -125,10 +123,7 @@ def _parts(name: str) -> list[str]:
 
 
 class Finder:
-    """Finds the file that a table's name means: in the folder of recordings, or by the table.
-
-    A part of its path may find it, too.
-    """
+    """Finds the file that a table's name means, in the folder or by the table, in parts too."""
 
     def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
         self.folder, self._mistakes = folder, mistakes
@@ -136,10 +131,7 @@ class Finder:
         self._names: dict[pathlib.Path, Names] = {}
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
-        """Return the absolute path of a recording.
-
-        None for none or several, which is counted once for each name.
-        """
+        """Return a recording's absolute path, or None for none or several, and a mistake."""
         key = (name, str(table.parent))
         if key not in self._found:
             name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
@@ -183,10 +175,7 @@ class Finder:
         return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
 
     def _is_elsewhere(self, folder: pathlib.Path, path: str, name: str, where: str) -> bool:
-        """Whether a name means a file next to the folder of recordings.
-
-        A relative one in another folder is counted.
-        """
+        """Whether a name means a file next to the folder. In another folder, it is a mistake."""
         ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
         pairs = zip(reversed(ours), reversed(theirs), strict=False)
         at = next((n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0)

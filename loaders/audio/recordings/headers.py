@@ -1,7 +1,4 @@
-"""Rate, length, date and place of recordings, from their first and last bytes.
-
-They are kept between runs.
-"""
+"""Rate, length, date and place of recordings, from their first and last bytes, kept."""
 
 import concurrent.futures
 import dataclasses
@@ -48,10 +45,7 @@ class Header:
 def read_all(
     paths: Iterable[str], known: Mapping[str, Header], mistakes: Mistakes, threads: int = 0
 ) -> tuple[dict[str, Header], int]:
-    """Return the headers of all readable recordings, by path, and how many were newly read.
-
-    Those are the ones not ``known`` before.
-    """
+    """Return the headers of readable recordings, by path, and how many were not ``known``."""
     paths = sorted(set(paths))
     found: dict[str, Header] = {}
     n_read = 0
@@ -118,10 +112,7 @@ def fault(path: str, start: float, end: float) -> str:
 
 
 def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
-    """Group of recordings with the same bytes, each by name.
-
-    Only candidates of one size and a few equal bytes are read.
-    """
+    """Group recordings with the same bytes, each by name. Only likely ones are read whole."""
     candidates: dict[tuple[int, str], list[str]] = defaultdict(list)
     for path, header in headers.items():
         candidates[header.size, header.digest].append(path)
@@ -178,10 +169,7 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 
 
 def from_guano(text: str) -> dict[str, str]:
-    """Date and place of a GUANO chunk (https://guano-md.org), a field a line.
-
-    An example is "Timestamp: 2023-05-01T05:30:00+02:00".
-    """
+    """Return date and place of a GUANO chunk (https://guano-md.org): "Timestamp: 2023-05-01T…"."""
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in files.lines(text))}
     about: dict[str, str] = {}
     if stamp := fields.get("Timestamp"):

@@ -41,10 +41,7 @@ class Line:
 
 
 def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]:
-    """Yield the lines of a table. Lines that cannot be understood are mistakes.
-
-    Raises DataError: nothing tells day and month of its dates apart.
-    """
+    """Yield the lines of a table. Others are mistakes. Raises DataError: ambiguous dates."""
     table, used = layout.table, layout.used
     for text in table.wrong:
         mistakes.add("bad-row", text)
@@ -155,10 +152,7 @@ class _Labels:
 
 
 def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
-    """Return the lines of a table, of which Raven lists a selection for each of its views.
-
-    They agree in all columns that both fill: a view of the waveform may have no frequencies.
-    """
+    """Return the lines of a table, of which Raven lists a selection once for each view."""
     view, selection = layout.column("view"), layout.column("selection")
     if not view or not selection or len(set(layout.table.values(view))) < 2:
         return list(layout.table.rows())
@@ -232,10 +226,7 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the parts of a list: between commas, or in quotes.
-
-    An apostrophe inside a word is no quote.
-    """
+    """Return the parts of a list: between commas, or in quotes, which no apostrophe is."""
     quoted = r"(['\"])(?P<quoted>(?:(?!\1(?:\s|,|$)).)*)\1(?=\s|,|$)"
     text = text.replace("\\'", "'")
     return [each["quoted"] or each["plain"] or "" for each in re.finditer(rf"{quoted}|(?P<plain>[^,\s][^,]*)", text)]
@@ -310,10 +301,7 @@ class _Times:
 
 
 def _are_days(texts: Iterable[str]) -> bool:
-    """Whether all times are parts of a day, as a spreadsheet keeps 0:00:12.
-
-    They have many digits, or all are within 1 ms.
-    """
+    """Whether all times are parts of a day, as of a spreadsheet: many digits, or within 1 ms."""
     found = [text.strip() for text in texts if values.given(text.strip())]
     number = r"0(\.0*)?|0[.,]\d{8,}|\d([.,]\d+)?[eE]-0?\d|0[.,]000\d+"
     if not all(re.fullmatch(number, text) for text in found):
@@ -339,13 +327,7 @@ def _file(layout: Layout, row: Row) -> str:
 
 
 def _answer(layout: Layout, row: Row, letters: bool) -> str:
-    """Return the answer of `jaxtrain review`, or of a person in Arbimon, about the label.
-
-    Raises _WrongLine.
-
-    Args:
-      letters: the column of answers holds P and A.
-    """
+    """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine."""
     text = layout.text(row, "answer")
     if not text:
         return ""

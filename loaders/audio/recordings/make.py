@@ -22,10 +22,7 @@ MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of its other metadata
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive, of whose description no more than `MOST_ABOUT` is read.
-
-    It can be packed a thousandfold.
-    """
+    """A member of an archive, of whose description at most `MOST_ABOUT` is read."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -50,18 +47,15 @@ def make(
 ) -> dict[str, Any]:
     """Read sources, check them and write the index ``out``.
 
-    Return its index.json, and counts of recordings.
-
-    They are "n_read", headers read now, "n_used", and "n_without", recordings without a label.
-
     Args:
       root: the folder that names in the index are relative to; empty = that of --audio, a folder
         that is the only source, or the folder that all recordings lie in.
       note: is called with a line of progress.
 
-    Raises:
-      DataError: a source that is none, mistakes that no option says to drop or keep
-        (`IndexMistakes`), or an ``out`` that holds other things. Nothing is written then.
+    Returns its index.json, with counts of recordings: "n_read" now, "n_used", "n_without" a label.
+
+    Raises DataError, and writes nothing: a source that is none, an ``out`` that holds other things,
+    mistakes that no option says to drop or keep (`IndexMistakes`).
     """
     out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
@@ -102,12 +96,9 @@ def archives_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
-    """Unpacks the files of tar archives into a folder.
+    """Unpack the files of tar archives that are not there yet. Return their number.
 
-    Files of the same size are left. Returns their number.
-
-    Raises DataError: an archive that cannot be read, or holds anything but files and folders below
-    it.
+    Raises DataError: an archive that cannot be read, or holds anything but files below the folder.
     """
     n = 0
     for archive in archives:

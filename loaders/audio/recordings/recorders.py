@@ -2,17 +2,13 @@
 
 Recorder, and the names that it writes:
 
-    AudioMoth       20230501_053000.WAV, 20230501_053000T.WAV (triggered), 5E90A4D4.WAV (first
-                    firmware)
-    Song Meter      SITE_20160506_175304.wav, also with $ or + in the middle, SITE_0+1_… (channels),
-                    …_000.wav (part)
+    AudioMoth       20230501_053000.WAV, …T.WAV (triggered), 5E90A4D4.WAV (old)
+    Song Meter      SITE_20160506_175304.wav, also $ or +, SITE_0+1_… (channels), …_000.wav (part)
     Frontier Labs   S20240815T095156.839419+1000_E20240815T100151.840193+1000_-31.51+143.13.wav
-                    (begin and end)
     BAR-LT          20190401T120000+1000_REC.flac, also with [-27.38 152.87]
     Swift           SITE_20190526_053000Z.flac, SITE_20190526_053000-0400.flac
     Arbimon         SITE-2015-06-01_08-30.flac
-    others          a date and a time anywhere (2023-05-01T05-30-00Z), or a date alone between
-                    separators
+    others          a date and a time anywhere (2023-05-01T05-30-00Z), a date between separators
 """
 
 import re
@@ -70,10 +66,7 @@ def stamp(text: str, clock: bool = True) -> dict[str, str]:
 
 
 def differ(name: Mapping[str, str], header: Mapping[str, str]) -> bool:
-    """Whether a name and a header state begins more than a few seconds apart.
-
-    They may differ by local time and UTC.
-    """
+    """Whether a name's and a header's begins are seconds apart, in local time and in UTC."""
     stated, kept = _when(name), _when(header)
     if not stated or not kept or "time" not in name:
         return False

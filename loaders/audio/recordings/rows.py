@@ -77,12 +77,10 @@ class Plan:
 class Splitter:
     """Which split a recording is in.
 
-    recording=0.2           a fifth of the recordings, by a hash of their names, is "test";
-                            recording=test:0.2,valid:0.1
+    recording=0.2           a fifth, by a hash of names, is "test"; recording=test:0.2,valid:0.1
     site=0.2                the same for whole sites
     date=2024-05-01         from that day on, "test"
-    column=NAME             the column of a table names the split; column=fold:5: rows with 5 are
-                            "test"
+    column=NAME             a table's column names the split; column=fold:5: rows with 5 are "test"
     folder                  the first folder of a recording's name is its split
     """
 
@@ -123,10 +121,7 @@ class Splitter:
             raise DataError(f"--split column={self.value}: no line has {self.wanted!r}; {checks.expected(self.wanted, found)}")
 
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
-        """Return the split of a recording below the root, or None if its value is unknown.
-
-        The value is the decisive one.
-        """
+        """Return the split of a recording by its name, or None if the value is unknown."""
         if self.kind == "column":
             wanted = self.wanted
             return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
@@ -157,9 +152,7 @@ def plan(
     splitter: Splitter,
     mistakes: Mistakes,
 ) -> Plan:
-    """Check annotations, and decides classes and splits.
-
-    Mistakes are counted, and dropped rows are left out.
+    """Check annotations, and decide classes and splits. Mistakes are counted.
 
     Raises DataError: recordings whose decisive value for the split is unknown.
     """
@@ -243,10 +236,7 @@ def leads_out(path: str, root: str) -> str:
 def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
-    """Return an annotation whose times lie in its recording, with classes, or None.
-
-    None means that it is left out.
-    """
+    """Return an annotation whose times lie in its recording, with classes, or None."""
     if each.start is not None and each.end is not None:
         times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:
@@ -280,10 +270,7 @@ def _checked(
 
 
 def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
-    """Return a recording's annotations in the order of time, without those that are dropped.
-
-    They are doubles, conflicts and overlaps.
-    """
+    """Return a recording's annotations by time, without doubles, conflicts and overlaps."""
     seen: dict[tuple[Any, ...], list[Annotation]] = {}
     for each in sorted(events, key=_order):
         near = seen.setdefault((each.labels, each.split), [])
@@ -314,10 +301,7 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
 
 
 def _is_same(one: Annotation, other: Annotation) -> bool:
-    """Whether two annotations of the same labels are one: all that both state agrees.
-
-    Times of two tables agree as tables round.
-    """
+    """Whether two annotations of the same labels agree in all that both state, as tables round."""
     most = 0.0 if one.where.rpartition(":")[0] == other.where.rpartition(":")[0] else SAME
     for a, b in ((one.start, other.start), (one.end, other.end)):
         if (a is None) != (b is None) or (a is not None and b is not None and abs(a - b) > most):
@@ -349,10 +333,7 @@ def _order(each: Annotation) -> tuple[Any, ...]:
 
 
 def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
-    """Return the classes' names in order, without rare ones.
-
-    Events that have only rare ones are left out.
-    """
+    """Return the classes' names in order, without rare ones and events of only such."""
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
     dropped = {
@@ -377,21 +358,12 @@ def _rows(
     about = dict(header.about)
     for each in events[:1]:
         about |= {key: value for key, value in each.about.items() if value}
-    parts: Iterator[Part]
-    if options.windows:
-        parts = windows_of(events, header.seconds, numbers, options)
-    else:
-        parts = (
-            (
-                each.start or 0.0,
-                header.seconds if each.end is None else each.end,
-                tuple(sorted(numbers[label] for label in each.labels)),
-                each.low,
-                each.high,
-                each.channel,
-            )
-            for each in events
-        )
+
+    def part(each: Annotation) -> Part:
+        end = header.seconds if each.end is None else each.end
+        return each.start or 0.0, end, tuple(sorted(numbers[x] for x in each.labels)), each.low, each.high, each.channel
+
+    parts = windows_of(events, header.seconds, numbers, options) if options.windows else map(part, events)
     for start, end, labels, low, high, channel in parts:
         for one in _channels(channel, header.channels, options.channels):
             yield Row(name, start, end, one, labels, low, high, header, about)

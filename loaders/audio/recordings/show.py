@@ -93,10 +93,7 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
 
 
 def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Write pictures of an index: each split's classes, and spectrograms of rows spread over it.
-
-    Raises DataError: a recording that cannot be read.
-    """
+    """Write pictures of each split's classes, and spectrograms of its rows. Raises DataError."""
     about = store.read(folder)
     out.mkdir(parents=True, exist_ok=True)
     made = []

@@ -36,12 +36,9 @@ OWN = ("index.json", "detect.json", "embeddings.json")  # in the folders that ja
 
 
 def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda text: None) -> Iterator[Annotation]:
-    """Yield the annotations of a folder, a table, metadata or a list of paths.
+    """Yield the annotations of a source, and call ``note`` with lines about its columns.
 
-    Args:
-      note: is called with the lines that describe a table's columns.
-
-    Raises DataError: it does not exist, or is none of these.
+    Raises DataError: it does not exist, or is no folder, table, metadata or list of paths.
     """
     for annotation in _annotations(source, options, mistakes, note):
         if any(map(values.says_none, annotation.labels)):
@@ -72,10 +69,7 @@ def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) 
 
 
 def root_of(path: pathlib.Path) -> str:
-    """Return the folder of recordings that a table or folder of `jaxtrain detect` is about.
-
-    It may be "".
-    """
+    """Return the recordings' folder that `jaxtrain detect` notes for its tables, or ""."""
     path = pathlib.Path(os.path.abspath(path))
     for folder in (path, *path.parents)[:8]:
         if (folder / "detect.json").is_file():
@@ -98,22 +92,24 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
             or os.path.basename(path) in ("index.json", "mistakes.csv")
         ):
             continue
-        try:
-            with files.regular(pathlib.Path(path)) as file:
-                first = file.read(4096)
-        except (files.FileError, OSError):
-            first = b""
+        first = _begin(path)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
             mistakes.add("unread-sound", path)
         else:
             mistakes.add("unread-table" if _is_table(path, first) else "other-file", path)
 
 
-def unnamed(given: Iterable[str], options: Options, named: Collection[str], mistakes: Mistakes) -> None:
-    """Count the recordings that are not ``named``.
+def _begin(path: str) -> bytes:
+    """Return the first bytes of a file, none of one that cannot be read."""
+    try:
+        with files.regular(pathlib.Path(path)) as file:
+            return file.read(4096)
+    except (files.FileError, OSError):
+        return b""
 
-    They are those of --audio, or next to those that tables among ``given`` name.
-    """
+
+def unnamed(given: Iterable[str], options: Options, named: Collection[str], mistakes: Mistakes) -> None:
+    """Count recordings of --audio, or next to ``given`` tables' own, that are not ``named``."""
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
@@ -138,13 +134,7 @@ def _is_table(path: str, first: bytes) -> bool:
 
 
 def _is_raven(path: str) -> bool:
-    if not path.lower().endswith(".txt"):
-        return False
-    try:
-        with files.regular(pathlib.Path(path)) as file:
-            first = file.read(4096).lower()
-    except (files.FileError, OSError):
-        return False
+    first = _begin(path).lower() if path.lower().endswith(".txt") else b""
     return b"begin time (s)" in first and b"\t" in first and first.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
 
 
@@ -288,10 +278,7 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
 def _audacity(
     path: pathlib.Path, text: str, encoding: str, separator: str, mistakes: Mistakes, finder: Finder
 ) -> Iterator[Annotation]:
-    """Yield a label track of Audacity: start, end and label between tabs.
-
-    Below it, after a backslash, are the frequencies.
-    """
+    """Yield Audacity's labels: start, end and text, and below, after a backslash, frequencies."""
     audio = finder.next_to(path, str(path))
     if not audio:
         return
@@ -333,18 +320,11 @@ def _audacity(
 
 
 def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
-    """Whether a JSON file holds xeno-canto's metadata.
-
-    One outside the folder, to which a link leads, is not opened.
-    """
+    """Whether a JSON file inside the folder, links followed, holds xeno-canto's metadata."""
     if led := leads_out(path, str(folder)):
         mistakes.add("link-outside", f"{path} leads to {led}")
         return False
-    try:
-        with files.regular(pathlib.Path(path)) as file:
-            return re.search(rb'"recordings"\s*:\s*\[', file.read(4096)) is not None
-    except files.FileError:
-        return False
+    return re.search(rb'"recordings"\s*:\s*\[', _begin(path)) is not None
 
 
 def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
@@ -372,21 +352,13 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
 
 
 def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """Yield the metadata of a split of BirdSet.
-
-    Rows are recordings in train, events of recordings in test, and clips of 5 s in test_5s.
-    """
+    """Yield BirdSet's metadata: recordings (train), events (test), clips of 5 s (test_5s)."""
     import pyarrow.csv as pc
     import pyarrow.parquet as pq
 
-    try:
-        with files.regular(path):  # a pipe would be waited for
-            table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
+    with files.reading(path):
+        table = pq.read_table(path) if path.suffix == ".parquet" else pc.read_csv(path)
         rows = table.to_pylist()
-    except DataError:
-        raise
-    except Exception as error:  # noqa: BLE001  a damaged table makes pyarrow raise many kinds
-        raise DataError(f"{path} cannot be read: {files.said(error)[:300]}") from error
     named = re.search(r"_metadata_(train|test|test_5s)\.", path.name)
     split = named[1] if named else "train"
     columns = set(table.column_names)

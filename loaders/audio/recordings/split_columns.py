@@ -9,10 +9,9 @@ from loaders.base import DataError
 
 
 def choose(table: Table, used: dict[str, list[str]], classes: Collection[str]) -> None:
-    """Keep a column of splits: one whose name is split, or whose values are names of splits.
+    """Keep a column of splits, by its name or its values.
 
-    Raises DataError: a column tells lines to test on apart in other words, so that they would be
-    trained on.
+    Raises DataError: a column tells test lines apart in other words: they would be trained on.
     """
     taken = {name for meaning, several in used.items() if meaning != "split" for name in several} | set(classes)
     named = used.get("split", [])

@@ -7,12 +7,10 @@ DIR/
   mistakes.csv                    every mistake: kind, text
 """
 
-import csv
 import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,10 +33,7 @@ PLACES = ("latitude", "longitude")
 
 
 def schema(names: list[str]) -> pa.Schema:
-    """Return the columns of an index, with its classes' names as `datasets` declares them.
-
-    That library is Hugging Face's.
-    """
+    """Return the columns of an index, with its classes' names as Hugging Face declares them."""
     audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     fields = {
         "audio": audio,
@@ -72,20 +67,7 @@ def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[st
     is full.
     """
     refuse_other(out)
-    fresh = out.with_name(f".{out.name}.new")
-    with atomic_write.alone(fresh, out):
-        about = _replace(out, fresh, plan, mistakes, options)
-    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
-    return about
-
-
-def _replace(
-    out: pathlib.Path, fresh: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    old = out.with_name(f".{out.name}.old")
-    try:
-        for left in fresh.iterdir():  # of a command that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    with atomic_write.folder(out, replace=True) as fresh:
         (fresh / "data").mkdir()
         splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
         splits = {split: about for split, about in splits.items() if about["rows"]}
@@ -101,24 +83,14 @@ def _replace(
             "options": dict(options),
         }
         _write_recordings(fresh / "headers.cache", plan)
-        with open(fresh / "mistakes.csv", "w", newline="", errors="backslashreplace") as file:
-            csv.writer(file).writerows([("kind", "text"), *mistakes.lines])
+        mistakes.save(fresh / "mistakes.csv", always=True)
         (fresh / "index.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-        shutil.rmtree(old, ignore_errors=True)
-        if out.exists():
-            os.rename(out, old)
-        os.rename(fresh, out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
     return about
 
 
 def refuse_other(out: pathlib.Path) -> None:
-    """Raise DataError if a folder holds anything but an index.
-
-    Put back one whose replacement was interrupted.
-    """
+    """Raise DataError if a folder is no index. Put back one whose replacement was interrupted."""
     old = out.with_name(f".{out.name}.old")
     if not out.exists() and (old / "index.json").is_file():
         os.rename(old, out)

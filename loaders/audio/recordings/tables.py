@@ -86,19 +86,13 @@ def _not_western(text: str) -> str:
         sign = kind in ("No", "Sk", "Sc", "Sm") and after.isalpha() or before.islower() and letter in "†‡‰¤¦¬¶¼¾¹"
         inside = kind[0] in "PSN" and letter not in "’‘´·" and before.isalpha() and after.isalpha()
         if capital or sign or inside:
-            return (
-                text[: at + 1].split()[-1] + text[at + 1 :].split(maxsplit=1)[0]
-                if after.strip()
-                else text[: at + 1].split()[-1]
-            )
+            rest = text[at + 1 :].split(maxsplit=1)[0] if after.strip() else ""
+            return text[: at + 1].split()[-1] + rest
     return ""
 
 
 def said_separator(line: str) -> str | None:
-    """Return the separator in a table's first line, as Excel writes it: "sep=;".
-
-    None for every other line.
-    """
+    """Return the separator that a first line states as Excel writes it, "sep=;", or None."""
     found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
     return found[1] if found else None
 
@@ -109,10 +103,7 @@ def separator(header: str) -> str:
 
 
 class Table:
-    """A table's columns and rows.
-
-    A column is found by its name in any case, without blanks, points and underscores.
-    """
+    """A table. A column is found in any case, without blanks, points and underscores."""
 
     def __init__(self, path: pathlib.Path, text: str, encoding: str = "UTF-8"):
         """Open the table. Raises DataError: a quoted field does not end."""
@@ -172,10 +163,7 @@ class Table:
         return next((known[_plain(name)] for name in names if _plain(name) in known), None)
 
     def rows(self) -> Sequence[tuple[int, Mapping[str, str]]]:
-        """Return each line's number in the file, and its values by column.
-
-        Empty, comment and wrong lines are left out.
-        """
+        """Return each line's number and values by column, of no empty, comment or wrong lines."""
         return self._rows
 
     def values(self, column: str) -> list[str]:

@@ -1,7 +1,4 @@
-"""The values in a table's cells: numbers, times, dates, answers.
-
-A text that is none is an error, never another value.
-"""
+"""The values in cells: numbers, times, dates, answers. A text that is none is an error."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,47 +6,10 @@ from datetime import date, datetime
 
 # Of R, pandas and SQL, and of people.
 MISSING = {"", "NA", "na", "N/A", "n/a", "<NA>", "NaN", "nan", "NAN", "NULL", "null", "Null", "None", "none", "NONE", "n.a."}
-YES = {
-    "1",
-    "1.0",
-    "true",
-    "t",
-    "yes",
-    "y",
-    "x",
-    "present",
-    "correct",
-    "positive",
-    "pos",
-    "wahr",
-    "vrai",
-    "verdadero",
-    "ja",
-    "oui",
-    "si",
-    "sí",
-    "✓",
-    "✔",
-}
-NO = {
-    "0",
-    "0.0",
-    "false",
-    "f",
-    "no",
-    "n",
-    "-",
-    "absent",
-    "not present",
-    "incorrect",
-    "negative",
-    "neg",
-    "falsch",
-    "faux",
-    "falso",
-    "nein",
-    "non",
-}
+YES = {"1", "1.0", "true", "t", "yes", "y", "x", "present", "correct", "positive", "pos", "wahr", "vrai", "verdadero", "ja",
+       "oui", "si", "sí", "✓", "✔"}  # fmt: skip
+NO = {"0", "0.0", "false", "f", "no", "n", "-", "absent", "not present", "incorrect", "negative", "neg", "falsch", "faux",
+      "falso", "nein", "non"}  # fmt: skip
 OPEN = {"skip", "unknown", "unk", "unvalidated", "not validated", "(not validated)", "undefined", "pending", "unverified",
         "unchecked", "unreviewed", "not reviewed", "needs review", "needs id", "uncertain", "unsure", "---"}  # fmt: skip
 LETTERS = {"p": "yes", "a": "no"}  # of a column of presence and absence that holds nothing else
@@ -74,28 +34,9 @@ TIME_WORDS = set("s sec secs second seconds m min mins minute minutes h hr hour 
                  "until and ca".split())  # fmt: skip
 MONTHS = {name: n + 1 for n, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split())}
 MONTHS |= {"m\u00e4r": 3, "mrz": 3, "mai": 5, "okt": 10, "dez": 12}  # German, and by four letters French, and Spanish
-MONTHS |= {
-    "janv": 1,
-    "f\u00e9vr": 2,
-    "fevr": 2,
-    "mars": 3,
-    "avri": 4,
-    "avr": 4,
-    "juin": 6,
-    "juil": 7,
-    "ao\u00fbt": 8,
-    "aout": 8,
-    "d\u00e9ce": 12,
-    "d\u00e9c": 12,
-    "ener": 1,
-    "ene": 1,
-    "abri": 4,
-    "abr": 4,
-    "agos": 8,
-    "ago": 8,
-    "dici": 12,
-    "dic": 12,
-}
+MONTHS |= {"janv": 1, "f\u00e9vr": 2, "fevr": 2, "mars": 3, "avri": 4, "avr": 4, "juin": 6, "juil": 7, "ao\u00fbt": 8,
+           "aout": 8, "d\u00e9ce": 12, "d\u00e9c": 12, "ener": 1, "ene": 1, "abri": 4, "abr": 4, "agos": 8, "ago": 8,
+           "dici": 12, "dic": 12}  # fmt: skip
 
 
 def given(text: str) -> bool:
@@ -104,10 +45,7 @@ def given(text: str) -> bool:
 
 
 def number(text: str | None, comma: bool = True) -> float | None:
-    """Return a number with a point, or a comma if the table allows it.
-
-    It is None for an empty field. Raises ValueError.
-    """
+    """Return a number with a point, or a comma, or None for an empty field. Raises ValueError."""
     if text is None or (text := text.strip()) in MISSING:
         return None
     value = float(text.replace(",", ".") if comma and "," in text and "." not in text else text)
@@ -123,10 +61,7 @@ def minutes(text: str) -> float | None:
 
 
 def span(text: str) -> tuple[float, float] | None:
-    """Return start and end of "0_5", "0.0-5.0" and "00:05-00:10", None for an empty field.
-
-    Raises ValueError.
-    """
+    """Return start and end of "0_5" or "00:05-00:10", None if empty. Raises ValueError."""
     if not given(text):
         return None
     time = r"(\d+(?:[.:]\d+)*) ?s?"
@@ -139,10 +74,7 @@ def span(text: str) -> tuple[float, float] | None:
 
 
 def seconds(text: str | None, scale: float = 1.0, comma: bool = True) -> float | None:
-    """Return a time in s of 12, 12 s, 500 ms, h:mm:ss or 0 days h:mm:ss; None for an empty field.
-
-    Raises ValueError.
-    """
+    """Return s of 12, 12 s, 500 ms, h:mm:ss or 0 days h:mm:ss, None if empty. Raises ValueError."""
     text = (text or "").strip()
     if ":" in text and (found := re.fullmatch(r"(?:(\d+) days? )?(\d+):([0-5]?\d):([0-5]?\d(?:[.,]\d+)?)", text)):
         whole = int(found[1] or 0) * 86400 + int(found[2]) * 3600 + int(found[3]) * 60
@@ -180,10 +112,7 @@ def are_clocks(texts: Iterable[str]) -> bool:
 
 
 def like_times(texts: Iterable[str]) -> bool:
-    """Whether most are times in any form, such as ca.
-
-    2 or 12:00:02 AM: a number is first, and all words are of times.
-    """
+    """Whether most begin with a number and have words of times alone: ca. 2, 12:00:02 AM."""
     found = [re.sub(r"^[^\w]*((ca|approx|about|at)\b[^\w]*)?", "", text.casefold()) for text in texts if given(text)]
     like = [text for text in found if text[:1].isdigit() and set(re.findall(r"[^\W\d_]+", text)) <= TIME_WORDS]
     return 2 * len(like) >= len(found) > 0
@@ -239,11 +168,7 @@ def are_letters(texts: Iterable[str]) -> bool:
 
 
 def verdict(text: str, letters: bool = False) -> str | None:
-    """Return "yes", "no" or "skip" of a column of answers, "" of an empty field, else None.
-
-    Args:
-      letters: the column holds P and A alone.
-    """
+    """Return "yes", "no", "skip", "" of an empty field, or None; ``letters``: of P and A alone."""
     folded = text.casefold()
     if letters and folded in LETTERS:
         return LETTERS[folded]
@@ -258,10 +183,7 @@ def verdict(text: str, letters: bool = False) -> str | None:
 
 
 def _words(texts: Iterable[str]) -> set[str]:
-    """Return a column's different cells in lower case, or none if there are too many.
-
-    Words of an answer are few.
-    """
+    """Return a column's different cells in lower case, or none if they are too many for answers."""
     found = set(texts)
     return {text.casefold() for text in found if given(text)} if len(found) <= WORDS else set()
 
@@ -334,10 +256,7 @@ def degrees(text: str, negative: str) -> float:
 
 
 def whole(text: str) -> str:
-    """Return a whole number as it is counted: "5" for 5.0.
-
-    pandas makes it of 5 next to an empty field.
-    """
+    """Return a whole number as it is counted: "5" for 5.0, which pandas makes of it."""
     return text.partition(".")[0] if "." in text and re.fullmatch(r"-?\d+\.0+", text) else text
 
 
@@ -345,10 +264,7 @@ class Dates:
     """The dates of a column, which together decide whether the day or the month is first."""
 
     def __init__(self, texts: Sequence[str], order: str = ""):
-        """Find the order of days and months.
-
-        Raises ValueError: nothing tells, and ``order`` ("day-first", "month-first") is empty.
-        """
+        """Find the order of days and months, or ``order``. Raises ValueError: nothing tells."""
         pairs = [(int(found[1]), int(found[2])) for text in texts if (found := self._slashed(text))]
         day_first, month_first = any(a > 12 for a, _ in pairs), any(b > 12 for _, b in pairs)
         if day_first and month_first:
@@ -369,10 +285,7 @@ class Dates:
         return re.match(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)", text)
 
     def read(self, text: str) -> tuple[str, str]:
-        """Date "2024-05-23" and time of day of a text, "" if it has none.
-
-        Raises ValueError: it is none, or is impossible.
-        """
+        """Return date "2024-05-23" and time of day of a text, "" for none. Raises ValueError."""
         text = whole(text.strip())  # 20240523.0
         if re.fullmatch(r"\d{4}[-/]\d\d[-/]00|0000.*|\d{4}[-/]00[-/]00", text):  # xeno-canto's unknown days
             return "", ""

@@ -29,11 +29,9 @@ PLACES = ("recording", "site", "latitude", "longitude", "score", "clock", "datet
 
 
 def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list[str]:
-    """Return the columns of a wide table whose names are labels: they hold yes and no alone.
+    """Return the columns whose names are labels: they hold yes and no alone.
 
-    Names with another meaning (`fin`, `low`) are classes, too, if they hold both next to other
-    classes.
-
+    Names with another meaning (`fin`, `low`) are classes next to others if they hold both.
     Raises DataError: a column may be a class or not.
     """
     rows = {name: table.values(name) for name in table.columns}
@@ -81,10 +79,7 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
 
 
 def _is_about(name: str) -> bool:
-    """Whether a column of 0 and 1 is probably about its line: is_test, has_audio, usable.
-
-    Its name decides. It may be about the recording, too.
-    """
+    """Whether 0 and 1 are about a line or recording by the name: is_test, has_audio, usable."""
     parts = words(name)
     return (
         bool(SPLIT & set(parts))

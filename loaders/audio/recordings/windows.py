@@ -1,7 +1,4 @@
-"""Recordings of any length cut into windows, which the loader reads as rows.
-
-Nothing but headers is read.
-"""
+"""Recordings cut into windows, which the loader reads as rows. Only headers are read."""
 
 import dataclasses
 import hashlib
@@ -30,10 +27,7 @@ class Recording:
     header: Header
 
     def clock(self, seconds: float) -> str:
-        """Date and time at a place, as in ISO 8601, or "" if the recording's begin is unknown.
-
-        Its header or its name may have it.
-        """
+        """Date and time at a place, ISO 8601, or "" if neither header nor name has the begin."""
         return clock(self.header.about.get("date"), self.header.about.get("time"), seconds)
 
 
@@ -116,12 +110,11 @@ def cut(
     mistakes: Mistakes,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
-    """Return windows of recordings: files, folders, indexes, and tables or lists of some.
+    """Return the windows of recordings: files, folders, indexes, tables or lists that name some.
 
     Args:
-      seconds, hop: of the windows.
-      root: the folder that names are relative to, those in tables, too; empty = a folder or index
-        that is alone given, or the nearest that holds all.
+      root: the folder that names are relative to; empty = a folder or index that is alone given, or
+        the nearest that holds all.
       reading: the columns of tables.
       links: whether links may lead out of the root.
       mistakes: takes every recording that cannot be read.
@@ -155,7 +148,8 @@ def cut(
         else:
             mistakes.add("unreadable-file", f"{path} holds no samples")
     if not recordings:
-        raise DataError(f"none of {len(paths)} recordings can be read{_first_mistake(mistakes)}; name some that can")
+        first = f" ({mistakes.lines[0][1]})" if mistakes.lines else ""
+        raise DataError(f"none of {len(paths)} recordings can be read{first}; name some that can")
     counts = [len(_cut(each.header, seconds, hop)) for each in recordings]
     return Windows(root, recordings, seconds, hop, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
@@ -167,10 +161,7 @@ def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]
 def _recordings_of(
     given: str, root: str, known: dict[str, Header], reading: columns.Options, mistakes: Mistakes
 ) -> tuple[str, set[str]]:
-    """Return the folder that a source stands for ("" without one), and its recordings.
-
-    ``known`` takes headers that an index has.
-    """
+    """Return the folder of a source, or "", and its recordings. Add to the ``known`` headers."""
     path = pathlib.Path(given).expanduser()
     if (path / "index.json").is_file():
         of_index: Mapping[str, Header] = store.read_recordings(path)
@@ -192,13 +183,6 @@ def _recordings_of(
     return "", {each.path for each in sources.read(given, dataclasses.replace(reading, audio=root, whole=True), mistakes)}
 
 
-def _first_mistake(mistakes: Mistakes) -> str:
-    return f" ({mistakes.lines[0][1]})" if mistakes.lines else ""
-
-
 def lenient() -> Mistakes:
-    """Mistakes of which none ends a command.
-
-    Rows with one are left out, and a truncated recording is read to its end.
-    """
+    """Drop the rows of all mistakes. Read a truncated recording to its end."""
     return Mistakes(["all=drop", *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels"))])
