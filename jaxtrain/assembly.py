@@ -1,4 +1,7 @@
-"""A run put together before any array exists, to train, plan or embed."""
+"""A run put together on a mesh, before any array exists.
+
+Training, planning, embedding and the tests begin with it.
+"""
 
 import dataclasses
 import logging

@@ -1,4 +1,7 @@
-"""This process among a run's: it owns the workdir, joins, may stop, is watched, has a console."""
+"""This process among a run's others: it owns the workdir, joins them, may stop, is watched.
+
+It has a console.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,7 @@
-"""The folder of a run's checkpoints, named by their steps, and the bytes of those there."""
+"""The folder of a run's checkpoints, and the bytes of the existing ones.
+
+A folder whose name is a step's number is a checkpoint (`jaxtrain.checkpoint.checkpointer`).
+"""
 
 import contextlib
 import os

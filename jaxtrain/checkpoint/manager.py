@@ -58,7 +58,8 @@ class CheckpointManager:
     def likely(self) -> int:
         """Return the step that the run will probably resume from, 0 without any.
 
-        It is the newest listed one in this workdir, or in config.resume.path's. Nothing is read.
+        It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it
+        is read.
         """
         found = 0
         if cluster.is_main():
@@ -120,7 +121,8 @@ class CheckpointManager:
 
         Later batches are skipped.
 
-        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no save.
+        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such
+        save.
         """
         guard = self._config.guard
         older = None

@@ -1,4 +1,7 @@
-"""Mistakes between the sections of a config, or on this machine: files, packages, the workdir."""
+"""Mistakes that show between the sections of a config, or only on this machine.
+
+These are files, packages, a read-only workdir.
+"""
 
 import functools
 import importlib.util

@@ -1,4 +1,7 @@
-"""A process's devices (jax, driver, a known product), in a subprocess that ends before a run."""
+"""The devices of a process: as jax finds them, their driver, a product with a known result.
+
+It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), which ends before a run begins.
+"""
 
 import os
 import pathlib

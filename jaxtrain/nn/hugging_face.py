@@ -1,4 +1,7 @@
-"""The decoder under Hugging Face's names and shapes, with numbers in the same order."""
+"""The decoder under Hugging Face's names.
+
+Only names and shapes differ, not the order of numbers.
+"""
 
 import contextlib
 import dataclasses

@@ -2,7 +2,8 @@
 
     answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
 
-Jobs and answers are pickles in a temporary folder, of this code and this Python.
+Jobs and answers are pickles in a temporary folder, written and read by this code, by the same
+Python.
 """
 
 import contextlib

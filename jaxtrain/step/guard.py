@@ -1,4 +1,7 @@
-"""Decides on the device which steps are accepted. The host reacts to several that are not."""
+"""The guard decides on the device which steps are accepted.
+
+The host reacts to several in a row that are not.
+"""
 
 from typing import NamedTuple
 
@@ -30,7 +33,8 @@ class Streak:
 
     Attributes:
       last_good: the newest accepted step before the streak became too long.
-      broken: whether config.guard.patience steps in a row were skipped, until `restart`.
+      broken: whether config.guard.patience steps in a row were skipped. It stays true until
+      `restart`.
     """
 
     def __init__(self, guard: Guard, *, step: int):

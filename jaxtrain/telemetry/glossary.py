@@ -1,4 +1,7 @@
-"""The meanings of the names in metrics.jsonl: every run's, and a `WORKLOAD.glossary`'s."""
+"""The meaning of the names in metrics.jsonl: for `jaxtrain explain`, reports, cards and docs.
+
+Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`.
+"""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""A page on the loopback alone, with an unguessable token and a bound on requests at once."""
+"""A page of this machine on the loopback alone, with an unguessable token.
+
+The number of requests at once is bounded.
+"""
 
 import contextlib
 import http.server

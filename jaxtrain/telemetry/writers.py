@@ -257,7 +257,8 @@ def write_pictures(
 
     Return their paths.
 
-    The folder is made only if its parent exists: a deleted workdir must not come back.
+    The folder is made only if its parent exists: a deleted workdir must not come back with pictures
+    alone.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)

@@ -209,7 +209,7 @@ def test_a_head_that_does_not_fit_its_encoder_is_refused(tmp_path, w, b):
     head = {name: Spec(shape, (None,) * len(shape), zeros) for name, shape in (("w", w), ("b", b))}
     table = lambda c: {"encoder": vit.make_specs(c), "objective": {"supervised": head}}  # noqa: E731
     inputs._run(tmp_path, bird, inputs.BIRDS, {}, table)
-    with pytest.raises(InferenceError, match="objective/supervised/[wb] is .*expect"):
+    with pytest.raises(stored.StoredError, match="objective/supervised/[wb] is .*expect"):
         encoder.load(str(tmp_path))
 
 

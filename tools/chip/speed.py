@@ -1,4 +1,7 @@
-"""A case at full speed: steps a second, memory by the plan's bound, compile time, a profile."""
+"""One case at full speed: steps a second, memory, time to compile, and a profile.
+
+The memory stands next to the plan's lower bound.
+"""
 
 import pathlib
 import tempfile

@@ -1,4 +1,7 @@
-"""Every metric as a curve, grouped and thinned to its peaks, with its meaning and values."""
+"""Every metric of the runs as a curve, with its meaning and its values in words.
+
+Curves are grouped, and thinned without losing a peak.
+"""
 
 import math
 import re

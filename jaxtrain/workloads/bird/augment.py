@@ -63,10 +63,7 @@ class Augmented(NamedTuple):
 
 
 def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augmented:
-    """Spectrograms [B, F, W] or [B, V, F, W], of the front end ``of``, as training sees them.
-
-    Raises ValueError for mixup of an odd number of rows.
-    """
+    """Return spectrograms [B, (V,) F, W] as training sees them. Raises ValueError: odd mixup."""
     x = batch["spectrogram"].astype(jnp.float32)
     x_bvfw = x if x.ndim == 4 else x[:, None]
     views = jnp.arange(x_bvfw.shape[1])
@@ -119,10 +116,7 @@ def _place(c: Config, x_fw: Array, key: Key) -> Array:
 
 
 def _crop(c: Config, x_fw: Array, key: Key) -> Array:
-    """Return a box of a random area, shape and place, interpolated to the whole's size.
-
-    The interpolation is linear (Szegedy et al. 2015).
-    """
+    """Return a random box, interpolated linearly to the whole's size (Szegedy et al. 2015)."""
     key_area, key_ratio, key_place = jax.random.split(key, 3)
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
     low, high = jnp.log(jnp.array(c.crop_ratio, jnp.float32))

@@ -39,10 +39,7 @@ def scores(params: PyTree, x_rd: Array) -> Array:
 
 
 def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -> Array:
-    """-sum_c target_c log softmax(logits)_c, [B].
-
-    The target is one-hot, with ``smoothing`` of it spread evenly.
-    """
+    """Return -sum_c target_c log softmax(logits)_c, [B], with ``smoothing`` spread evenly."""
     log_p_bc = jax.nn.log_softmax(logits_bc)
     # A masked sum, not a gather: classes may be split over devices, and each then adds its own.
     picked_b = jnp.where(jnp.arange(log_p_bc.shape[1])[None] == label_b[:, None], log_p_bc, 0).sum(-1)
@@ -77,10 +74,7 @@ MAX_CONFUSED = 512  # classes up to which confusions are counted: 1 MB
 
 
 def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
-    """`jaxtrain.types.COUNTS` of an evaluation's rows.
-
-    Of several classes, those with a score above 1/2 are answers.
-    """
+    """Return `jaxtrain.types.COUNTS` of an evaluation: answers are best, or above 1/2."""
     if c.multilabel:
         own_bc, answer_bc = labels.own > 0, logits_bc > 0
     else:
@@ -95,10 +89,7 @@ def counts(c: Settings, logits_bc: Array, labels: Labels) -> dict[str, Mean]:
 
 
 def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
-    """Whether the largest score is of the recording's own class, or of one of its classes.
-
-    Rows without any are left out.
-    """
+    """Return the share of rows whose largest score is of one of their classes, if they have any."""
     best_r = logits_rc.argmax(-1)
     if not c.multilabel:
         return Mean(((best_r == labels.own) * labels.weight).sum(), labels.weight.sum())
@@ -108,10 +99,7 @@ def accuracy(c: Settings, logits_rc: Array, labels: Labels) -> Mean:
 
 
 def probe_specs(c: Settings) -> PyTree:
-    """Return the online probe: layer norm and a linear layer on any objective's features.
-
-    It does not train them.
-    """
+    """Return the online probe of any objective's features: layer norm and a linear layer."""
     d = c.embed
     return {"scale": Spec((d,), ("embed",), ones), "bias": Spec((d,), ("embed",), zeros), **specs(c)}
 

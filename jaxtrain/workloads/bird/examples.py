@@ -14,10 +14,7 @@ from loaders.audio import spectrogram
 
 
 def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
-    """Draw the first view of each row.
-
-    The sound is read again, at the same place of the same recordings.
-    """
+    """Draw the first view of each row. The sound of the same place is read again."""
     c, n = config.model, len(batch["index"])
     made = views.with_spectrograms(c, batch, one_device.shard)["spectrogram"]
     pictures = np.asarray(views.as_picture(views.flat(c, made)[:: c.n_views]))
@@ -27,23 +24,15 @@ def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -
     found = []
     for k in range(n):
         sound = None if waves is None else (waves[k], config.data.sample_rate)
-        classes = (
-            [int(batch["label"][k])]
-            if "label" in batch
-            else np.flatnonzero(batch["labels"][k]).tolist()
-            if "labels" in batch
-            else []
-        )
+        classes = np.flatnonzero(batch["labels"][k]).tolist() if "labels" in batch else []
+        classes = [int(batch["label"][k])] if "label" in batch else classes
         text = ", ".join(str(names[i]) if 0 <= i < len(names) else f"class {i}" for i in classes)
         found.append(Example(text=text, pictures={"spectrogram": pictures[k]}, sound=sound))
     return found
 
 
 def _waves(config: Any, n: int, position: int) -> np.ndarray | None:
-    """Read the samples int16 of the batch, or None if another loader reads the data.
-
-    The loader is `loaders.audio.spectrogram`.
-    """
+    """Read samples int16 of a batch of `loaders.audio.spectrogram`, or None of other loaders."""
     if not isinstance(config.data, spectrogram.Config):
         return None
     data = dataclasses.replace(config.data, form="waveform", dtype="float32")

@@ -31,10 +31,7 @@ PARTS = 16  # slices of a frame, at most, given by samples that window and hop s
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
     """Return int16 samples [..., N] as the model sees them: float32 [..., n_frames, W].
 
-    They are at the front end's rate.
-
-    The first ``n_frames`` frames; missing ones hold the minimum of the others. Then (x - mean) / (2
-    std).
+    Missing frames hold the minimum of the others. Then (x - mean) / (2 std).
     """
     x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
     missing = n_frames - x_rfw.shape[1]
@@ -44,10 +41,7 @@ def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
 
 
 def split(wave: Array, n_frames: int, shard: Shard, of: FrontEnd = DEFAULT) -> Array:
-    """`spectrogram` of rows [B, …] that devices share: each makes its own.
-
-    XLA would gather them for the transform.
-    """
+    """`spectrogram` of rows [B, …] on each device, which XLA would gather for the transform."""
     axes = ("batch", *(None,) * (wave.ndim - 1))
     shape = (*wave.shape[:-1], n_frames, of.n_mels)
     make = functools.partial(spectrogram, n_frames=n_frames, of=of)
@@ -70,10 +64,7 @@ def log_mel(x_rn: Array, of: FrontEnd = DEFAULT) -> Array:
 
 
 def _frames(x_rn: Array, window: int, hop: int) -> Array:
-    """Whole frames [R, F, window], as slices of the same parts side by side.
-
-    A gather could not be split over devices.
-    """
+    """Return frames [R, F, window] as slices side by side: devices could not split a gather."""
     f = 1 + (x_rn.shape[1] - window) // hop
     part = math.gcd(window, hop)
     if window // part > PARTS:

@@ -52,12 +52,9 @@ class Masks(NamedTuple):
 
 
 def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
-    """Masks of exactly ``n_masked`` patches, in blocks of ``block`` × ``block`` if possible.
+    """Mask exactly ``n_masked`` patches, in blocks of ``block`` × ``block`` as far as possible.
 
-    The places are random.
-
-    As many blocks as would fill the number without overlap, then single patches until it is
-    reached.
+    As many blocks as would fit without overlap, then single patches.
     """
     rows, columns = grid
     n = rows * columns
@@ -83,10 +80,7 @@ def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> 
 
 
 def rank(x_n: Array) -> Array:
-    """int32 [N]: each value's place in ascending order, equal ones by their own.
-
-    It compares, since sorting gathers.
-    """
+    """Return each value's place in ascending order, int32 [N]. Sorting would gather."""
     i = jnp.arange(x_n.shape[0])
     before_nm = (x_n[None] < x_n[:, None]) | ((x_n[None] == x_n[:, None]) & (i[None] < i[:, None]))
     return before_nm.sum(1)

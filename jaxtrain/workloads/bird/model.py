@@ -107,10 +107,7 @@ def make_carry(c: Config, table: PyTree) -> PyTree:
 
 
 def forward_flops(c: Config) -> int:
-    """Floating-point operations of matrix products for one spectrogram, with the classes' heads.
-
-    It passes through the encoder.
-    """
+    """Floating-point operations of a spectrogram's products in the encoder and heads of classes."""
     heads = (("supervised" in c.on) + 1) * bool(c.n_classes)
     return vit.forward_flops(c) + heads * 2 * c.embed * (c.n_classes or 0)
 
@@ -153,19 +150,13 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    """Return the metric of the loss without the probe's.
-
-    It is the objective's own if that is the only one, with weight 1.
-    """
+    """Return the metric of the loss but the probe's: the only objective's own, with weight 1."""
     name = next(iter(c.on))
     return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
 
 
 def announce_microbatches(c: Config, batch: int, accumulate: int) -> None:
-    """Log the parts of a loss that differ with train.accumulate > 1.
-
-    They do not decompose over microbatches.
-    """
+    """Log the parts of a loss that do not decompose over microbatches."""
     if accumulate == 1:
         return
     for name, objective in c.on.items():
@@ -212,10 +203,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
-    """Scores are averaged over the views of a recording.
-
-    Terms that only a training batch has are left out.
-    """
+    """Average scores over views. Leave out terms that only a training batch has."""
     c, weight_b = model.c, batch["weight"]
     batch = views.with_spectrograms(c, batch, model.shard)
     labels = views.labels_of_rows(c, batch) if c.n_classes else None
@@ -241,10 +229,7 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Features [B, D] of ``spectrogram`` [B, n_frames, n_mels], and ``scores`` [B, C].
-
-    The spectrogram is normalised, and the scores are the probe's.
-    """
+    """Return features [B, D] of normalised ``spectrogram``, and the probe's ``scores`` [B, C]."""
     c, encoder = model.c, variables.params["encoder"]
     encoded = vit.encode(c, encoder, batch["spectrogram"].astype(jnp.float32), model.shard)
     features_bd = views.pooled(c, encoder, encoded)
@@ -300,10 +285,7 @@ def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
 
 
 def pictures(model: Model, batch: Batch) -> dict[str, Array]:
-    """Return the first view of the first rows, mel up and time to the right.
-
-    Each goes from its quietest to its loudest value.
-    """
+    """Return first views, mel up and time to the right, from quietest to loudest value of each."""
     c = model.c
     first = views.with_spectrograms(c, {name: x[:8] for name, x in batch.items()}, model.shard)
     shown = {"input": first["spectrogram"], "augmented": augment_lib.augment(c.augment, model.seed, first, c.spectrograms).x}

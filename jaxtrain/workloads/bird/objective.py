@@ -45,10 +45,7 @@ class Features(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arguments of an objective: some rows of the batch, and the pass that it needs.
-
-    The pass is the encoder's.
-    """
+    """The arguments of an objective: rows of the batch, and the encoder's pass that it needs."""
 
     c: Settings
     shard: Shard
@@ -92,10 +89,7 @@ class Objective(NamedTuple):
 
 
 def normed(norm: str, x_rh: Array, scale_h: Array, bias_h: Array, weight_r: Array) -> Array:
-    """Hidden values [R, H]: normalised by channel over valid rows ("batch") or by row ("layer").
-
-    The rows are those of the global batch.
-    """
+    """Normalise hidden values [R, H] by channel over the global batch ("batch") or by row."""
     if norm == "layer":
         return layer_norm(x_rh, scale_h, bias_h, vit.EPS)
     zero, valid_r1 = jnp.zeros(x_rh.shape[1]), (weight_r > 0).astype(x_rh.dtype)[:, None]

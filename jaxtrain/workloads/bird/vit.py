@@ -273,11 +273,7 @@ def encode(
 
 
 def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
-    """Return the features [B, D] of some tokens of an `Encoded`, CLS or patches: their mean.
-
-    Args:
-      params: the encoder's.
-    """
+    """Return the mean [B, D] of an `Encoded`'s CLS or patches, by the encoder's ``params``."""
     x_bd = x_bnd.mean(1)
     return x_bd if c.norm == "tokens" else layer_norm(x_bd, params["scale"], params["bias"], c.eps)
 
@@ -357,10 +353,7 @@ def patchify(c: Config, x_bfw: Array) -> Array:
 
 
 def select(visible_bvn: Array, x_bnd: Array) -> Array:
-    """Return the patches [B, V, D] that a one-hot matrix names.
-
-    A product can be split over devices, and a gather cannot.
-    """
+    """Return the patches [B, V, D] of a one-hot matrix by a product, which devices can split."""
     return jnp.einsum("bvn,bnd->bvd", visible_bvn, x_bnd, precision=EXACT)
 
 
@@ -406,9 +399,6 @@ def stack_flops(s: Stack, tokens: int) -> int:
 
 
 def forward_flops(c: Config, visible: int | None = None) -> int:
-    """Return the same of the encoder for one spectrogram, with ``visible`` patches (None: all).
-
-    These enter the layers.
-    """
+    """Return the same of the encoder, of whose patches ``visible`` enter (None: all)."""
     seen = c.n_patches if visible is None else visible
     return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)

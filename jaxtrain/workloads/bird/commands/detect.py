@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird import commands
 from jaxtrain.workloads.bird.commands import table_flags
-from loaders.io import checks, machine
+from loaders.io import machine
 
 FORMATS = ("raven", "audacity", "csv")
 
@@ -56,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
-    parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
+    parser.add_argument(
+        "--formats", type=commands.some_of(FORMATS), default=",".join(FORMATS), help="default: raven,audacity,csv"
+    )
     parser.add_argument("--root", default="", metavar="FOLDER", help="base of all names; default: the nearest folder above all")
     parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
     parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
@@ -146,10 +149,3 @@ def _head(args: argparse.Namespace, model: Any, data: Any) -> Any:
     settings = data.settings | encoder.clips(data)
     heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
     return head
-
-
-def _formats(text: str) -> list[str]:
-    formats = [name for name in text.split(",") if name]
-    if unknown := [name for name in formats if name not in FORMATS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], FORMATS)}")
-    return formats

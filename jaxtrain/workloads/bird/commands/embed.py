@@ -37,8 +37,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird import commands
 from jaxtrain.workloads.bird.commands import table_flags
-from loaders.io import atomic_write, checks, machine
+from loaders.io import atomic_write, machine
 
 KINDS = ("mean", "cls", "patches")
 
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", default="train", help="any split of the data: train, test, test_5s, …; default: train")
     parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
     parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
-    parser.add_argument("--kinds", type=_kinds, default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls")
+    parser.add_argument(
+        "--kinds", type=commands.some_of(KINDS), default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls"
+    )
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
     expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
     parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.recordings and (args.data or args.label or args.multilabel or args.columns or args.split != "train"):
         parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
+    if not args.kinds:
+        parser.error(f"--kinds is empty; expected some of {','.join(KINDS)}")
     if args.overlap and not args.recordings:
         parser.error("--overlap belongs to --recordings")
     return _embed(args)
@@ -137,10 +142,3 @@ def _embed_windows(
     listed = pathlib.Path(args.out).expanduser() / "mistakes.csv"
     mistakes.save(listed)
     return done, f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}", int(bool(mistakes.serious))
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; {checks.expected(unknown[0], KINDS)}")
-    return kinds

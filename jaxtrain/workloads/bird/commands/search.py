@@ -13,9 +13,7 @@ exact. --approximate, for many millions of rows, makes an index once (of usearch
 """
 
 import argparse
-import csv
 import functools
-import io
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -88,9 +86,7 @@ def _search(args: argparse.Namespace) -> int:
         where = (place.paths[hit.row], *times, place.clock[hit.row])
         rows.append((*where, f"{hit.score:.4f}", names[hit.query], str(folders[hit.folder].folder), str(hit.row)))
     if args.out:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
-        atomic_write.write(args.out, text.getvalue())
+        atomic_write.write_csv(args.out, [COLUMNS, *rows])
     for file_name, start, end, clock, score, query, _, _ in rows[: max(args.top if not args.out else 20, 0)]:
         print(f"{score}  {file_name}  {start or '?'} to {end or '?'} s{f'  {clock}' if clock else ''}  ({query})")
     if args.out:

@@ -28,10 +28,7 @@ print(*features[0].tolist())
 
 
 def hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
-    """Return the model's part of an encoder's card.
-
-    Its example names classes if the export has them.
-    """
+    """Return the model's part of a card, whose example names classes if the export has them."""
     named = "objective/supervised/w" in files and (config.get("model") or {}).get("class_names")
     example = "$ jaxtrain detect . bird.ogg --out found" if named else "$ python example.py bird.ogg"
     return Hub("jaxtrain", task(config), METRICS, example)
@@ -44,13 +41,8 @@ def task(config: Mapping[str, Any]) -> str:
 
 
 def files(config: Mapping[str, Any], dtype: Any) -> dict[str, bytes]:
-    """example.py, which needs numpy, JAX and this package.
-
-    Raises ValueError: the config names two front ends.
-    """
-    trained, own = front_end.saved(config.get("data") or {}), (config.get("model") or {}).get("front_end") or {}
-    if own and (unlike := front_end.saved(own).differences(trained)):
-        raise ValueError(f"its sections model and data name different front ends: {unlike}")
+    """Return example.py, which needs this package. Raises ValueError: two front ends are named."""
+    front_end.of_run(config)
     return {"example.py": EXAMPLE.encode()}
 
 

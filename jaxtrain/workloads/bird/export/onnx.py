@@ -10,19 +10,19 @@ Shapes: B waveforms, N samples, F frames of them, W mels, T tokens, D embed, H h
 dimension, C classes.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxtrain import specs
 from jaxtrain.arrays import run_workload
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.types import Format
 from jaxtrain.workloads.bird import log_mel, vit
+from jaxtrain.workloads.bird.export import saved
 from jaxtrain.workloads.bird.model import Config
 from loaders.audio import front_end
 from loaders.audio.front_end import FrontEnd
@@ -33,7 +33,6 @@ LARGEST = 1_900_000_000  # [bytes] of the arrays inside of the file, whose forma
 PAGE = 65_536  # [bytes] of which multiples are mapped into memory
 MOST_TOKENS = 1 << 16  # attention compares each with each
 MOST_VALUES = 1 << 28  # of the matrix of a frame's transform. Windows of 25 ms have fewer up to 384 kHz
-HEADS = {"linear": ("objective/supervised", ("w", "b")), "probe": ("probe", ("scale", "bias", "w", "b"))}
 COMMAND = "python example_onnx.py bird.wav"
 EXAMPLE = '''"""Classes in a recording, window by window: python example_onnx.py bird.wav"""
 import json, pathlib, sys
@@ -61,10 +60,7 @@ for i, window in enumerate(windows):
 
 
 class Graph:
-    """Nodes and arrays of a model.
-
-    A call adds a node and returns the name of its output, or ``n`` names of as many.
-    """
+    """Nodes and arrays of a model. A call adds a node and returns its ``n`` outputs."""
 
     def __init__(self, onnx: Any):
         self.nodes: list[Any] = []
@@ -106,7 +102,9 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
     from onnx import helper
 
     of, samples = _front_end(c, data)
-    params = _params(arrays, "encoder", vit.make_specs(c))
+    if wrong := saved.misfits(c, arrays):
+        raise StoredError(f"--onnx writes a whole encoder: {'; '.join(wrong)}")
+    params = saved.encoder(c, arrays)
     graph = Graph(onnx)
     cls, patches = _encode(graph, c, params, _spectrogram(graph, of, c.n_frames, samples))
     tokens, normed = cls if c.pool == "cls" else patches, c.norm == "pooled"
@@ -120,8 +118,7 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
         "time_expansion": repr(float(data.get("time_expansion", 1))), "front_end": json.dumps(of.settings),
         "features": f"the mean of {'CLS' if c.pool == 'cls' else 'the patches'}", "classes": json.dumps(None),
     }  # fmt: skip
-    if head := _head(arrays, c):
-        kind, weights = head
+    for kind, weights in list(saved.heads(c, arrays).items())[:1]:  # that of its labels, else its probe
         softmax = c.section("supervised").loss == "softmax" if kind == "linear" else not c.multilabel
         _scores(graph, kind, weights, features, softmax)
         n = weights["b"].shape[0]
@@ -142,11 +139,9 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
 def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
     """Return the front end of the run, and the samples of a clip. Raises StoredError."""
     try:
-        of = front_end.saved(data)
+        of = front_end.of_run({"data": data, "model": {"front_end": c.front_end and dataclasses.asdict(c.front_end)}})
     except ValueError as error:
-        raise StoredError(f"the run's config.{error}") from error
-    if unlike := (c.front_end or of).differences(of):
-        raise StoredError(f"the run's config.model and config.data name different front ends: {unlike}")
+        raise StoredError(f"the run's config's {error}") from error
     seconds, slower = data.get("clip_seconds", 5.0), data.get("time_expansion", 1.0)
     for name, value in (("clip_seconds", seconds), ("time_expansion", slower)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
@@ -165,34 +160,6 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
             f"{MOST_VALUES * 4 // 10**6} MB in the file; omit --onnx"
         )
     return of, samples
-
-
-def _params(arrays: Mapping[str, Stored], folder: str, table: Any) -> Any:
-    """Return the arrays of a table, float32.
-
-    Raises StoredError with all that are missing or of another shape.
-    """
-    leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
-    there = {path: (one.shape if (one := arrays.get(f"{folder}/{path}")) else None, spec.shape) for path, spec in leaves}
-    if wrong := [
-        f"{folder}/{path} is {found or 'missing'}; expected {shape}" for path, (found, shape) in there.items() if found != shape
-    ]:
-        raise StoredError(f"--onnx writes a whole encoder: {'; '.join(wrong)}")
-    return specs.map_specs(lambda path, _: np.asarray(arrays[f"{folder}/{path}"].read(()), np.float32), table)
-
-
-def _head(arrays: Mapping[str, Stored], c: Config) -> tuple[str, dict[str, np.ndarray]] | None:
-    """Return the head that makes the run's scores: its labels', else its probe, else None."""
-    for kind, (folder, names) in HEADS.items():
-        if not all(f"{folder}/{name}" in arrays for name in names):
-            continue
-        found = {name: np.asarray(arrays[f"{folder}/{name}"].read(()), np.float32) for name in names}
-        n = found["b"].shape[:1]
-        expected = {"w": (c.embed, *n), "b": n, "scale": (c.embed,), "bias": (c.embed,)}
-        if wrong := [name for name in names if found[name].shape != expected[name]]:
-            raise StoredError(f"{folder}/{wrong[0]} is {found[wrong[0]].shape}; expected {expected[wrong[0]]}")
-        return kind, found
-    return None
 
 
 def _spectrogram(graph: Graph, of: FrontEnd, n_frames: int, samples: int) -> str:

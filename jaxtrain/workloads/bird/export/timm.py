@@ -17,20 +17,12 @@ from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.types import Export, Foreign, Format, Hub
 from jaxtrain.workloads.bird import export, vit
-from jaxtrain.workloads.bird.export import timm_names
+from jaxtrain.workloads.bird.export import saved, timm_names
 from loaders.audio import front_end
 
 LEFT = ("head/", "norm/", "decoder", "mask_token")  # arrays that the encoder of such a folder has no use for
 GRID = "^encoder/pos$"
 FRONT_END = "front_end.json"  # next to the weights of others: fields of the section data that say which spectrograms they read
-
-
-def is_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder of safetensors under timm's names.
-
-    Raises StoredError: a damaged one.
-    """
-    return stored.is_safetensors(folder) and timm_names.is_one(stored.open_safetensors(folder))
 
 
 def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -92,38 +84,21 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     c = vit.Config(**{name: value for name, value in model.items() if name != "pool"})
     wrong = [f"model.{name} {text}" for name, text in c.problems()]
     if not wrong:
-        wrong += list(_misfits(c, ours))
+        wrong += saved.misfits(c, ours)
     rest = [path for path in ours if not path.startswith(timm_names.ENCODER)]
     unused = [f"^{name}" for name in LEFT if any(path.startswith(name) for path in rest)]
     extra = [path for path in rest if not path.startswith(LEFT)]
     return model, unused, [*wrong, *(f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here" for path in extra)]
 
 
-def _misfits(c: vit.Config, ours: Mapping[str, Stored]) -> Iterator[str]:
-    table = vit.make_specs(c)
-    flat = {**table, **{f"blocks/{name}": spec for name, spec in table["blocks"].items()}}
-    for name, spec in flat.items():
-        if name == "blocks":
-            continue
-        one = ours.get(f"{timm_names.ENCODER}{name}")
-        if one is None:
-            yield f"{name} is missing"
-        elif one.shape != spec.shape:
-            yield f"{name} is {list(one.shape)}; expected {list(spec.shape)}"
-
-
 def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
-    """Yield (field of the model, text) if a run from such a folder would compute otherwise.
-
-    The run has its arrays.
-
-    Args:
-      rules: config.warm_start.
-    """
+    """Yield (field, text) if a run with ``rules`` of warm start would compute something else."""
     try:
-        if "://" in rules.source or not is_folder(rules.source):
+        if "://" in rules.source or not stored.is_safetensors(rules.source):
             return
         arrays = stored.open_safetensors(rules.source)
+        if not timm_names.is_one(arrays):
+            return
         patch = timm_names.unprefixed(arrays)[timm_names.PATCH]
         says = timm_names.about(rules.source, patch.shape[0])
     except (StoredError, OSError):
@@ -150,14 +125,10 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
 
 
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the config of a run that would have made a folder of others.
+    """Return the config of a run that would have made a folder of others: model and spectrograms.
 
-    It has the model, and says which spectrograms it reads.
-
-    The front end is that of ``front_end.json`` in the folder, or Bird-MAE's, for an image of 512
-    frames and 128 mels.
-
-    Raises StoredError as `from_folder`, and if the front end is not known.
+    These are of ``front_end.json`` in the folder, or Bird-MAE's for 512 frames and 128 mels. Raises
+    StoredError as `from_folder`, and if they are not known.
     """
     model, _ = from_folder(folder)
     place = epath.Path(folder).expanduser()
@@ -228,10 +199,7 @@ else:
 
 
 def files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json as timm reads it, and example.py, which needs no JAX and nothing of this package.
-
-    Raises ValueError.
-    """
+    """Return config.json as timm reads it, and example.py without JAX. Raises ValueError."""
     model, data = config["model"], config.get("data") or {}
     c = vit.from_saved(model)
     of = front_end.saved(data)

@@ -6,10 +6,8 @@ A spectrogram is an image of one channel, time down and mel to the right. The sa
 same order, but for
 
     matrices      are (out, in) there, and transposed here
-    cls_token     has a position there, the first of pos_embed, which is added to it here. So do
-                  registers
-    fc_norm       the norm of the pooled features takes the place of that of the tokens: model.norm
-                  is "pooled"
+    cls_token     and registers have positions there, the first of pos_embed, which are added here
+    fc_norm       the norm of pooled features, in place of that of tokens: model.norm is "pooled"
     three colours of an image are summed to one channel, for a spectrogram is grey
 
 timm's config.json has the sizes that no array shows: heads, sizes of the image, the activation,
@@ -29,6 +27,7 @@ from etils import epath
 from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored, StoredError
 from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.export import saved
 
 PATCH = "patch_embed/proj/weight"
 ENCODER, HEAD = "encoder/", "objective/supervised/"
@@ -84,13 +83,7 @@ def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
-    """Read config.json, of timm or with the same words side by side.
-
-    Raises StoredError: it is damaged, or contradicts itself.
-
-    Args:
-      width: of a token, from which published models have their heads.
-    """
+    """Read config.json of timm, for tokens of a ``width``. Raises StoredError: no sense in it."""
     place = epath.Path(folder).expanduser()
     place = place if place.is_dir() else place.parent
     found = stored.read_object(place, "config.json") if (place / "config.json").exists() else {}
@@ -132,9 +125,7 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Return the encoder's parameters of a folder that `is_one`, by our paths.
-
-    Other arrays keep their own.
+    """Return the encoder's parameters of a folder that `is_one` by our paths, others by their own.
 
     Nothing is read. An array of a wrong shape stays as it is: the reader of the table refuses it.
 
@@ -222,14 +213,11 @@ def _view(one: Stored, shape: tuple[int, ...], change: Any) -> Stored:
 
 
 def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str, Stored]:
-    """Return the encoder of a run, and its supervised head, by timm's paths and in its shapes.
+    """Return a run's encoder, and its supervised head, by timm's paths and in its shapes.
 
-    Args:
-      arrays: the run's parameters.
-      model: the section of its config.
+    ``arrays``, ``model``: the run's parameters, and the section of its config.
 
-    Raises StoredError, with everything that timm's vision transformer has not, and every array that
-    is missing.
+    Raises StoredError, with all that timm's has not, and every array that is missing.
     """
     c = vit.from_saved(model)
     problems = [
@@ -252,23 +240,13 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     places |= {f"{norm}/weight": ("scale", (d,), None), f"{norm}/bias": ("bias", (d,), None)}
     if c.n_registers:
         places["reg_token"] = ("embed_registers", (1, c.n_registers, d), lambda x: x[None])
-    table = vit.make_specs(c)
-    there: dict[str, Stored] = {}
-    layers = {f"blocks/{name}": spec for name, spec in table.pop("blocks").items()}
-    for name, spec in {**table, **layers}.items():
-        one = arrays.get(f"{ENCODER}{name}")
-        if one is None or one.shape != spec.shape:
-            problems.append(f"{ENCODER}{name} is {'missing' if one is None else list(one.shape)}; expected {list(spec.shape)}")
-        else:
-            there[name] = one
-    found: dict[str, Stored] = {}
-    if not problems:
-        found = {path: _view(there[name], shape, change or (lambda x: x)) for path, (name, shape, change) in places.items()}
-        for name, path in LAYER.items():
-            if f"blocks/{name}" in there:
-                found |= {f"blocks/{i}/{path}": _one_layer(name, there[f"blocks/{name}"], i) for i in range(c.depth)}
-    if problems:
+    if problems := problems + saved.misfits(c, arrays):
         raise StoredError(f"timm has no such transformer: {'; '.join(problems)}; omit --timm")
+    there = {path.removeprefix(ENCODER): one for path, one in arrays.items() if path.startswith(ENCODER)}
+    found = {path: _view(there[name], shape, change or (lambda x: x)) for path, (name, shape, change) in places.items()}
+    for name, path in LAYER.items():
+        if name in vit.make_specs(c)["blocks"]:
+            found |= {f"blocks/{i}/{path}": _one_layer(name, there[f"blocks/{name}"], i) for i in range(c.depth)}
     w, b = (arrays.get(f"{HEAD}{name}") for name in ("w", "b"))
     if w is not None and b is not None:
         found["head/weight"], found["head/bias"] = _view(w, w.shape[::-1], lambda x: x.T), b
@@ -276,10 +254,7 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
 
 
 def norm_of(model: Mapping[str, Any]) -> str:
-    """timm's name of the last norm of a run's encoder.
-
-    For CLS alone it is the same before and after pooling.
-    """
+    """Return timm's name of the last norm, the same before and after pooling CLS alone."""
     return "fc_norm" if model.get("norm") == "pooled" and model.get("pool") == "patches" else "norm"
 
 

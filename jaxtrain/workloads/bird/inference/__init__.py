@@ -1,7 +1,15 @@
 """Uses of a trained encoder: embeddings, detections, fitted heads, search, review, scores."""
 
+from loaders.audio.recordings.annotations import Mistakes
 from loaders.io.checks import UserError
 
 
 class InferenceError(UserError, ValueError):
     """A run, recordings, embeddings, a head or a table that cannot be used."""
+
+
+def refuse(mistakes: Mistakes) -> None:
+    """Raise InferenceError for the first mistake of a kind that is refused."""
+    if refused := mistakes.refused():
+        text = next(text for kind, text in mistakes.lines if kind in refused)
+        raise InferenceError(f"{text} ({refused[0]}); correct the line")

@@ -1,18 +1,11 @@
 """Benchmarks by name: the published tables' scores of a run, from the published files.
 
-    birdset   the segments of 5 s (split test_5s) of one of its eight sets: cmAP, AUROC and top-1
-              (Rauch et al. 2025, arXiv 2403.10380). Every segment counts in cmAP and AUROC, also
-              without a bird. Top-1 is the share of segments with a bird whose best class is there.
-              Classes without a segment do not count. Scores are the logits of the run's own head,
-              of the set's classes alone, or with ``probe`` those of a linear probe on the set's
-              train split
-    esc10, esc50   five folds: each is predicted by a linear probe and nearest neighbours from the
-                   other four
+`jaxtrain.workloads.bird.commands.benchmark` describes them. Of BirdSet (Rauch et al. 2025, arXiv
+2403.10380) every segment counts in cmAP and AUROC, also without a bird. Top-1 is the share of
+segments with a bird whose best class is there. Classes without a segment do not count.
 
-with percentile intervals of 95 % over bootstrap draws of the segments. Data are a folder of the
-published archive (BirdSet's NAME_metadata_test_5s.parquet with NAME_test5s_shard_….tar.gz; ESC's
-meta/esc50.csv and audio/), of shards of Hugging Face `datasets` with the same splits and columns,
-or an index of `jaxtrain index`.
+An archive has BirdSet's NAME_metadata_test_5s.parquet with NAME_test5s_shard_….tar.gz, or ESC's
+meta/esc50.csv and audio/. Shards of Hugging Face `datasets` have the same splits and columns.
 """
 
 import csv
@@ -119,10 +112,7 @@ def birdset(
 
 
 def scored(scores: np.ndarray, y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
-    """accuracy, cmAP and AUROC of scores [n, C] of labels [n, C], each with value, low and high.
-
-    Raises InferenceError.
-    """
+    """Return accuracy, cmAP and AUROC of scores [n, C], with intervals. Raises InferenceError."""
     if not y.any():
         raise InferenceError("no segment has a label; name the data with their split test_5s")
     measured = measures.measure(scores, y, measures.bootstrap(len(y), draws))
@@ -207,10 +197,7 @@ def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str 
 def esc(
     model: encoder.Model, name: str, data: str, out: pathlib.Path, *, draws: int = 200, batch: int = 64, views: int = 1
 ) -> Result:
-    """Scores the frozen features of a run on ESC-10 or ESC-50, in their five folds.
-
-    Raises InferenceError, DataError.
-    """
+    """Score frozen features in the five folds of ESC. Raises InferenceError, DataError."""
     from jaxtrain.workloads.bird.inference import probe  # which needs scikit-learn
 
     folder = pathlib.Path(data).expanduser()
@@ -266,9 +253,7 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
     if not folds:
         raise InferenceError(f"{path} names no clip of {'ESC-10' if only_ten else 'ESC-50'}")
     out.mkdir(parents=True, exist_ok=True)
-    content = io.StringIO()
-    csv.writer(content).writerows([("file", "label"), *labels])
-    atomic_write.write(out / "table.csv", content.getvalue())
+    atomic_write.write_csv(out / "table.csv", [("file", "label"), *labels])
     return folds
 
 

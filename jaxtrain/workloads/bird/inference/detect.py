@@ -14,6 +14,7 @@ other.
 import concurrent.futures
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -74,10 +75,7 @@ class Parts(NamedTuple):
             return False
 
     def read(self, number: int) -> np.ndarray:
-        """Return a part's scores, float32 [windows, classes], nan if a window cannot be decoded.
-
-        Raises InferenceError.
-        """
+        """Return a part's scores, float32 [windows, classes], nan if bad. Raises InferenceError."""
         start, stop = self.between(number)
         try:
             with columnar.native(self.path(number)) as file:
@@ -94,10 +92,9 @@ class Parts(NamedTuple):
 
 
 def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
-    """Return the head that a run was trained with: its own, else its online probe.
+    """Return a run's own head, else its online probe.
 
-    Args:
-      names: of its classes; empty: as the run, or else its data, name them.
+    ``names``: of its classes; empty: as the run, or else its data, name them.
 
     Raises InferenceError: there is none, or no names.
     """
@@ -183,19 +180,15 @@ def score(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, float]:
-    """Write the parts that are missing, of this process's share.
+    """Write the parts that are missing of this process's ``share``, (number, of how many).
 
-    Returns windows, seconds and the share spent waiting.
-
-    Args:
-      share: the number of this process, and of how many.
-
-    Raises DataError, OSError.
+    Returns windows, seconds and the share spent waiting. Raises DataError, OSError.
     """
     out = parts.folder.parent
     parts.folder.mkdir(parents=True, exist_ok=True)
     about = json.dumps({**made_of, "root": parts.windows.root}, indent=2, ensure_ascii=False) + "\n"
-    _put(out / ABOUT, lambda path: path.write_text(about))
+    with atomic_write.shared(out / ABOUT) as path:
+        path.write_text(about)
     process, processes = share
     mine = range(parts.n * process // processes, parts.n * (process + 1) // processes)
     todo = [number for number in mine if not parts.is_there(number)]
@@ -228,7 +221,8 @@ def _computed(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the scores of parts, in their order."""
     steps = parts.rows // batch
-    for first, last in _runs(todo):
+    for _, run in itertools.groupby(enumerate(todo), key=lambda each: each[1] - each[0]):  # of neighbouring parts
+        first, *_, last = [number for _, number in run] * 2
         loader = setup.loader
         if first != todo[0]:  # a stream that was closed reads no more
             split = encoder.of_split(data, "train")
@@ -249,15 +243,6 @@ def _computed(
                     found.clear()
         finally:
             stream.close()
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of neighbouring numbers."""
-    first = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield numbers[first], numbers[i - 1]
-            first = i
 
 
 def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
@@ -289,22 +274,8 @@ def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
     for i, name in enumerate(parts.names):
         columns[name] = pa.array(np.ascontiguousarray(scores[:, i]), pa.float32(), mask=missing)
     table = pa.Table.from_arrays(list(columns.values()), names=list(columns))
-    _put(parts.path(number), lambda path: pq.write_table(table, path, compression="zstd", use_dictionary=["file"]))
-
-
-def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
-    """Write a file that other processes may write at the same time, with the same bytes.
-
-    Raises OSError with its name.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with atomic_write.naming(path):
-        try:
-            write(partial)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    with atomic_write.shared(parts.path(number)) as path:
+        pq.write_table(table, path, compression="zstd", use_dictionary=["file"])
 
 
 def remove_partial(folder: pathlib.Path) -> None:

@@ -1,17 +1,4 @@
-"""Scores of windows to detections, and the tables that other programs read.
-
-The folder that `detect` fills gets
-
-      detections.csv                   BirdNET-Analyzer's columns, and the time of day
-      raven/NAME.selections.txt        a selection table for each recording with detections
-      audacity/NAME.txt                a label track for each
-      recordings.csv                   every recording: seconds, windows, windows that cannot be
-                                       decoded, detections
-      mistakes.csv                     every recording that cannot be read: kind, text
-
-They are a pure function of the scores and the options, so that other thresholds need nothing but
-another look.
-"""
+"""Scores to detections and the tables of `commands.detect`, a pure function of both and options."""
 
 import contextlib
 import csv
@@ -70,14 +57,11 @@ class Options(NamedTuple):
 
 
 def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> np.ndarray:
-    """Return a threshold for each class.
+    """Return a threshold for each class. Raises InferenceError.
 
     Args:
-      given: a number, or a table with the columns class and threshold; empty = the model's
-      thresholds, or 0.5.
+      given: a number, or a table of class and threshold; empty = ``fitted``, or 0.5.
       fitted: the model's, for the same classes.
-
-    Raises InferenceError.
     """
     found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
     if not given:
@@ -108,11 +92,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
 
 
 def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
-    """Return the detections in the windows of one recording, by time and class.
-
-    Args:
-      scores: start, end and scores [classes] of each window, in order. nan counts as silence.
-    """
+    """Return the detections of a recording by time and class. Scores of nan count as silence."""
     found: list[Detection] = []
     heard: dict[int, Detection] = {}
     for start, end, row in scores:
@@ -134,8 +114,6 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
 def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     """Write the tables from the scores, in place of earlier ones. Return counts.
 
-    They are of detections, unreadable windows, silent recordings, and mistakes.
-
     Raises InferenceError: scores that cannot be read; OSError.
     """
     out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
@@ -149,9 +127,8 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
         writers["recordings"].writerow(RECORDINGS)
         if "detections" in writers:
             writers["detections"].writerow(BIRDNET)
-        folders = {
-            name: stack.enter_context(_replacing(out / name)) for name in ("raven", "audacity") if name in options.formats
-        }
+        made = (name for name in ("raven", "audacity") if name in options.formats)
+        folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in made}
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
@@ -173,16 +150,12 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
             shutil.rmtree(out / name, ignore_errors=True)
     if "csv" not in options.formats:
         (out / "detections.csv").unlink(missing_ok=True)
-    with _text(out / "mistakes.csv") as file:
-        csv.writer(file, lineterminator="\n").writerows([("kind", "text"), *mistakes.lines])
+    mistakes.save(out / "mistakes.csv", always=True)
     return {**counts, "mistakes": mistakes.serious}
 
 
 def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Window]]:
-    """Each window with its recording's number, of which ``missing`` takes the undecodable ones.
-
-    One part is in memory at a time.
-    """
+    """Yield each window with its recording's number, part by part. ``missing`` takes bad ones."""
     for number in range(parts.n):
         scores = parts.read(number)
         for (k, start, end), row in zip(parts.windows.between(*parts.between(number)), scores, strict=True):
@@ -221,10 +194,7 @@ def _write_tables(
 
 
 def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
-    """Return the file of a recording.
-
-    A name that would be too long is cut, and ends in a digest of the whole.
-    """
+    """Return a recording's file. A name that is too long is cut, and ends in a digest."""
     place = folder / f"{name}{ending}"
     if len(os.fsencode(place.name)) <= atomic_write.NAME_MAX:
         return place
@@ -257,20 +227,6 @@ def _text(path: pathlib.Path) -> Iterator[IO[str]]:
         yield text
         text.flush()
         text.detach()
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a folder that takes the place of an older one when it is whole."""
-    fresh = path.with_name(f".{path.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    try:
-        yield fresh
-        shutil.rmtree(path, ignore_errors=True)
-        fresh.rename(path)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def complete(parts: Parts) -> bool:

@@ -1,8 +1,7 @@
 """Embeddings of any dataset by a trained encoder; an interrupted command can be rerun.
 
-`jaxtrain.workloads.bird.commands.embed` documents the folder that `embed` writes. Its arrays are
-called NAME.npy.partial until all of their rows are there. The device computes while the loader's
-threads decode: the slower of the two sets the pace, which is reported with its share of waiting.
+`jaxtrain.workloads.bird.commands.embed` documents the folder. Its arrays are NAME.npy.partial until
+all of their rows are there. The slower of device and loader sets the pace, which is reported.
 """
 
 import errno
@@ -98,10 +97,7 @@ def embed(
 
 
 def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Read the notes ``path`` of an earlier command.
-
-    Raises InferenceError unless it was made of the same.
-    """
+    """Read the notes of an earlier command. Raises InferenceError if it was made of others."""
     try:
         before = files_lib.read_json(files_lib.inside(path.parent, path.name))
     except files_lib.FileError as error:
@@ -202,10 +198,7 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
 
 
 def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
-    """Return the recordings' root, and path, start, end and clock of all rows of a split.
-
-    The root is "" if they are in shards.
-    """
+    """Return the recordings' root, "" in shards, and path, start, end and clock of all rows."""
     paths = _shards(data, split)
     index = shards.open_index(paths, label="", audio_root=data.audio_root, links=data.follow_links)
     of_index = shards.index_file(paths[0])

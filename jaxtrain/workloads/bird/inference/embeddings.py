@@ -58,10 +58,7 @@ class Embeddings(NamedTuple):
         return (self.folder / f"{name}.npy").exists()
 
     def array(self, name: str, *dimensions: int) -> np.ndarray:
-        """Return the array NAME.npy, mapped, of one of so many dimensions (1 or 2).
-
-        Raises InferenceError.
-        """
+        """Return NAME.npy, mapped, of so many dimensions (1 or 2). Raises InferenceError."""
         path = self.folder / f"{name}.npy"
         if not path.exists():
             there = ", ".join(sorted(p.stem for p in self.folder.glob("*.npy")))
@@ -82,10 +79,7 @@ class Embeddings(NamedTuple):
         return x
 
     def labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the classes of every row, uint8 [n, C], and whether they are known, bool [n].
-
-        Raises InferenceError.
-        """
+        """Return classes, uint8 [n, C], and which are known, bool [n]. Raises InferenceError."""
         known = np.array(self.array("weight", 1)) > 0
         if self.about["multilabel"]:
             return (np.array(self.array("labels", 2)) > 0).astype(np.uint8), known

@@ -1,11 +1,7 @@
-"""An encoder out of a run or an export, and its way over a split of recordings.
-
-The device computes while the loader's threads decode: the slower of the two sets the pace.
-"""
+"""An encoder out of a run or an export, and its way over a split, as the loader decodes."""
 
 import dataclasses
 import hashlib
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +12,14 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain import specs
-from jaxtrain.arrays import run_workload, stored
+from jaxtrain.arrays import run_workload
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.data import feed
 from jaxtrain.parallel.layout import Layout, make_layout, make_mesh
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
+from jaxtrain.workloads.bird.export import saved
 from jaxtrain.workloads.bird.inference import InferenceError
 from loaders.audio import front_end, shards, spectrogram
 from loaders.audio.front_end import FrontEnd
@@ -48,17 +45,11 @@ class Model(NamedTuple):
 
     @property
     def front_end(self) -> FrontEnd:
-        """The front end of its spectrograms.
-
-        Raises InferenceError: the run's config has none, or says two things.
-        """
+        """The front end of its spectrograms. Raises InferenceError: none, or two are named."""
         try:
-            trained = front_end.saved(self.run.get("data") or {})
+            return front_end.of_run(self.run)
         except ValueError as error:
             raise InferenceError(f"{self.name}: its config's {error}") from error
-        if unlike := (self.config.front_end or trained).differences(trained):
-            raise InferenceError(f"{self.name}: its config's sections model and data name different front ends: {unlike}")
-        return trained
 
     @property
     def digest(self) -> str:
@@ -73,56 +64,23 @@ class Model(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, random: int | None = None) -> Model:
-    """Read the encoder of a run, a step or an export.
+    """Read the encoder of a run, a step or an export. Raises StoredError and InferenceError.
 
-    Args:
-      random: a seed, by which the run's encoder is initialised instead of read.
-
-    Raises StoredError and InferenceError.
+    ``random``: a seed, by which the run's encoder is initialised instead of read.
     """
     source = source_lib.find(run, step)
     config, arrays = source.config(bird.__package__), source.parameters(ema=ema)
     c = config_lib.section(bird.Config, run_workload.model_of(config))
     if problems := list(checks.under("model", c.problems())):
         raise config_lib.ConfigError(problems)
-    table = vit.make_specs(c)
-    # A config may name any size: initialised or read, the encoder is no larger than the run's
-    # arrays.
-    for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
-        _check(arrays, f"encoder/{path}", spec)
+    # A config may name any size: initialised or read, the encoder is no larger than the arrays.
+    if wrong := saved.misfits(c, arrays):
+        raise InferenceError(f"{run} is not as its config.model says: {wrong[0]}")
     if random is not None:
-        made = specs.materialise({"encoder": table}, jax.random.key(random))["encoder"]
+        made = specs.materialise({"encoder": vit.make_specs(c)}, jax.random.key(random))["encoder"]
         return Model(c, jax.tree.map(np.asarray, made), None, config, f"{run}, initialised with seed {random}")
-    params = specs.map_specs(lambda p, _: _read(arrays, f"encoder/{p}"), table)
-    name = f"{source.path}{' (ema)' if ema else ''}"
-    head = _leaves(arrays, "objective/supervised", c.embed, "w", "b")
-    probe = _leaves(arrays, "probe", c.embed, "scale", "bias", "w", "b")
-    return Model(c, params, head, config, name, probe)
-
-
-def _leaves(arrays: dict[str, stored.Stored], folder: str, width: int, *names: str) -> PyTree | None:
-    """Return the arrays of a head for features [width], or None if one is missing.
-
-    Raises InferenceError: they do not fit together.
-    """
-    if any(f"{folder}/{name}" not in arrays for name in names):
-        return None
-    classes = arrays[f"{folder}/b"].shape
-    fits = {"scale": (width,), "bias": (width,), "w": (width, *classes), "b": (math.prod(classes),)}
-    for name in names:
-        if (shape := arrays[f"{folder}/{name}"].shape) != fits[name] or 0 in shape:
-            raise InferenceError(f"{folder}/{name} is {shape}; {width} features and classes {classes} expect {fits[name]}")
-    return {name: _read(arrays, f"{folder}/{name}") for name in names}
-
-
-def _check(arrays: dict[str, stored.Stored], path: str, spec: Any) -> None:
-    if path not in arrays or arrays[path].shape != spec.shape:
-        shape = arrays[path].shape if path in arrays else "missing"
-        raise InferenceError(f"{path} is {shape}; the run's config expects {spec.shape}")
-
-
-def _read(arrays: dict[str, stored.Stored], path: str) -> np.ndarray:
-    return np.asarray(arrays[path].read(()), np.float32)
+    heads, name = saved.heads(c, arrays), f"{source.path}{' (ema)' if ema else ''}"
+    return Model(c, saved.encoder(c, arrays), heads.get("linear"), config, name, heads.get("probe"))
 
 
 def pool_of(model: Model) -> str:
@@ -131,13 +89,11 @@ def pool_of(model: Model) -> str:
 
 
 def data_config(model: Model, **changes: Any) -> spectrogram.Config:
-    """Return the run's data section with ``changes``; nothing is held out, excluded or mixed in.
+    """Return the run's own data section with ``changes``. Nothing is held out or mixed in.
 
     The run may be anyone's: ``changes`` alone says which files are recordings, whether links are
-    followed, and which addresses are read.
-
-    Raises StoredError for an address of the run's own, and InferenceError if the encoder was
-    trained on other spectrograms.
+    followed, and which addresses are read. Raises StoredError for an address of the run's own,
+    InferenceError if the encoder was trained on other spectrograms.
     """
     known = spectrogram.Config.__dataclass_fields__
     data = {name: value for name, value in (model.run.get("data") or {}).items() if name in known}
@@ -161,12 +117,7 @@ def clips(data: spectrogram.Config) -> dict[str, Any]:
 
 
 def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
-    """Return a data section whose training split is ``split``, and which reads no other.
-
-    It may be any that the data have.
-
-    "train" and "test" are the splits of the section.
-    """
+    """Return a data section that trains on ``split``, any of the data, and reads no other."""
     name = {"train": data.train_split, "test": data.test_split}.get(split, split)
     path = data.test if data.test and split in ("test", data.test_split) else data.train
     # Shards that lie side by side are no splits by name: their test split is a share of them.
@@ -188,10 +139,7 @@ def cut_windows(
     reading: Any = None,
     note: Any = lambda text: None,
 ) -> tuple[windows.Windows, Mistakes]:
-    """Cut recordings into windows of so many seconds, each ``overlap`` seconds over the next.
-
-    Args:
-      reading: `loaders.audio.recordings.columns.Options` of tables.
+    """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
 
     Returns them, and the recordings that cannot be read. Raises InferenceError, DataError.
     """
@@ -221,10 +169,7 @@ class Setup(NamedTuple):
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
 
     def outputs(self, stream: feed.Feed, last: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Compute the batches of ``stream`` up to number ``last``, from 1: numbers and outputs.
-
-        The device has its next batch before one is waited for.
-        """
+        """Yield number and outputs of batches up to ``last``, a batch ahead on the device."""
         pending: tuple[int, Any] | None = None
         for position, arrays in stream:
             before, pending = pending, (position, self.run(self.weights, arrays))
@@ -244,10 +189,7 @@ Compute = Callable[[PyTree, Arrays, jax.Array, Arrays], dict[str, jax.Array]]
 def set_up(
     model: Model, data: spectrogram.Config, compute: Compute, weights: PyTree, *, split: str = "train", batch: int = 64
 ) -> Setup:
-    """Open a split of the data, and compile the encoder for it.
-
-    It runs ``compute`` of these ``weights``. Raises DataError.
-    """
+    """Open a split, and compile encoder and ``compute`` of ``weights`` for it. Raises DataError."""
     data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
 from loaders.audio.recordings import classes, columns, lines, tables
@@ -73,13 +74,9 @@ def of_table(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> Examples:
-    """Return the rows that a table speaks of, and ``background`` others without a class.
+    """Return the rows that a table speaks of, and ``background`` others that have no class.
 
-    These are drawn by ``seed``, and taken to have none.
-
-    Args:
-      reading: the columns of the table.
-      mistakes: takes the lines that speak of no row.
+    ``mistakes`` takes the lines that speak of no row.
 
     Raises InferenceError: a table without the columns, with a line of no sense, or that names
     nothing of the embeddings.
@@ -87,7 +84,7 @@ def of_table(
     mistakes = mistakes or Mistakes()
     parts = _read(path, reading or columns.Options(), mistakes)
     of_folders = [list(_matches(each.places(), each.root, parts, mistakes)) for each in folders]
-    _refuse(mistakes)
+    inference.refuse(mistakes)
     spoken = {part[0] for matches in of_folders for _, part in matches}
     for where, file, start, end, *_ in parts:
         if where not in spoken:
@@ -158,22 +155,12 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
             )
         found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
     classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], mistakes)
-    _refuse(mistakes)
+    inference.refuse(mistakes)
     return found
 
 
-def _refuse(mistakes: Mistakes) -> None:
-    """Raise InferenceError for the first mistake of a kind that is refused."""
-    if refused := mistakes.refused():
-        text = next(text for kind, text in mistakes.lines if kind in refused)
-        raise InferenceError(f"{text} ({refused[0]}); correct the line")
-
-
 def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistakes) -> Iterable[tuple[int, Part]]:
-    """Yield the rows that hold enough of a part.
-
-    Names that may mean several recordings are mistakes.
-    """
+    """Yield the rows that hold enough of a part. A name of several recordings is a mistake."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
@@ -192,10 +179,7 @@ def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistake
 
 
 def _recording(file: str, root: str, names: Names, where: str, mistakes: Mistakes) -> str:
-    """Return the recording that a name means, or "".
-
-    A name that several have, or that contradicts another, is a mistake.
-    """
+    """Return the recording that a name means, or "". A name of several is a mistake."""
     name = file.replace("\\", "/")
     name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
     found = [name] if name in names.all else names.match(file)[0]

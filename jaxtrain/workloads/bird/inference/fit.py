@@ -1,16 +1,9 @@
 """Heads on frozen features, from few examples: linear, prototypes, and prototypes of patches.
 
-    linear       logistic regression: softmax if each row has one class, else one for each class, on
-                 standardised features
-    prototypes   the mean direction of a class, with scores by cosine (Snell et al. 2017)
-    patches      directions of patches, of which the nearest in a window counts (prototypical
-                 probing, Rauch et al. 2025, arXiv 2504.12880): begins with the patches that tell a
-                 class best from the others, and learns from there
-
-The penalty is chosen by cross-validation over recordings: no recording is in two folds. Held-out
-scores
-of the folds calibrate the scores (a scale and an offset, Platt 1999) and gives each class the
-threshold that reaches a precision.
+`jaxtrain.workloads.bird.commands.fit` has the methods. Logistic regression is by a softmax if each
+row has one class. Prototypes are those of Snell et al. 2017. Prototypical probing (Rauch et al.
+2025, arXiv 2504.12880) begins with the patches that tell a class best from the others. No recording
+is in two folds. A scale and an offset calibrate the scores (Platt 1999).
 
 Shapes: n rows, C classes, D features, N patches, K prototypes of a class.
 """
@@ -66,14 +59,12 @@ def fit(
     precision: float = 0.9,
     seed: int = 0,
 ) -> Fitted:
-    """Fits a head on rows of embeddings.
+    """Fit a head on rows of embeddings. Raises InferenceError.
 
     Args:
       pool: "mean" or "cls": the features that linear and prototypes read.
       prototypes: of a class, of patches.
       precision: that thresholds are for.
-
-    Raises InferenceError.
     """
     for each in folders[1:]:
         if (each.encoder, dict(each.front_end)) != (folders[0].encoder, dict(folders[0].front_end)):
@@ -129,11 +120,9 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
 
 
 def folds_of(given: Examples, seed: int) -> np.ndarray:
-    """Return the fold of each row, int64 [n]: rows of a recording in one fold, classes spread.
+    """Return the fold of each row, int64 [n], all 0 if too few allow none. Classes are spread.
 
-    All 0 if too few allow none.
-
-    If some class is in one recording only, its rows are spread instead.
+    A recording is in one fold, unless some class is in one recording only.
     """
     y = given.y * given.known
 
@@ -199,12 +188,9 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
 
 def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
-    """Return the score from which on the share of ``y`` reaches ``precision``.
+    """Return the score that finds most of ``y`` at a ``precision``, or one above all scores.
 
-    Most of ``y`` is found there. It is above all scores if none does.
-
-    Of the scores that find as much, it is the highest: between the last of ``y`` and what is below
-    it.
+    Of equal ones the highest: between the last of ``y`` and what is below it.
     """
     reached, found, bounds = precision_recall_curve(y, scores)
     good = np.flatnonzero(reached[:-1] >= precision)
@@ -270,10 +256,7 @@ def _mean_loss(z: jax.Array, y: jax.Array, weight: jax.Array, softmax: bool) -> 
 
 
 def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int) -> np.ndarray:
-    """Return the ``k`` patches of each class nearest to its rows and far from others' [C, K, D].
-
-    They are float32.
-    """
+    """Return ``k`` patches a class, near to its rows and far from others', float32 [C, K, D]."""
     rng = np.random.default_rng(seed)
     found = []
     for c in range(y.shape[1]):

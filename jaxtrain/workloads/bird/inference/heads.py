@@ -3,8 +3,7 @@
 A head is a run's own, or a file of `jaxtrain fit`.
 
     linear       logits x @ w + b of the pooled features x
-    probe        the same after a layer norm: it accompanies training without labels
-                 (`jaxtrain.workloads.bird.classes`)
+    probe        the same after a layer norm: it accompanies training (`…bird.classes`)
     prototypes   logits scale × cosine(x - mean, prototype) + b, of the pooled features
     patches      the same of every patch, of which the largest of a class counts
 
@@ -162,10 +161,7 @@ def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str,
 
 
 def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[int]:
-    """Return the numbers of classes by their names.
-
-    Raises InferenceError with the nearest spelling.
-    """
+    """Return the numbers of classes. Raises InferenceError with the nearest spelling."""
     numbers = {name: i for i, name in enumerate(known)}
     for name in given:
         if name not in numbers:

@@ -1,10 +1,8 @@
 """Measures of scores against labels, each with its bootstrap draws.
 
     accuracy   share of rows whose best score is of (one of) their classes, without rows of no class
-    cmAP       mean over classes of average precision (BirdSet; Rauch et al. 2024); classes without
-               a positive are left out
-    AUROC      mean over classes of the area under the ROC curve, ties half, of the same classes if
-               they have negatives
+    cmAP       mean of average precision over classes with a positive (BirdSet; Rauch et al. 2024)
+    AUROC      mean of the area under the ROC curve, ties half, over those with negatives, too
 
 scikit-learn's scores take one draw of weights at a time and sort for each: 5 to 10 times slower
 than one sort for all draws.
@@ -29,10 +27,7 @@ def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray
 
 
 def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Average precision, [n], [n], [R, n] -> [R], nan without a positive.
-
-    It is sum_i (recall_i - recall_{i-1}) precision_i over the thresholds.
-    """
+    """Return sum_i (recall_i - recall_{i-1}) precision_i, [R, n] -> [R], nan without positives."""
     w, y, last = _sorted(score, positive, weight)
     hits, all_ = np.cumsum(w * y, 1)[:, last], np.cumsum(w, 1)[:, last]
     gained = np.diff(hits, axis=1, prepend=0)
@@ -41,10 +36,7 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
 
 
 def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Chance that a positive scores above a negative, ties half, -> [R], nan without both.
-
-    The arguments are [n], [n], [R, n].
-    """
+    """Return the chance that a positive scores higher, ties half, [R, n] -> [R], or nan."""
     w, y, last = _sorted(score, positive, weight)
     hits, misses = (np.diff(np.cumsum(w * z, 1)[:, last], axis=1, prepend=0) for z in (y, 1 - y))
     below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2

@@ -17,10 +17,7 @@ class Neighbours:
     """The embeddings of windows, in memory: float32 [windows that have any, D]."""
 
     def __init__(self, folders: Sequence[Embeddings], windows: Sequence[tuple[str, float, float]]):
-        """Find for each window the row that holds most of it.
-
-        Args:
-          windows: absolute path of the recording, start and end [s].
+        """Find the row that holds most of each window: path, start and end [s].
 
         Raises InferenceError: the folders are of several encoders, or hold none of the windows.
         """
@@ -47,14 +44,14 @@ class Neighbours:
         if not found:
             raise InferenceError(f"{folders[0].folder} holds none of the windows; embed their recordings")
         self._unit = np.empty((len(found), folders[0].array("mean", 2).shape[1]), np.float32)
-        keys, places_of = np.array(list(found)), np.array(list(found.values()))
+        keys = np.array(list(found))  # in the order of their places
         for number, each in enumerate(folders):
             x, mine = each.array("mean", 2), np.flatnonzero(keys[:, 0] == number)
             if x.shape[1] != self._unit.shape[1]:
                 raise InferenceError(f"{each.folder} has other features than {folders[0].folder}; embed both by one run")
             mine = mine[np.argsort(keys[mine, 1])]  # in the order of the file
             for part in (mine[k : k + CHUNK] for k in range(0, len(mine), CHUNK)):
-                self._unit[places_of[part]] = x[keys[part, 1]]
+                self._unit[part] = x[keys[part, 1]]
         self._unit /= np.maximum(np.linalg.norm(self._unit, axis=1, keepdims=True), 1e-9)
         self._window = np.full(len(found), -1)  # of each row: the first that has it
         order = np.arange(len(windows))[::-1]
@@ -66,10 +63,7 @@ class Neighbours:
         return int((self._at < 0).sum())
 
     def near(self, number: int, n: int) -> list[tuple[int, float]]:
-        """Return the ``n`` windows nearest to window ``number``, best first, with their cosine.
-
-        They do not overlap.
-        """
+        """Return the ``n`` windows nearest to one that do not overlap it, with their cosine."""
         at = self._at[number]
         if at < 0:
             return []
@@ -90,10 +84,7 @@ class Neighbours:
 
 
 def _most(rows: Sequence[tuple[float, float, int, int]], longest: float, start: float, end: float) -> tuple[int, int] | None:
-    """Folder and number of the row that holds most of a window.
-
-    They are those of a recording by their start.
-    """
+    """Return folder and number of the row, of those by start, that holds most of a window."""
     best, most = None, 0.0
     for low, high, folder, row in rows[bisect.bisect_left(rows, (start - longest,)) :]:
         if low >= end:

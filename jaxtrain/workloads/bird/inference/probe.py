@@ -1,14 +1,4 @@
-"""Measure frozen features by classifiers that are trained on folders of `jaxtrain embed`.
-
-    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part
-               of the train rows
-    knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
-    few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
-    scores     the run's supervised head as it is, if there is one
-
-`measures` computes their scores, with percentile intervals of 95 % over bootstrap draws of the test
-recordings.
-"""
+"""Measure features by the classifiers that `jaxtrain.workloads.bird.commands.probe` lists."""
 
 import json
 import pathlib
@@ -17,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 from sklearn.neighbors import KNeighborsRegressor
 
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, logistic, measures
@@ -40,10 +31,7 @@ class Features(NamedTuple):
 
 
 def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = None) -> Features:
-    """Read a folder of embeddings.
-
-    Raises InferenceError: it is unfinished, or has no labels or not this kind.
-    """
+    """Read embeddings. Raises InferenceError: unfinished, without labels or not this kind."""
     stored = embeddings.read(folder)
     y, known = stored.labels()
     if not known.any():
@@ -66,10 +54,7 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
 
 
 def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool, seed: int = 0) -> np.ndarray:
-    """Logistic regression on standardised features.
-
-    The penalty is the one that a held-out fifth of the rows likes best.
-    """
+    """Fit logistic regression on standardised features, with a held-out fifth's best penalty."""
     mean, std = x.mean(0), x.std(0) + 1e-6
     x, x_test = (x - mean) / std, (x_test - mean) / std
     held, softmax = _fifth(y, seed), not multilabel
@@ -104,12 +89,10 @@ def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) ->
 
 
 def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
-    """Cosine with the mean of ``shots`` rows of each class.
-
-    A class without any gets the lowest score.
-    """
+    """Return the cosine with the mean of ``shots`` rows of each class, or the lowest score."""
     rng = np.random.default_rng(seed)
-    x, x_test = _directions(x, x_test)
+    mean = x.mean(0)
+    x, x_test = ((z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9) for z in (x, x_test))
     scores = np.full((len(x_test), y.shape[1]), -1.0, np.float32)
     for c in range(y.shape[1]):
         rows = np.flatnonzero(y[:, c])
@@ -117,15 +100,6 @@ def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, 
             mean = x[rng.permutation(rows)[:shots]].mean(0)
             scores[:, c] = x_test @ (mean / max(np.linalg.norm(mean), 1e-9))
     return scores
-
-
-def _directions(x: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    mean = x.mean(0)
-
-    def direction(z: np.ndarray) -> np.ndarray:
-        return (z - mean) / np.maximum(np.linalg.norm(z - mean, axis=1, keepdims=True), 1e-9)
-
-    return direction(x), direction(x_test)
 
 
 # The whole evaluation.
@@ -169,9 +143,8 @@ def evaluate(
     weight = measures.bootstrap(len(y), draws)
     results: dict[str, Any] = {}
     for name, parts in scores.items():
-        # Scores of different folds come from different classifiers: each row is made comparable
-        # first.
-        joined = np.concatenate(parts if len(parts) == 1 or name == "knn" else [_comparable(part) for part in parts])
+        # Scores of folds come from different classifiers: each row is made comparable first.
+        joined = np.concatenate(parts if len(parts) == 1 or name == "knn" else [softmax(part, axis=1) for part in parts])
         results[name] = {key: measures.summary(each) for key, each in measures.measure(joined, y, weight).items()}
         if len(splits) > 1:
             for (_, test), part in zip(splits, parts, strict=True):
@@ -192,12 +165,6 @@ def evaluate(
         low, high = np.percentile(values, [2.5, 97.5])
         few[str(n)] = {"value": float(np.mean(values)), "low": float(low), "high": float(high)}
     return {**results, "few shot": few}
-
-
-def _comparable(score: np.ndarray) -> np.ndarray:
-    """Softmax of each row: comparable between classifiers, and monotone within a row."""
-    e = np.exp(score - score.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
 
 
 def folds_of(features: Features) -> list[tuple[Features, Features]]:

@@ -1,13 +1,10 @@
 """Windows that people judge: their content on the page, and the table of answers.
 
-It is written after each answer.
-
-The table has a line for each answer: file, start, end, label, answer, asked, score. If the answer
-is "yes", the label is the class that is heard. If it is "no" or "skip", the label is empty, and
-``asked`` has the class of the question. `jaxtrain fit` and `jaxtrain index` read it.
+The table has a line for each answer: file, start, end, label, answer, asked, score. The label of
+"yes" is the class that is heard, that of "no" and "skip" is empty, and ``asked`` has the class of
+the question. `jaxtrain fit` and `jaxtrain index` read it.
 """
 
-import csv
 import dataclasses
 import io
 import os
@@ -20,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 
-from jaxtrain.workloads.bird.inference import InferenceError, detect, detections, embeddings
+from jaxtrain.workloads.bird import inference
+from jaxtrain.workloads.bird.inference import InferenceError, detections, embeddings
 from jaxtrain.workloads.bird.inference.neighbours import Neighbours
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
-from loaders.audio.recordings import columns, lines, tables, values
+from loaders.audio.recordings import columns, lines, sources, tables, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.find import Finder
 from loaders.chat import codec
@@ -54,10 +52,7 @@ class Item(NamedTuple):
 
 
 class Session:
-    """The windows of a table in the order in which they are shown, and the answers so far.
-
-    Safe for several threads.
-    """
+    """The windows of a table in their order, and the answers. Safe for several threads."""
 
     def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
         """Read earlier answers from ``out``. Raises InferenceError.
@@ -121,10 +116,7 @@ class Session:
             return next((i for i, item in enumerate(self.items) if self._key(item) not in self._answers), len(self.items) - 1)
 
     def answer(self, number: int, answer: str, label: str = "") -> None:
-        """Note an answer, in the place of an earlier one, and write the table.
-
-        Raises InferenceError, IndexError, OSError.
-        """
+        """Note an answer and write the table. Raises InferenceError, IndexError, OSError."""
         if answer not in ANSWERS:
             raise InferenceError(f"the answer is {answer[:20]!r}; expected one of: {', '.join(ANSWERS)}")
         label = " ".join(label.split())
@@ -139,7 +131,9 @@ class Session:
             before = self._answers.pop(self._key(item), None)
             self._answers[self._key(item)] = row
             try:
-                atomic_write.write(self._out, self._table())
+                atomic_write.write_csv(
+                    self._out, [COLUMNS, *([each[name] for name in COLUMNS] for each in self._answers.values())]
+                )
             except OSError:
                 self._answers.pop(self._key(item))
                 if before:
@@ -147,13 +141,6 @@ class Session:
                 raise
             if named and named not in self.labels:
                 self.labels = sorted([*self.labels, named])
-
-    def _table(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([row[name] for name in COLUMNS] for row in self._answers.values())
-        return text.getvalue()
 
 
 def read(
@@ -181,7 +168,7 @@ def read(
     """
     path = pathlib.Path(given).expanduser()
     if path.is_dir():
-        root = root or _root_of(path)
+        root = root or sources.root_of(path)
         path = path / "detections.csv"
     if not path.is_file():
         raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
@@ -211,9 +198,7 @@ def read(
             if not label or name == label:
                 clock, score = layout.text(line.row, "clock"), _score(layout.text(line.row, "score"))
                 rows.append((place, line.start, line.end, name, score, clock))
-    if refused := mistakes.refused():
-        text = next(text for kind, text in mistakes.lines if kind in refused)
-        raise InferenceError(f"{text} ({refused[0]}); correct the line")
+    inference.refuse(mistakes)
     if not rows:
         raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
     tops = set(roots.values()) - {""}
@@ -238,20 +223,8 @@ def _score(text: str) -> float:
     return float("nan") if value is None else value
 
 
-def _root_of(folder: pathlib.Path) -> str:
-    """Return the root of the recordings that a folder of `jaxtrain detect` is about, or ""."""
-    try:
-        found = files.read_json(files.inside(folder, detect.ABOUT)).get("root")
-    except files.FileError as error:
-        raise InferenceError(f"{error}; name a folder of `jaxtrain detect`, or a table") from error
-    return found if isinstance(found, str) and "\0" not in found else ""
-
-
 def ordered(items: Sequence[Item], order: str) -> list[Item]:
-    """Windows in an order: as they are, best first, least certain first, or spread.
-
-    Those of one recording are apart then.
-    """
+    """Return windows in an order: as they are, best, least certain, or of recordings in turn."""
 
     def unsure(item: Item) -> float:
         return abs((0.0 if np.isnan(item.score) else item.score) - 0.5)
@@ -271,10 +244,7 @@ def ordered(items: Sequence[Item], order: str) -> list[Item]:
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
-    """Return a window's sound and a little around it: float32 [n], rate, the window's begin [s].
-
-    Raises InferenceError.
-    """
+    """Return sound around a window, float32 [n], rate, and begin [s]. Raises InferenceError."""
     try:
         if item.path.lower().endswith((".wav", ".flac", ".ogg", ".oga", ".mp3", ".rf64", ".w64")):
             with soundfile.SoundFile(item.path) as file:  # by its seek: a recording may be a day long
@@ -311,12 +281,9 @@ def sound(item: Item) -> bytes:
 
 
 def picture(item: Item) -> bytes:
-    """Return a PNG of the log-mel spectrogram of `wave`, low bands at the bottom.
+    """Return a PNG of the log-mel spectrogram of `wave`, with lines at the window's begin and end.
 
-    Lines are at the window's begin and end.
-
-    It has all frequencies of the recording, also those that the encoder does not see. Raises
-    InferenceError.
+    It has all frequencies, also those that the encoder does not see. Raises InferenceError.
     """
     from PIL import Image
 

@@ -1,8 +1,7 @@
 """The page of `jaxtrain review`: served on the loopback alone, with an unguessable token.
 
-The page names windows by their numbers. No request holds the name of a file. A request without the
-token, or for another host (as a page elsewhere could make a browser send), is refused. Nothing is
-fetched from anywhere else.
+It names windows by numbers, never a file. A request without the token, or for another host, as a
+page elsewhere could make a browser send, is refused. Nothing is fetched from anywhere else.
 """
 
 import json
@@ -20,10 +19,7 @@ MAX_BODY = 10_000  # [bytes] of a request
 
 
 class Server(loopback.Server):
-    """Answers the page's requests.
-
-    A browser opens ``address``. Raises OSError: the port is taken.
-    """
+    """Answers the page's requests, at ``address``. Raises OSError: the port is taken."""
 
     def __init__(self, session: review.Session, port: int = 0):
         super().__init__(_Handler, port)
@@ -87,9 +83,8 @@ class _Handler(loopback.Handler):
         if self._length > MAX_BODY:
             return self._send(413, {"error": f"a request has at most {MAX_BODY} bytes"})
         given = json.loads(self._body)
-        number, answer, label = (
-            (given.get(name) for name in ("number", "answer", "label")) if isinstance(given, dict) else [None] * 3
-        )
+        given = given if isinstance(given, dict) else {}
+        number, answer, label = (given.get(name) for name in ("number", "answer", "label"))
         if type(number) is not int or number < 0 or not isinstance(answer, str) or not isinstance(label, str):
             raise ValueError("expected number, answer and label")
         self.server.session.answer(number, answer, label)

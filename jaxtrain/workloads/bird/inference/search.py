@@ -1,14 +1,10 @@
 """The rows of embeddings nearest to a query by cosine, or that a fitted head gives most.
 
-The result is exact, in one pass.
-
-Beyond some millions of rows, `nearest_by_index` asks an index of usearch, and computes the cosines
-of its results.
+The result is exact, but for `nearest_by_index`, which asks usearch for candidates.
 """
 
 import hashlib
 import heapq
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,10 +36,7 @@ class Hit(NamedTuple):
 
 
 def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int) -> list[Hit]:
-    """Return the ``top`` rows with the highest cosine with any query, float32 [Q, D], best first.
-
-    Raises InferenceError.
-    """
+    """Return the ``top`` rows nearest to any query, float32 [Q, D]. Raises InferenceError."""
     units = _unit(queries)
 
     def score(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,12 +51,7 @@ def nearest(folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, to
 def nearest_by_index(
     folders: Sequence[Embeddings], queries: np.ndarray, *, kind: str, top: int, note: Callable[[str], None] = lambda text: None
 ) -> list[Hit]:
-    """`nearest`, with the candidates of an index of usearch: a few rows may be missed.
-
-    The index is made once for each folder.
-
-    Raises InferenceError: usearch is not installed, too.
-    """
+    """Return nearly the same by an index of usearch, made once a folder. Raises InferenceError."""
     _refuse_width(folders, queries, kind)
     units, hits = _unit(queries), []
     for number, each in enumerate(folders):
@@ -78,10 +66,7 @@ def nearest_by_index(
 
 
 def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
-    """Return the index over a folder's rows, made at its first use and kept in the user's cache.
-
-    It is never read out of the folder, which may come from anyone.
-    """
+    """Return the user's cached index of a folder's rows, made at first use, not the folder's."""
     try:
         from usearch.index import Index
     except ImportError as error:
@@ -100,14 +85,8 @@ def _index(folder: Embeddings, kind: str, note: Callable[[str], None]) -> Any:
         if len(rows):
             index.add(rows + first, part[rows], threads=machine.cores())
         note(f"{folder.folder}: {min(first + step, folder.n)} of {folder.n} rows are in the index {place}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f".{place.name}.{os.getpid()}")
-    with atomic_write.naming(place):
-        try:
-            index.save(partial)
-            partial.replace(place)
-        finally:
-            partial.unlink(missing_ok=True)
+    with atomic_write.shared(place) as partial:
+        index.save(partial)
     return index
 
 
@@ -118,10 +97,7 @@ def _refuse_width(folders: Sequence[Embeddings], queries: np.ndarray, kind: str)
 
 
 def by_head(folders: Sequence[Embeddings], head: Head, label: int, *, top: int) -> list[Hit]:
-    """Return the ``top`` rows by a head's score of a class, the best first.
-
-    Raises InferenceError.
-    """
+    """Return the ``top`` rows by a head's score of a class, best first. Raises InferenceError."""
     kind = "patches" if head.kind == "patches" else head.pool
     for each in folders:
         width = each.array(kind, 4 if kind == "patches" else 2).shape[-1]
@@ -161,10 +137,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def split_query(text: str) -> tuple[str, float | None]:
-    """Return a query's file or folder, and the part after its last @: seconds, or a row.
-
-    Raises InferenceError.
-    """
+    """Return a query's file or folder, and the number after its last @. Raises InferenceError."""
     name, at, number = text.rpartition("@")
     if not at or pathlib.Path(text).expanduser().exists():
         return text, None
@@ -178,10 +151,7 @@ def split_query(text: str) -> tuple[str, float | None]:
 
 
 def run_of(folder: Embeddings) -> str:
-    """Return the run that a folder says it was made by.
-
-    Raises InferenceError: it names none, or an address.
-    """
+    """Return the run that made a folder. Raises InferenceError: none is named, or an address."""
     run = folder.about.get("model")
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")

@@ -1,9 +1,4 @@
-"""One objective, one file: every module of this folder defines ``OBJECTIVE``.
-
-Its type is in `jaxtrain.workloads.bird.objective`.
-
-The folder is the list. A new file is found by its name, and nothing else is edited.
-"""
+"""The objectives: modules of this folder with an ``OBJECTIVE``, found by their names alone."""
 
 import importlib
 import pkgutil

@@ -1,7 +1,4 @@
-"""mae: the values of masked patches, normalised patch by patch, from the visible ones (He et al.
-
-2022).
-"""
+"""mae: the normalised values of masked patches, from the visible ones (He et al. 2022)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,10 +47,7 @@ def evaluate(s: Mae, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
 
 
 def progress(s: Mae, x: Inputs) -> dict[str, Array]:
-    """Return the first view of each row: masked patches as predicted, visible ones as they are.
-
-    Predictions are shown at the patches' mean and spread.
-    """
+    """Return first views, masked patches as predicted, with their own mean and spread."""
     pred_rnp, x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
     mean_rn1, std_rn1 = x_rnp.mean(-1, keepdims=True), x_rnp.std(-1, keepdims=True)
     assert x.masks is not None

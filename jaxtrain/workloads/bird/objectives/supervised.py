@@ -1,7 +1,4 @@
-"""supervised: cross-entropy with the class, or the asymmetric loss of several (Ridnik et al.
-
-2021).
-"""
+"""supervised: cross-entropy, or the asymmetric loss of several classes (Ridnik et al. 2021)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""teacher: an average of the encoder's features of masked patches, from the visible ones.
-
-The source is Assran et al. 2023.
-"""
+"""teacher: an average's features of masked patches, from visible ones (Assran et al. 2023)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
