@@ -83,7 +83,10 @@ def loader() -> None:
     head, _, ours, *others, ratio = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().split("\n"))
     best = [max(float(row[i]) for row in others) for i in range(1, len(head))]
     figure, axis = pyplot.subplots(figsize=(7, 2.8))
-    for shift, label, values in ((-0.2, "jaxtrain", [float(x) for x in ours[1:]]), (0.2, "best of six alternatives", best)):
+    for shift, label, values in (
+        (-0.2, "jaxtrain", [float(x) for x in ours[1:]]),
+        (0.2, f"best of {len(others)} alternatives", best),
+    ):
         bars = axis.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
         axis.bar_label(bars, fmt="%.0f", fontsize=8)
     axis.set_xticks(range(len(best)), [f"{name}\n{times}" for name, times in zip(head[1:], ratio[1:], strict=True)])

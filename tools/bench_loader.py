@@ -16,6 +16,10 @@ loader. The peers are given each crop's start, which ours has to find.
     librosa       librosa.load(offset, duration), melspectrogram: the log-mel of a librosa user, not
                   Kaldi's
     torch         a torch DataLoader: soundfile seeks, torchaudio resamples and makes the fbank
+    buffer        the design of the loader that ours replaced, made of our compiled parts: decode
+                  all, resample all, fbank, shuffle buffer
+    lhotse        a cut of a recording: soundfile seeks, torchaudio resamples, lhotse's Fbank
+    torchcodec    its AudioDecoder: a range of seconds, mono and 32 kHz by FFmpeg; then as seek
     spdl          SPDL's FFmpeg: packets by time, mono and 32 kHz by its filters; then as seek
     grain         Grain's MapDataset and its reading threads around seek
     seek          soundfile seeks, soxr, scipy's float32 FFT and a BLAS product: as fast as NumPy
@@ -23,11 +27,12 @@ loader. The peers are given each crop's start, which ours has to find.
     seek-malloc   the same, with glibc set to keep freed memory, which saves its page faults
 
 How it is measured. One process for each peer, pinned to one core, its libraries held to one thread.
-For two threads two such processes, whose rates are added (ours and the DataLoader are one process
-on two cores). They take turns, one pass over the recordings each, for some rounds, so that a drift
-of the machine's speed meets all. Each rate is the median of its rounds, each ratio the median of
-the ratios within a round. Shards are in the page cache. A pass of ours begins with empty queues.
-Compare ratios, and only within one run; on a machine that has other work, with --clock=cpu.
+For two threads two such processes, whose rates are added (ours, buffer, Grain and the DataLoader
+are one process on two cores). They take turns, one pass over the recordings each, for some rounds,
+so that a drift of the machine's speed meets all. Each rate is the median of its rounds, each ratio
+the median of the ratios within a round. Shards are in the page cache. A pass of ours begins with
+empty queues. Compare ratios, and only within one run; on a machine that has other work, with
+--clock=cpu.
 
 The corpus is loaders.audio.demo's birds in longer recordings, one shard for each codec, made once
 and kept next to the demo's.
@@ -35,12 +40,7 @@ and kept next to the demo's.
 
 import argparse
 import contextlib
-import functools
-import importlib.metadata
-import importlib.util
-import io
 import json
-import math
 import os
 import pathlib
 import platform
@@ -51,24 +51,17 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
-import soundfile
 
-from loaders import base, order
-from loaders.audio import demo, demo_birds, front_end, prepared
-from loaders.audio import spectrogram as ours
+from loaders.audio import demo, demo_birds, prepared
 from loaders.io import machine
-
-SEED = 7
-FRONT_END = front_end.FrontEnd()
-RATE, CLIP, N_FRAMES, N_MELS = FRONT_END.sample_rate, 5 * FRONT_END.sample_rate, 512, FRONT_END.n_mels
-MARGIN = 0.05  # [s] that a resampler is given on each side of a crop
-BATCH = 20
+from tools import loader_peers
+from tools.loader_peers import BATCH, OURS, PEERS, SEED, missing
 
 # MP3 and WAV hold as many stereo recordings as mono ones, as archives of field recordings do.
 CODECS = {
@@ -91,28 +84,12 @@ CODECS = {
 PREPARED = ("raw", "packed")
 
 
-class Peer(NamedTuple):
-    make: Callable[..., Any]  # shard -> an object that is called with a Sample, or that has run(samples)
-    needs: tuple[str, ...] = ()  # modules, whose distributions have the same names
-    env: Mapping[str, str] = {}
-    one_process: bool = False  # for any number of threads
-
-
-class Sample(NamedTuple):
-    """One crop to make."""
-
-    row: int
-    data: memoryview  # the encoded recording
-    start: int  # [samples] at the recording's rate
-    rate: int  # [Hz] of the recording
-
-
 # -------------------------------------------------------------------------------
 # corpus
 
 
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
-    """Return the shard with ``n`` recordings of ``seconds`` on average, made if it is missing."""
+    """Return the shard with ``n`` recordings of ``seconds`` on average, made if it is not there."""
     if codec in PREPARED:
         source = make_corpus("wav32", n=n, seconds=seconds, folder=folder)
         out = source.with_name(f"{source.stem}-{codec}")
@@ -147,333 +124,35 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
     return shard
 
 
-def recordings(shard: pathlib.Path) -> list[memoryview]:
-    """Return the encoded recordings, as views of the mapped file."""
-    batches = pa.ipc.open_stream(pa.memory_map(str(shard)))
-    return [memoryview(data.as_buffer()) for batch in batches for data in batch.column("audio").field("bytes")]
-
-
-def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
-    """Return the crops of an epoch, in the order of `loaders.audio.spectrogram` with seed SEED."""
-    data = recordings(shard)
-    drawn = []
-    for row in order.permutation(SEED, epoch, len(data), np.arange(len(data))):
-        info = soundfile.info(io.BytesIO(data[row]))
-        surplus = info.frames - -(-CLIP * info.samplerate // RATE)
-        start = order.crop_start(SEED, epoch, int(row), surplus + 1) if surplus >= 0 else 0
-        drawn.append(Sample(int(row), data[row], start, info.samplerate))
-    return drawn
-
-
-# -------------------------------------------------------------------------------
-# peers
-
-
-def mono(x_n: np.ndarray) -> np.ndarray:
-    """float32 [n] or [n, channels] -> float32 [n].
-
-    Of two channels, faster than a mean over so short an axis.
-    """
-    if x_n.ndim == 1:
-        return x_n
-    return x_n[:, 0] if x_n.shape[1] == 1 else (x_n[:, 0] + x_n[:, 1]) * np.float32(1 / 2)
-
-
-def clip(x_n: np.ndarray) -> np.ndarray:
-    """Exactly 5 s, with silence behind."""
-    return x_n[:CLIP] if len(x_n) >= CLIP else np.pad(x_n, (0, CLIP - len(x_n)))
-
-
-def normalised(x_fm: np.ndarray) -> np.ndarray:
-    """log-mel [frames, 128] -> [512, 128], padded with the minimum."""
-    out_fm = np.full((N_FRAMES, N_MELS), x_fm.min(), np.float32)
-    out_fm[: len(x_fm)] = x_fm
-    out_fm += 7.2
-    out_fm /= 8.86
-    return out_fm
-
-
-def read_crop(s: Sample, resample: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
-    """float32 [160000]: soundfile seeks to the crop and reads it.
-
-    There is a margin if it is to be resampled.
-    """
-    with soundfile.SoundFile(io.BytesIO(s.data)) as file:
-        if s.rate == RATE:
-            file.seek(s.start)
-            return clip(mono(file.read(CLIP, dtype="float32")))
-        # The crop begins at a whole sample after resampling if what comes before it is a multiple
-        # of this.
-        grid = s.rate // math.gcd(s.rate, RATE)
-        margin = round(MARGIN * s.rate)
-        lead = min(margin, s.start) // grid * grid
-        file.seek(s.start - lead)
-        wave_n = mono(file.read(lead + CLIP * s.rate // RATE + margin, dtype="float32"))
-    return clip(resample(wave_n, s.rate)[lead * RATE // s.rate :])
-
-
-class Whole:
-    def __init__(self, shard: pathlib.Path):
-        import kaldi_native_fbank
-        import soxr
-
-        options = kaldi_native_fbank.FbankOptions()
-        options.frame_opts.samp_freq = RATE
-        options.frame_opts.dither = 0
-        options.frame_opts.window_type = "hanning"
-        options.mel_opts.num_bins = N_MELS
-        options.mel_opts.low_freq = 20
-        options.use_energy = False
-        self.fbank = functools.partial(kaldi_native_fbank.OnlineFbank, options)
-        self.resample = soxr.resample
-
-    def __call__(self, s: Sample) -> np.ndarray:
-        wave_n, rate = soundfile.read(io.BytesIO(s.data), dtype="float32")
-        wave_n = mono(wave_n)
-        if rate != RATE:
-            wave_n = self.resample(wave_n, rate, RATE)
-        start = round(s.start * RATE / rate)
-        fbank = self.fbank()
-        fbank.accept_waveform(RATE, clip(wave_n[start : start + CLIP]).tolist())
-        return normalised(np.stack([fbank.get_frame(i) for i in range(fbank.num_frames_ready)]))
-
-
-def torchaudio_fbank(wave_n: np.ndarray) -> np.ndarray:
-    import torch
-    from torchaudio.compliance import kaldi
-
-    with torch.inference_mode():
-        return kaldi.fbank(
-            torch.from_numpy(np.ascontiguousarray(wave_n))[None],
-            sample_frequency=RATE,
-            num_mel_bins=N_MELS,
-            window_type="hanning",
-            htk_compat=True,
-            use_energy=False,
-            dither=0.0,
-        ).numpy()
-
-
-class Datasets:
-    def __init__(self, shard: pathlib.Path):
-        import datasets
-        import torch
-
-        torch.set_num_threads(1)
-        self.rows = datasets.Dataset.from_file(str(shard)).cast_column("audio", datasets.Audio(sampling_rate=RATE))
-
-    def __call__(self, s: Sample) -> np.ndarray:
-        wave_n = np.asarray(self.rows[s.row]["audio"]["array"], np.float32)
-        wave_n = wave_n.mean(0) if wave_n.ndim > 1 else wave_n
-        start = round(s.start * RATE / s.rate)
-        return normalised(torchaudio_fbank(clip(wave_n[start : start + CLIP])))
-
-
-class Librosa:
-    def __init__(self, shard: pathlib.Path):
-        import librosa
-
-        self.load, self.melspectrogram = librosa.load, librosa.feature.melspectrogram
-
-    def __call__(self, s: Sample) -> np.ndarray:
-        wave_n, _ = self.load(io.BytesIO(s.data), sr=RATE, offset=s.start / s.rate, duration=CLIP / RATE)
-        mels_mf = self.melspectrogram(
-            y=clip(wave_n),
-            sr=RATE,
-            n_fft=1024,
-            win_length=FRONT_END.window,
-            hop_length=FRONT_END.hop,
-            n_mels=N_MELS,
-            fmin=20,
-            htk=True,
-            norm=None,
-        )
-        frames = FRONT_END.n_clip_frames(CLIP)
-        return normalised(np.log(np.maximum(mels_mf.T[:frames], np.finfo(np.float32).eps)))
-
-
-class TorchCrops:
-    """A torch Dataset whose indices are crops: (row, start, rate)."""
-
-    def __init__(self, shard: pathlib.Path):
-        self.data = recordings(shard)
-        self.resamplers: dict[int, Any] = {}
-
-    def __getitem__(self, crop: tuple[int, int, int]) -> Any:
-        import torch
-
-        row, start, rate = crop
-        wave_n = read_crop(Sample(row, self.data[row], start, rate), self.resample)
-        return torch.from_numpy(normalised(torchaudio_fbank(wave_n)))
-
-    def resample(self, wave_n: np.ndarray, rate: int) -> np.ndarray:
-        import torch
-        import torchaudio
-
-        if rate not in self.resamplers:
-            self.resamplers[rate] = torchaudio.transforms.Resample(rate, RATE)
-        with torch.inference_mode():
-            return self.resamplers[rate](torch.from_numpy(wave_n)[None])[0].numpy()
-
-
-class Torch:
-    """With one thread the DataLoader works in its own process.
-
-    With more it has as many workers, which stay.
-    """
-
-    def __init__(self, shard: pathlib.Path, threads: int):
-        import torch
-
-        torch.set_num_threads(1)
-        self.crops: list[tuple[int, int, int]] = []  # what a pass is to make: the sampler, filled again before each
-        workers = {"num_workers": threads, "persistent_workers": True} if threads > 1 else {}
-        self.loader = torch.utils.data.DataLoader(TorchCrops(shard), sampler=self.crops, batch_size=BATCH // threads, **workers)
-
-    def run(self, crops: Sequence[Sample]) -> tuple[list[np.ndarray], float]:
-        begin = time.perf_counter()
-        self.crops[:] = [(s.row, s.start, s.rate) for s in crops]
-        out = [batch.numpy() for batch in self.loader]
-        return out, time.perf_counter() - begin
-
-
-class Seek:
-    def __init__(self, shard: pathlib.Path):
-        import scipy.fft
-        import soxr
-
-        self.rfft = scipy.fft.rfft
-        self.resample = lambda wave_n, rate: soxr.resample(wave_n, rate, RATE)
-        self.window_n = np.hanning(FRONT_END.window).astype(np.float32)
-        self.padded_fn = np.zeros((N_FRAMES, 1024), np.float32)
-        mel = 1127 * np.log1p(np.arange(512) * RATE / 1024 / 700)
-        low, high = 1127 * np.log1p(np.array([20, RATE / 2]) / 700)
-        step = (high - low) / (N_MELS + 1)
-        place_km = (mel[:, None] - low) / step - np.arange(N_MELS)
-        self.bands_km = np.maximum(0, np.minimum(place_km, 2 - place_km)).astype(np.float32)
-
-    def __call__(self, s: Sample) -> np.ndarray:
-        return self.spectrogram(read_crop(s, self.resample))
-
-    def spectrogram(self, wave_n: np.ndarray) -> np.ndarray:
-        frames_fn = np.lib.stride_tricks.sliding_window_view(wave_n, FRONT_END.window)[:: FRONT_END.hop]
-        frames_fn = frames_fn - frames_fn.mean(1, keepdims=True)
-        windowed_fn = self.padded_fn[: len(frames_fn), : FRONT_END.window]
-        # The first sample's own rule does not matter: the window is 0 there.
-        np.multiply(frames_fn[:, :-1], np.float32(-0.97), out=windowed_fn[:, 1:])
-        windowed_fn[:, 1:] += frames_fn[:, 1:]
-        windowed_fn *= self.window_n
-        spectrum_fk = self.rfft(self.padded_fn[: len(frames_fn)])[:, :512]
-        power_fk = spectrum_fk.real**2
-        power_fk += spectrum_fk.imag**2
-        return normalised(np.log(np.maximum(power_fk @ self.bands_km, np.finfo(np.float32).eps)))
-
-
-class Spdl(Seek):
-    def __call__(self, s: Sample) -> np.ndarray:
-        spdl_io: Any = importlib.import_module("spdl.io")
-
-        # The demuxer finds the packets of the crop, and the filter trims it to the sample, as
-        # SPDL's documentation has it.
-        span = s.start / s.rate, s.start / s.rate + CLIP / RATE
-        trim = spdl_io.get_audio_filter_desc(sample_rate=RATE, num_channels=1, timestamp=span, num_frames=CLIP)
-        return self.spectrogram(clip(spdl_io.to_numpy(spdl_io.load_audio(bytes(s.data), span, filter_desc=trim))[0]))
-
-
-class Grain:
-    def __init__(self, shard: pathlib.Path, threads: int):
-        self.one, self.threads = Seek(shard), threads
-
-    def run(self, crops: Sequence[Sample]) -> tuple[list[np.ndarray], float]:
-        import grain.python as grain
-
-        begin = time.perf_counter()
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=2 * BATCH)
-        rows = grain.MapDataset.source(crops).map(self.one).batch(BATCH).to_iter_dataset(options)
-        return list(rows), time.perf_counter() - begin
-
-
-class Each:
-    """A peer that makes one sample at a time, as a loader of batches."""
-
-    def __init__(self, make: Callable[[pathlib.Path], Callable[[Sample], np.ndarray]], shard: pathlib.Path):
-        self.one = make(shard)
-
-    def run(self, crops: Sequence[Sample]) -> tuple[list[np.ndarray], float]:
-        begin = time.perf_counter()
-        out = []
-        for first in range(0, len(crops), BATCH):
-            some = crops[first : first + BATCH]
-            out.append(np.empty((len(some), N_FRAMES, N_MELS), np.float32))
-            for row_fm, crop in zip(out[-1], some, strict=True):
-                row_fm[:] = self.one(crop)
-        return out, time.perf_counter() - begin
-
-
-class Ours:
-    def __init__(self, shard: pathlib.Path, threads: int):
-        config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin")
-        n = ours.facts(config)["n_train"]
-        self.batch = math.gcd(n, BATCH)  # so that an epoch is whole batches
-        self.n_batches = n // self.batch
-        rows = base.Rows(batch=self.batch, ranges=((0, self.batch),))
-        self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
-
-    def run(self, epoch: int, n: int) -> tuple[list[np.ndarray], float]:
-        """Return the first ``n`` samples of an epoch.
-
-        Seeking throws away batches made ahead: the clock sees all work.
-        """
-        begin = time.perf_counter()
-        self.loader.seek(epoch * self.n_batches)
-        out = [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]
-        return out, time.perf_counter() - begin
-
-
-PEERS = {
-    "whole": Peer(Whole, ("soxr", "kaldi_native_fbank")),
-    "datasets": Peer(Datasets, ("datasets", "torch", "torchaudio", "torchcodec")),
-    "librosa": Peer(Librosa, ("librosa", "soxr")),
-    "torch": Peer(Torch, ("torch", "torchaudio"), one_process=True),
-    "spdl": Peer(Spdl, ("spdl.io", "scipy", "soxr")),
-    "grain": Peer(Grain, ("grain", "scipy", "soxr"), one_process=True),
-    "seek": Peer(Seek, ("scipy", "soxr")),
-    "seek-malloc": Peer(
-        Seek, ("scipy", "soxr"), {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-    ),
-}
-OURS = Peer(Ours, one_process=True)
-
-
-def missing(name: str) -> list[str]:
-    """Modules that a peer needs and this Python does not have."""
-    return [module for module in PEERS[name].needs if importlib.util.find_spec(module.partition(".")[0]) is None]
-
-
 # -------------------------------------------------------------------------------
 # processes
 
 
-def child(name: str, shard: str, pinned: str) -> None:
+def child(name: str, pinned: str) -> None:
     """Be one peer, in a process of its own.
 
     Reads requests from stdin, one in each line, and answers on stdout.
 
-    {"epoch": 1, "part": [0, 2]}                    -> {"n": samples, "wall": s, "cpu": s}    every
-                                                    second crop, from 0 on
-    {"epoch": 0, "part": [0, 1], "n": 8, "to": F}   -> the same; F holds the first 8 samples
+    {"shard": S, "epoch": 1, "part": [0, 2]}         -> {"n": samples, "wall": s, "cpu": s}, of
+                                                     every second crop, from 0 on
+    {…, "epoch": 0, "part": [0, 1], "n": 8, "to": F} -> the same; F holds the first 8 samples
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, json.loads(pinned))
-    threads, path = len(json.loads(pinned)), pathlib.Path(shard)
+    threads = len(json.loads(pinned))
     peer = OURS if name == "ours" else PEERS[name]
-    loader: Any = peer.make(path, threads) if peer.one_process else Each(peer.make, path)
+    loader: Any = None
+    open_shard = None
     for line in sys.stdin:
         request = json.loads(line)
         first, step = request["part"]
-        crops = samples(path, request["epoch"])[first : request.get("n") : step]
+        path = pathlib.Path(request["shard"])
+        if path != open_shard:
+            open_shard = path
+            loader = peer.make(path, threads) if peer.one_process else loader_peers.Each(peer.make, path)
+        crops = loader_peers.samples(path, request["epoch"])[first : request.get("n") : step]
         begin = time.process_time()
         out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
         cpu = time.process_time() - begin
@@ -489,14 +168,14 @@ class PeerError(RuntimeError):
 class Running:
     """The processes of one peer, for every number of threads that is to be measured."""
 
-    def __init__(self, name: str, shard: pathlib.Path, threads: Sequence[int]):
+    def __init__(self, name: str, threads: Sequence[int]):
         self.name, self.of = name, dict[int, list[subprocess.Popen[str]]]()
         single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "SOXR")}
         env = os.environ | single | {"MKL_THREADING_LAYER": "SEQUENTIAL", "HF_HUB_OFFLINE": "1"}
         peer = OURS if name == "ours" else PEERS[name]
 
         def start(pinned: Sequence[int]) -> subprocess.Popen[str]:
-            command = [sys.executable, "-m", "tools.bench_loader", "child", name, str(shard), json.dumps(list(pinned))]
+            command = [sys.executable, "-m", "tools.bench_loader", "child", name, json.dumps(list(pinned))]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             return subprocess.Popen(command, env={**env, **peer.env}, cwd=pathlib.Path(__file__).parents[1], **pipes)
 
@@ -506,9 +185,9 @@ class Running:
             each = [start([core]) for core in cores()[: max(threads)]]
             self.of = {n: each[:n] for n in threads}
 
-    def rate(self, threads: int, *, clock: str = "wall", **request: Any) -> float:
-        """Samples/s, of all processes together. Raises PeerError."""
-        processes = self.of[threads]
+    def rate(self, threads: int, *, clock: str = "wall", of: int | None = None, **request: Any) -> float:
+        """Samples/s, of all processes together, or of the first ``of``. Raises PeerError."""
+        processes = self.of[threads][:of]
         for k, process in enumerate(processes):
             with contextlib.suppress(BrokenPipeError):  # then there is no answer either
                 print(json.dumps(request | {"part": [k, len(processes)]}), file=process.stdin, flush=True)
@@ -527,37 +206,32 @@ class Running:
 # measurement
 
 
-def difference(name: str, shard: pathlib.Path, n: int) -> float:
-    """Mean |peer - ours| of the first ``n`` samples, in units of the normalised spectrogram.
+def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: int) -> np.ndarray:
+    """Make the first ``n`` samples, and plans and filters, which take their time at the first use.
 
     Bands from 120 on are left out: there lies the edge of every resampler's filter, and no two have
     the same.
     """
-    out = []
-    for each in ("ours", name):
-        with tempfile.TemporaryDirectory() as folder, contextlib.closing(Running(each, shard, [1])) as running:
-            running.rate(1, epoch=0, n=n, to=f"{folder}/out.npy")
-            out.append(np.load(f"{folder}/out.npy")[..., :120])
-    return float(np.abs(out[0] - out[1]).mean())
+    with tempfile.TemporaryDirectory() as folder:
+        peer.rate(threads[0], of=1, shard=str(shard), epoch=0, n=n, to=f"{folder}/out.npy")
+        for each in threads[1:]:
+            peer.rate(each, shard=str(shard), epoch=0, n=n)
+        return np.load(f"{folder}/out.npy")[..., :120]
 
 
 def measure(
-    peers: Sequence[str], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
+    peers: Sequence[Running], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
     """Return number of threads -> peer -> samples/s of each round.
 
     All wait at the same time: who works has the machine alone.
     """
-    with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(contextlib.closing(Running(name, shard, threads))) for name in peers]
-        turns = [(each, n) for n in threads for each in running]
-        for each, n in turns:
-            each.rate(n, epoch=0, n=BATCH)  # plans and filters are made at their first use
-        rates: dict[str, dict[str, list[float]]] = {str(n): {name: [] for name in peers} for n in threads}
-        for round_ in range(rounds):
-            first = round_ % len(turns)
-            for each, n in turns[first:] + turns[:first]:  # nobody is always last
-                rates[str(n)][each.name].append(each.rate(n, epoch=round_, clock=clock))
+    turns = [(each, n) for n in threads for each in peers]
+    rates: dict[str, dict[str, list[float]]] = {str(n): {each.name: [] for each in peers} for n in threads}
+    for round_ in range(rounds):
+        first = round_ % len(turns)
+        for each, n in turns[first:] + turns[:first]:  # nobody is always last
+            rates[str(n)][each.name].append(each.rate(n, shard=str(shard), epoch=round_, clock=clock))
     return rates
 
 
@@ -567,6 +241,12 @@ def cores() -> list[int]:
 
 def ratio(rates: Mapping[str, Sequence[float]], a: str, b: str) -> float:
     return statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True))
+
+
+def label(name: str) -> str:
+    """Return the row's name of a peer, with the versions of its libraries."""
+    needs = PEERS[name].needs if name in PEERS and not missing(name) else ()
+    return f"{name} ({', '.join(loader_peers.versions(needs))})" if needs else name
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> str:
@@ -581,7 +261,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) ->
             "|---|" + "---:|" * len(head),
         ]
         for name in of[codecs[0]]:
-            lines.append(f"| {name} | {' | '.join(f'{middle[codec][name]:.0f}' for codec in codecs)} |")
+            lines.append(f"| {label(name)} | {' | '.join(f'{middle[codec][name]:.0f}' for codec in codecs)} |")
         if len(of[codecs[0]]) > 1:
             best = {codec: max((name for name in m if name != "ours"), key=m.__getitem__) for codec, m in middle.items()}
             cells = [f"**{ratio(of[codec], 'ours', best[codec]):.2f}** × {best[codec]}" for codec in codecs]
@@ -633,23 +313,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     skipped = {name: missing(name) for name in chosen if missing(name)}
     if args.clock == "cpu" and max(threads) > 1 and "torch" in chosen:
         skipped["torch"] = ["the time of a DataLoader's workers is not its own; use --clock=wall, or --threads=1"]
-    peers = [name for name in chosen if name not in skipped]
     results: dict[str, dict[str, dict[str, list[float]]]] = {}
     differences: dict[str, dict[str, float]] = {}
-    for codec in codecs:
-        shard = make_corpus(codec, n=args.recordings, seconds=args.seconds, folder=args.folder)
-        for name in list(peers):
-            try:
-                differences.setdefault(name, {})[codec] = difference(name, shard, min(args.recordings, BATCH))
-            except PeerError as error:  # a library that is there and does not work, as torchcodec without FFmpeg
-                skipped[name] = [str(error)]
-                peers.remove(name)
-        print(f"{CODECS[codec][0]}: {args.rounds} rounds", file=sys.stderr)
-        results[codec] = measure(["ours", *peers], shard, threads=threads, rounds=args.rounds, clock=args.clock)
-    for of in results.values():
-        for rates in of.values():
-            for name in skipped:  # one that failed on a later codec
-                rates.pop(name, None)
+    with contextlib.ExitStack() as stack:
+        names = ["ours", *(name for name in chosen if name not in skipped)]
+        running = {name: stack.enter_context(contextlib.closing(Running(name, threads))) for name in names}
+        for codec in codecs:
+            shard = make_corpus(codec, n=args.recordings, seconds=args.seconds, folder=args.folder)
+            loader_peers.unpack(shard)
+            n = min(args.recordings, BATCH)
+            expected = first_rows(running["ours"], shard, threads, n)
+            for name in list(running)[1:]:
+                try:
+                    rows = first_rows(running[name], shard, threads, n)
+                    differences.setdefault(name, {})[codec] = float(np.abs(rows - expected).mean())
+                except PeerError as error:  # a library that is there and does not work, as torchcodec without FFmpeg
+                    skipped[name] = [str(error)]
+                    del running[name]
+            print(f"{CODECS[codec][0]}: {args.rounds} rounds", file=sys.stderr)
+            results[codec] = measure(list(running.values()), shard, threads=threads, rounds=args.rounds, clock=args.clock)
+    peers = [name for name in running if name != "ours"]
+    for rates in (rates for of in results.values() for rates in of.values()):
+        for name in skipped:  # one that failed on a later codec
+            rates.pop(name, None)
 
     print(table(results))
     if peers:
@@ -660,8 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         modules = [re.sub("[._]", "-", module) for module in why if " " not in module]
         remedy = f"pip install {' '.join(modules)}" if modules else why[0]
         print(f"\nskipped: {name}: {remedy}")
-    modules = sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers)))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in (re.sub("[._]", "-", module) for module in modules)]
+    versions = loader_peers.versions(sorted({"numpy", "soundfile"}.union(*(PEERS[name].needs for name in peers))))
     print(f"\nPython {platform.python_version()}, {', '.join(versions)}; {platform.platform()}")
     return 0
 
