@@ -138,6 +138,21 @@ def test_a_replayed_step_is_the_runs_own_and_the_checkpoint_has_its_digest(runs,
     last = next(line for line in lines if line["step"] == 12 and line["split"] == "train")
     assert cli.main(["checkpoint", "verify", "run", "--step", "12"]) == 0
     assert f"digest {last['digest_high']:08x}{last['digest_low']:08x}" in capsys.readouterr().out
+    shutil.copytree(runs / "run", runs / "odd")
+    _of_array(runs / "odd", 12, "params/w_in")
+    assert cli.main(["checkpoint", "verify", "odd", "--step", "12"]) == 1
+    assert re.search(r"\nparams/w_in: its digest is \w{16}, and the run recorded \w{16}\n", capsys.readouterr().out)
+
+
+def _of_array(run, step, name):
+    """Change the recorded digest of an array at a step. Returns the names of all arrays."""
+    path = run / "digests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    names, line = lines[0]["names"], next(line for line in lines if line["step"] == step)
+    at = 16 * names.index(name)
+    line["arrays"] = line["arrays"][:at] + "0" * 16 + line["arrays"][at + 16 :]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "odd\n")
+    return names
 
 
 def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(runs, capsys):
@@ -148,15 +163,18 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     wrong = next(line for line in lines if line["split"] == "train" and line["step"] == 4)
     wrong["digest_low"] ^= 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    first, second = (runs / "changed" / "digests.jsonl").read_text().splitlines()[:2]
-    named, line = json.loads(first)["names"], json.loads(second)
-    at = 16 * named.index(wrong_name := next(name for name in named if name.startswith("params/")))
-    line["arrays"] = line["arrays"][:at] + "0" * 16 + line["arrays"][at + 16 :]
-    (runs / "changed" / "digests.jsonl").write_text(first + "\n" + json.dumps(line) + "\nodd\n")
+    named = _of_array(runs / "changed", 4, "params/w_out")
+    start = runs / "changed" / "goodput" / "process-0.jsonl"
+    start.write_text(
+        start.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.0.1"').replace('"processes": 1', '"processes": 2')
+    )
     assert replay("changed", "--step", "6", "--no-page") == 1
     said = capsys.readouterr().out
     assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps, about" in said
-    assert f"(1 of {len(named)} arrays: {wrong_name})" in said and "the same digest to step 2" in said
+    assert (
+        f"versions.jax: 0.0.1 → {jax.__version__}" in said and "processes: 2 → 1" in said and "so bits need not agree" in said
+    )
+    assert f"(1 of {len(named)} arrays: params/w_out)" in said and "the same digest to step 2" in said
 
 
 def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):
@@ -187,6 +205,18 @@ def test_a_replay_of_other_data_is_refused_before_its_first_step(runs, capsys):
         assert error in capsys.readouterr().err.splitlines()[-1] and not (runs / f"{name}-replay-6").exists()
 
 
+def test_a_run_that_began_with_another_runs_checkpoint_is_replayed_from_it(runs, capsys):
+    command = ["train", "--config=my_config.py", "--config.workdir=second", "--config.train.steps=14", "--config.optim.lr=0.03"]
+    command += ["--config.metrics.digest=true", "--config.metrics.every=1", "--config.resume.path=first"]
+    shutil.copytree(runs / "run", runs / "first")
+    assert cli.main(command) == 0
+    assert replay("second", "--step", "13", "--no-page") == 0
+    assert "identical to step 13: 1 recorded steps have the same digest" in capsys.readouterr().out
+    shutil.rmtree(runs / "first")
+    assert replay("second", "--step", "14", "--no-page", "--out", "third") == 2
+    assert "began with a checkpoint of first (config.resume.path), which is no longer there" in capsys.readouterr().err
+
+
 def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     assert cli.main(["diff", "run", "run"]) == 0
     assert "identical to step 12: 6 recorded steps have the same digest" in capsys.readouterr().out
@@ -200,6 +230,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     ("arguments", "said"),
     [
         (["replay", "run", "--step", "13"], "has recorded its steps up to 12, and step 13 is asked for"),
+        (["replay", "run", "--step", "1"], "has recorded its steps from 2 on; choose --step or --until from there"),
         (["replay", "run", "--step", "5", "--until", "4"], "--until: 4 is before --step=5"),
         (["replay", "run", "--step", "5"], "has a record every 2 steps, and none from step 5 to 5; add --until"),
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),

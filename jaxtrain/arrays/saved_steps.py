@@ -24,8 +24,11 @@ from jaxtrain.checkpoint import checksums
 from jaxtrain.config import checks
 from jaxtrain.nn import lora
 from jaxtrain.step import digest
+from jaxtrain.telemetry.report import steps
+from jaxtrain.telemetry.report.run import RunError, open_run
 from jaxtrain.telemetry.report.steps import digest_text
 from loaders.io.checks import first_line
+from loaders.io.files import FileError
 
 WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
 
@@ -78,7 +81,7 @@ def verify(source: Source) -> int:
     except checksums.NoManifest as error:
         print(f"checksums: {error} (another program wrote it, or the file was deleted)")
         print("           so it is verified by reading alone, which detects fewer kinds of damage")
-    numbers, digested = 0, np.zeros(2, np.uint32)
+    numbers, digested, recorded = 0, np.zeros(2, np.uint32), _recorded(source)
     try:
         arrays = source.arrays()
     except stored.StoredError as error:
@@ -86,16 +89,21 @@ def verify(source: Source) -> int:
         problems.append(str(error))
     for path, one in arrays.items():
         nans = infinities = 0
+        own = np.zeros(2, np.uint32)
         try:
             for index in one.pieces():
                 piece = one.read(index)
                 numbers += piece.size
-                digested += digest.of_piece(path, piece, index)
+                own += digest.of_piece(path, piece, index)
                 if np.issubdtype(piece.dtype, np.inexact) or piece.dtype.kind == "V":  # bfloat16 and its kin are V to numpy
                     n = int(np.isnan(piece).sum())
                     nans, infinities = nans + n, infinities + piece.size - n - int(np.isfinite(piece).sum())
         except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
             problems.append(f"{path}: cannot be read: {first_line(error)}")
+        else:
+            if digest_text(own) != recorded.get(path, digest_text(own)):
+                problems.append(f"{path}: its digest is {digest_text(own)}, and the run recorded {recorded[path]}")
+        digested += own
         if nans or infinities:
             problems.append(f"{path}: {nans} NaN and {infinities} infinite of {math.prod(one.shape)} numbers")
     for read in (source.data, source.meta):
@@ -108,6 +116,15 @@ def verify(source: Source) -> int:
     print(f"digest {digest_text(digested)}, as in the records of a run with config.metrics.digest")
     print(f"{len(arrays)} arrays, {numbers:,} numbers read; {len(problems) or 'no'} problem{'s' * (len(problems) != 1)}")
     return 1 if problems else 0
+
+
+def _recorded(source: Source) -> dict[str, str]:
+    """Return the digests of the arrays that the run recorded at this step, if it did."""
+    try:
+        run = open_run(str(source.path.parent.parent))
+        return steps.arrays(run).get(int(source.path.name), {})
+    except (RunError, FileError, ValueError, OSError):
+        return {}
 
 
 def digest_of(arrays: Mapping[str, Stored]) -> str:

@@ -94,7 +94,9 @@ def _replay(args: argparse.Namespace) -> int:
 
     run, main = run_lib.open_run(args.run), cluster.find().process == 0
     recorded, until = steps.read(run), args.until or args.step
-    last = max(recorded.values["loss"])
+    first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
+    if until < first:
+        raise run_lib.RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
     if until > last:
         raise run_lib.RunError(
             f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them"
@@ -118,6 +120,11 @@ def _replay(args: argparse.Namespace) -> int:
     begin = max((step for step in saved if step < args.step), default=0)
     if main:
         _link(saved.get(begin), out)
+        if not begin and run.setting("resume.path"):
+            raise run_lib.RunError(
+                f"{args.run} began with a checkpoint of {run.setting('resume.path')} (config.resume.path), which is no longer "
+                f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=last)}"
+            )
         if not begin:
             print(_from_the_start(run, args.step, until, saved))
     _make(args, config, until, "" if begin else _data_at_0(run))  # a checkpoint has its own
@@ -188,7 +195,8 @@ def _otherwise(run: Any, made: Any, step: int) -> list[str]:
     one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (starts[-1], made.starts[-1]))
     shared = one.keys() & two.keys()
     one, two = (
-        {**{name: facts[name] for name in shared}, "mesh": r.config.get("mesh")} for facts, r in ((one, run), (two, made))
+        {**{name: facts[name] for name in shared}, "mesh": r.config.get("mesh"), "processes": start.processes}
+        for facts, r, start in ((one, run, starts[-1]), (two, made, made.starts[-1]))
     )
     changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
     return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
@@ -220,16 +228,34 @@ def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lin
 
 
 def _kept(run: Any) -> dict[int, pathlib.Path]:
+    from jaxtrain.telemetry.report.run import RunError
+
     folder = run.setting("checkpoint.folder", "")
+    if "://" in folder:
+        raise RunError(f"{run.path}: its checkpoints are in {folder}; copy one before the step into a folder of this machine, "
+                       "and name it as checkpoint.folder in the run's config.json")  # fmt: skip
     saved = pathlib.Path(folder) if folder else run.path / "checkpoints"
-    return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+    found = {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+    if (other := run.setting("resume.path", "")) and run.starts:
+        path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
+        found |= {int(path.name): path} if path.is_dir() else {}
+    return found
 
 
 def _link(saved: pathlib.Path | None, out: pathlib.Path) -> None:
     """Make a workdir with links to the files of a checkpoint, or with none."""
+    from jaxtrain.telemetry.report.run import RunError
+
     out.mkdir(parents=True)
-    if saved:
-        shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
+    try:
+        if saved:
+            shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
+            saved.stat()
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(out)
+        if saved and saved.exists():
+            raise
+        raise RunError(f"{saved} was deleted meanwhile, by a run that still trains; start the replay again") from error
 
 
 def _link_file(source: str, target: str) -> None:
@@ -260,7 +286,8 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
         raise RunError(
             f"{run.path}: {own[0]}, which is imported only if you trust its code: name the run's workload with --workload"
         )
-    found = config_lib.from_dict(run.config)
+    own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}  # the linked checkpoint, the run's data
+    found = config_lib.from_dict({**run.config, "resume": own_start})
     every = found.train.steps if args.no_page or args.step == 1 else args.step - 1
     data, fsdp, model = args.mesh or (found.mesh.data, found.mesh.fsdp, found.mesh.model)
     return dataclasses.replace(
@@ -270,6 +297,5 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
         mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
         checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, best=""),
         guard=dataclasses.replace(found.guard, verify_every=0),
-        resume=dataclasses.replace(found.resume, data=config_lib.Resume.data),  # no other data, whatever the run allowed
         metrics=config_lib.Metrics(every=1, digest=True),
     )

@@ -38,10 +38,10 @@ def read(run: Run) -> Steps:
     if all(name in columns for name in DIGEST):
         halves = zip(*(columns[name].tolist() for name in DIGEST), strict=True)
         digests = {step: digest_text(pair) for step, pair in zip(steps, halves, strict=True) if np.isfinite(pair).all()}
-    return Steps(run.name, values, digests, _arrays(run))
+    return Steps(run.name, values, digests, arrays(run))
 
 
-def _arrays(run: Run) -> dict[int, dict[str, str]]:
+def arrays(run: Run) -> dict[int, dict[str, str]]:
     """Read the digests of arrays. Lines that are none are left out."""
     found: dict[int, dict[str, str]] = {}
     names: list[str] = []

@@ -1,0 +1,97 @@
+"""Measure the cost of digests and of verified steps on the demos.
+
+    python -m tools.bench_verify --out DIR [--workload NAME …] [--steps N]
+
+A run of each demo takes plain and verified steps in turn (guard.verify_every=2) and a digest with
+every other record. The medians of N of each give the share of a step that metrics.digest costs at
+the demo's metrics.every, and guard.verify_every at 200. CPU time of the process is measured, since
+other programs may use the machine.
+"""
+
+import argparse
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxtrain import config as config_lib
+from jaxtrain import loop
+from jaxtrain.compile.step_compiler import StepCompiler
+from jaxtrain.parallel import cluster
+from jaxtrain.telemetry.metrics_logger import MetricsLogger
+from jaxtrain.verify import Verifier
+from tools.replay_proof import patched
+
+SIZES = {"embed": "256", "depth": "4", "heads": "4", "kv_heads": "2", "head_dim": "64", "mlp": "1024"}
+DEMOS: dict[str, tuple[str, dict[str, str]]] = {
+    "bird": ("configs/xcm.py", {}),
+    "language": ("configs/sums.py", {}),
+    "trm": ("configs/trm_sudoku.py:4x4", {}),
+    "giblet": ("configs/giblet.py:demo", {}),
+    "audio_language": (
+        "configs/higgs.py:blank",
+        {f"model.{name}": value for name, value in SIZES.items()} | {"train.batch": "8", "train.accumulate": "1"},
+    ),
+}  # fmt: skip
+AT = 200  # of guard.verify_every
+
+
+def measure(name: str, out: pathlib.Path, steps: int) -> str:
+    times: dict[str, list[float]] = {"plain": [], "verified": [], "digest": []}
+
+    def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.process_time()
+            result = jax.block_until_ready(function(*arguments))
+            times[kind].append(time.process_time() - began)
+            return result
+
+        return call
+
+    at, verify, start = StepCompiler.at, Verifier.__call__, MetricsLogger.__init__
+
+    def program(self: Any, item: Any) -> Any:
+        return timed("plain", at(self, item)) if item.step % 2 else at(self, item)
+
+    def begin(self: Any, *arguments: Any, **more: Any) -> None:
+        start(self, *arguments, **more)
+        self._digest = timed("digest", self._digest)
+
+    demo, sizes = DEMOS[name]
+    own = {"workdir": str(out / name), "train.steps": str(2 * steps + 2), "train.eval_every": "0", "train.patience": "0",
+           "checkpoint.best": "", "checkpoint.every": "1000", "metrics.every": "2", "metrics.digest": "true",
+           "guard.verify_every": "2", "mesh.data": "-1", "mesh.fsdp": "1"}  # fmt: skip
+    every = config_lib.load(demo, list(sizes.items())).metrics.every
+    with patched(
+        (StepCompiler, "at", program),
+        (Verifier, "__call__", lambda self, *a: timed("verified", functools.partial(verify, self))(*a)),
+        (MetricsLogger, "__init__", begin),
+    ):
+        loop.run(config_lib.load(demo, list({**sizes, **own}.items())))
+    plain, verified, digest = (statistics.median(times[kind][1:]) for kind in ("plain", "verified", "digest"))
+    return (
+        f"| {name} | {1e3 * plain:.1f} | {1e3 * digest:.2f} | {every} | {digest / plain / every:.2%} | {1e3 * verified:.1f} | "
+        f"{(verified - plain) / plain / AT:.2%} |"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--workload", nargs="+", choices=DEMOS, default=list(DEMOS))
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="plain and verified ones of each demo")
+    args = parser.parse_args()
+    cluster.use_compilation_cache()
+    print("| demo | step [ms] | digest [ms] | metrics.every | of a step | verified step [ms] | of a step at 200 |", flush=True)
+    for name in args.workload:
+        print(measure(name, args.out, args.steps), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
