@@ -120,15 +120,15 @@ def small(*, embed: int, cycles_low: int) -> dict[str, Any]:
 def graded(contract: str) -> dict[str, Any]:
     """Return a config of 9 × 9 boards that singles solve, with 16 to 24 blanks.
 
-    Both contracts take about 4.7 TFLOP, two CPU minutes. "last" begins with one supervision step
-    and takes up to three in the end, so that it can afford more steps, of fewer rows.
+    Both contracts take about 4.7 TFLOP, at most two CPU minutes. "last" begins with one supervision
+    step and takes up to three in the end, so that it can afford more steps, of fewer rows.
     """
-    optim, train = recipe(lr=2e-3, warmup=20, weight_decay=0.1), dict(steps=240, batch=64, ema=0.98, eval_every=0)
+    optim, train = recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1), dict(steps=240, batch=64, ema=0.98, eval_every=0)
     model: dict[str, Any] = {}
     if contract == "last":
         model = dict(contract="last", least_steps=1, first_steps=1, growth_steps=360)
         train |= dict(steps=360, batch=32)
-        optim |= dict(lr=3e-3, schedule="cosine", lr_floor=0.02)
+        optim |= dict(lr=3e-3, schedule="cosine", warmup=20, lr_floor=0.02)
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",
