@@ -1,6 +1,7 @@
 """Rollouts of the recursive model: noise, stops, the choice, on any number of devices; confidence
 and intervals."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -26,11 +27,18 @@ def variables():
     return jax.device_get(found._replace(params={**found.params, "w_q": 3 * jax.random.normal(jax.random.key(5), (16, 2))}))
 
 
-def explore(variables, search, noise=0.7, *, rows=slice(None), shard=None, c=TINY):
+def program(search, shard):
+    return jax.jit(lambda v, b, s: rollouts.explore(TINY, v, b, search, s, jax.random.key(3), shard))
+
+
+@functools.cache
+def on_one_device(search, is_solved):  # which a test changes
+    return program(search, stored_params.one_device().shard)
+
+
+def explore(variables, search, noise=0.7, *, rows=slice(None), shard=None):
     batch = {name: random_batch(0)[name][rows] for name in ("inputs", "puzzle")}
-    run = jax.jit(
-        lambda v, b, s: rollouts.explore(c, v, b, search, s, jax.random.key(3), shard or stored_params.one_device().shard)
-    )
+    run = program(search, shard) if shard else on_one_device(search, puzzles.is_solved)
     return jax.device_get(run(variables, batch, jnp.float32(noise)))
 
 
@@ -120,14 +128,14 @@ def test_a_rollout_answers_the_board_as_it_sees_it(variables, whole):
 
 
 def test_stops_keep_the_board_at_which_they_stop(variables, whole, monkeypatch):
+    monkeypatch.setattr(puzzles, "is_solved", lambda kind, boards, answers: answers[..., 0] == 3)
+    each = [explore(variables, Search(4, k)) for k in range(1, 7)]
     halted = explore(variables, Search(4, 6, "halt"))
     np.testing.assert_array_equal(halted.steps, np.where(whole.sure > 0, whole.sure, 6))
     assert len(np.unique(halted.steps)) > 2
     for k in np.unique(halted.steps):
         at = halted.steps == k
-        np.testing.assert_allclose(halted.q[at], explore(variables, Search(4, int(k))).q[at], atol=2e-3)
-    monkeypatch.setattr(puzzles, "is_solved", lambda kind, boards, answers: answers[..., 0] == 3)
-    each = [explore(variables, Search(4, k)) for k in range(1, 7)]
+        np.testing.assert_allclose(halted.q[at], each[int(k) - 1].q[at], atol=2e-3)
     solved = np.array([one.solved.any(1) for one in each])
     checked = explore(variables, Search(4, 6, "check"))
     expected = np.where(solved.any(0), solved.argmax(0) + 1, 6)
@@ -145,9 +153,8 @@ def test_a_fixed_point_stops_at_its_bound(variables):
     assert (explore(variables, Search(1, 6, residual=10.0)).steps == 1).all()
     params = variables.params
     settling = variables._replace(params={**params, "net": {name: x / 10 for name, x in params["net"].items()}})
-    found, last = (explore(settling, Search(1, n, residual=1e-3)).steps for n in (200, 3))
-    assert 3 < found.min() <= found.max() < 200 and (last == 3).all()
-    early = explore(settling, Search(1, 200, residual=1e-3))
+    early, last = (explore(settling, Search(1, n, residual=1e-3)) for n in (200, 3))
+    assert 3 < early.steps.min() <= early.steps.max() < 200 and (last.steps == 3).all()
     late = explore(settling, Search(1, 200))
     np.testing.assert_allclose(early.logits, late.logits, atol=0.1)
 
