@@ -43,7 +43,7 @@ def site(tmp_path_factory):
     """The packages that a wheel holds, in a folder as pip makes it, without the checkout."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("jaxtrain", "loaders", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # what Python is writing
     return folder
 
 

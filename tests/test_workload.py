@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -79,41 +80,41 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-# Imports every module that is left. Configs name what they train, and those of the workload that is
-# gone cannot be imported.
+# Deletes one workload after the other. Each time a fork, which has the libraries alone, imports
+# every module that is left and lists the commands. Configs name what they train, and those of the
+# workload that is gone cannot be imported.
 IMPORT = """
-import importlib, pkgutil, sys
-for top in ("jaxtrain", "loaders"):
-    package = importlib.import_module(top)
-    for each in pkgutil.walk_packages(package.__path__, f"{top}."):
-        if each.name not in ("jaxtrain.main", "loaders._rust") and not each.name.startswith("jaxtrain.configs"):
-            importlib.import_module(each.name)
-from jaxtrain import cli
-sys.exit(cli.main([]))
+import importlib, os, pathlib, pkgutil, sys
+import flax, jax, optax, orbax.checkpoint, pyarrow.parquet, sklearn.linear_model, sklearn.model_selection
+
+def import_the_rest():
+    for top in ("jaxtrain", "loaders"):
+        package = importlib.import_module(top)
+        for each in pkgutil.walk_packages(package.__path__, f"{top}."):
+            if each.name not in ("jaxtrain.main", "loaders._rust") and not each.name.startswith("jaxtrain.configs"):
+                importlib.import_module(each.name)
+    from jaxtrain import cli
+    return cli.main([])
+
+assert not any(name.split(".")[0] in ("jaxtrain", "loaders") for name in sys.modules)
+for name in sys.argv[1:]:
+    folder = pathlib.Path("jaxtrain/workloads", name).rename(name)
+    print("without", name, flush=True)
+    if not (child := os.fork()):
+        sys.exit(import_the_rest())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, name
+    folder.rename(f"jaxtrain/workloads/{name}")
 """
 
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A copy of the packages and the tests. Python compiles it once for all that is tried in it."""
+    """A copy of the packages and the tests, with what Python has compiled of them, but not what it
+    is writing."""
     folder = tmp_path_factory.mktemp("copied")
     for part in ("jaxtrain", "loaders", "configs", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     return folder
-
-
-@pytest.fixture
-def without(copied, tmp_path):
-    """Takes folders of workloads out of the copy, until the test ends."""
-    workloads, gone = copied / "jaxtrain" / "workloads", []
-
-    def take(*names):
-        for name in names:
-            gone.append((workloads / name).rename(tmp_path / name))
-
-    yield take
-    for folder in gone:
-        folder.rename(workloads / folder.name)
 
 
 def python(folder, *arguments):
@@ -123,24 +124,24 @@ def python(folder, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_rest_works_without_a_workload(name, copied, without):
+def test_the_rest_works_without_a_workload(copied):
     """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands
     that are left."""
-    without(name)
-    output = python(copied, "-c", IMPORT)
-    gone = workload.of(f"{workload.PACKAGE}.{name}").commands
-    listed = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
-    assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed
+    _, *outputs = re.split(r"^without .*\n", python(copied, "-c", IMPORT, *NAMES), flags=re.M)
+    for name, output in zip(NAMES, outputs, strict=True):
+        gone = workload.of(f"{workload.PACKAGE}.{name}").commands
+        listed = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
+        assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed, name
 
 
 TRAINER = ("test_specs.py", "test_state.py", "test_layout.py", "test_begin.py", "test_evaluate.py", "test_programs.py")
 
 
-def test_the_trainers_own_tests_pass_without_any_workload(copied, without):
+def test_the_trainers_own_tests_pass_without_any_workload(copied):
     """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for
     bit."""
-    without(*NAMES)
+    for name in NAMES:
+        shutil.rmtree(copied / "jaxtrain" / "workloads" / name)
     run = "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
     files = (f"tests/{name}" for name in TRAINER)
     output = python(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, f"{run}[adamw-data]")
