@@ -131,7 +131,10 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
     (r"tools\.chip\.trace$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
-    (r"^python tools/gpu_check\.py$", Why("it measures for minutes; tests/tools/test_gpu_check.py runs its parts")),
+    (
+        r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
+        Why("it measures; tests/tools/test_gpu_check.py runs its parts"),
+    ),
     (r"JAXTRAIN_COORDINATOR=", Why("a pattern for two hosts; tests/test_train.py runs two such processes")),
     (r"^srun ", Why("it needs a SLURM; tests/doctor starts the same processes by their variables")),
     (r"^jaxtrain doctor --config", Run(f"{BIRD} {SMALL_DATA}", says=r"data: rate .*[1-9][\d,]* rows/s")),
