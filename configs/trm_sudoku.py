@@ -145,7 +145,7 @@ def extreme() -> dict[str, Any]:
     """Return the recipe of contract "last" for Sudoku-Extreme on one GPU, in bfloat16.
 
     A step takes 1 to 16 supervision steps in the end, and fewer before: 117 TFLOP on average. At
-    the 22 % of the peak that a step of contract "deep" reaches on an H100 (docs/accelerator.md),
+    the 22 % of the peak that a step of contract "deep" reaches on an H100 (docs/results/h100.md),
     the 7,500 steps take 1.1 hours. `jaxtrain plan` says 0.95 hours at 40 %, since it counts each
     step as one of the end, and 31.5 GB. No result has been measured.
     """

@@ -6,7 +6,7 @@ It asks that of each workload.
     python tools/gpu_check.py --quick  # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
     python tools/gpu_check.py --readme gpu_check.json
-        # docs/accelerator.md's table from a run's numbers
+        # docs/results/h100.md's table from a run's numbers
 
     ceilings      products of matrices, copies in memory and from the host: the chip's own limits
     correctness   the five workloads against the CPU of the same machine, kernels against formulas,
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.readme:
         from tools.chip import report
 
-        return report.write_readme(args.readme, ROOT / "docs" / "accelerator.md")
+        return report.write_readme(args.readme, ROOT / "docs" / "results" / "h100.md")
     found = check(args)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     from tools.chip import report
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="within 2 minutes")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"), help="all numbers, as JSON")
     parser.add_argument(
-        "--readme", type=pathlib.Path, help="write the section of docs/accelerator.md from such a file, and measure nothing"
+        "--readme", type=pathlib.Path, help="write the section of docs/results/h100.md from such a file, and measure nothing"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch

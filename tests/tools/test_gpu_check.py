@@ -229,7 +229,7 @@ def test_readme_tells_no_figure_of_a_cpu(tmp_path):
 
 
 def test_readmes_section_is_what_the_command_writes():
-    section = (ROOT / "docs" / "accelerator.md").read_text().partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    section = (ROOT / "docs" / "results" / "h100.md").read_text().partition(report.BEGIN)[2].partition(report.END)[0].strip()
     if "Measured on one" not in section:
         assert section == report.markdown(found_on("cpu"))
         return

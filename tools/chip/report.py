@@ -1,4 +1,4 @@
-"""A run's numbers as one table, on the console and in docs/accelerator.md."""
+"""A run's numbers as one table, on the console and in docs/results/h100.md."""
 
 import json
 import pathlib
@@ -159,7 +159,7 @@ def title(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """Return the section of docs/accelerator.md: a chip's figures, and a line of missing ones."""
+    """Return the section of docs/results/h100.md: a chip's figures, and a line of missing ones."""
     m = found.get("machine", {})
     if m.get("platform") in (None, "cpu"):
         return "No figure of this section has been measured on a chip yet. The last run found only a CPU."
