@@ -14,7 +14,7 @@ TEST := $(VENV)/.installed-dev
 # Images of containers often forbid that bytecode is kept, and each process, hundreds of them in the tests, would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One environment has one Python; another needs a folder of its own: make test VENV=.venv-3.13 PYTHON=python3.13.
-.PHONY: checked train docs trm-demo trm-table giblet-demo higgs-demo test test-all lint lint-targets lock fuzz soak wheel clean
+.PHONY: checked train docs trm-demo trm-table giblet-demo higgs-demo test cargo-test test-all lint style types lint-targets lock fuzz soak wheel clean
 
 train: $(TRAIN)
 	$(VENV)/bin/python -m jaxtrain.main --config=$(CONFIG) $(ARGS)
@@ -36,12 +36,17 @@ giblet-demo: $(TRAIN)
 higgs-demo: $(TRAIN)
 	$(VENV)/bin/python -m tools.demo_higgs $(ARGS)
 
-# Four processes on two cores, since a quarter of the tests' time is waiting for runs of their own; Rust's tests run in that time
-# too, and what they print comes last.
-test: $(TEST) lint
-	$(CARGO_TEST) >$(VENV)/cargo-test.txt 2>&1 & rust=$$!; trap 'kill $$rust' INT TERM; \
+# Four processes on two cores, since a quarter of the tests' time is waiting for runs of their own. Types, clippy and Rust's tests run
+# in that time too, and what they print comes last.
+# OWN_MAKE, since make -n runs each line that has make's own variable.
+OWN_MAKE := $(MAKE)
+test: $(TEST) style
+	$(OWN_MAKE) --no-print-directory --keep-going types cargo-test >$(VENV)/types.txt 2>&1 & beside=$$!; trap 'kill $$beside' INT TERM; \
 	    $(VENV)/bin/python -m pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS); \
-	    python=$$?; wait $$rust; cargo=$$?; cat $(VENV)/cargo-test.txt; exit $$((python ? python : cargo))
+	    python=$$?; wait $$beside; types=$$?; cat $(VENV)/types.txt; exit $$((python ? python : types))
+
+cargo-test: $(TEST)
+	$(CARGO_TEST)
 
 # And the slow proofs, in parts of at most 80 minutes on two cores, whose results are kept in docs/results/proofs.md:
 # make proofs-kills runs one of them, python -m tools.proofs --list names all.
@@ -70,9 +75,13 @@ lock: $(TEST)
 	    $(CACHE)/uv/bin/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command="make lock" \
 	    --python=$(VENV)/bin/python --output-file=requirements.lock $(ARGS) -
 
-lint: $(TEST) lint-targets
+lint: style types
+
+style: $(TEST)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(TEST) lint-targets
 	$(VENV)/bin/mypy --cache-dir $(CACHE)/mypy
 	cargo fmt --check --all --manifest-path rust/Cargo.toml
 	PYO3_PYTHON=$(abspath $(VENV)/bin/python) cargo clippy --profile test-quick --quiet --workspace --all-targets --manifest-path rust/Cargo.toml -- -D warnings

@@ -2,8 +2,7 @@
 
 `jaxtrain` has both names.
 
-A mistake is an exception whose message is the line that the command would print. Nothing here ends
-the process.
+A mistake is an exception with the line that the command would print. Nothing ends the process.
 """
 
 import dataclasses
@@ -111,8 +110,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     Args:
       step: of a run; None = its newest.
       ema: whether to take the run's average of the parameters.
-      workload: the dotted name of your own workload, whose code is imported. The shipped ones are
-      known.
+      workload: the dotted name of your own workload, which is imported. Shipped ones are known.
 
     Raises StoredError: there is no such run or step, it is damaged, or its workload is not known or
     has no `Task.predict`.

@@ -1,7 +1,4 @@
-"""A run put together on a mesh, before any array exists.
-
-Training, planning, embedding and the tests begin with it.
-"""
+"""A run put together before any array exists, to train, plan or embed."""
 
 import dataclasses
 import logging

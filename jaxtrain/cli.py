@@ -32,8 +32,7 @@ def start() -> int:
 
     Like `python -m`, it finds modules in the current folder, but after all installed ones.
 
-    Only commands that import modules by the user's words do so. The others may run in a stranger's
-    folder.
+    Only commands that import modules by the user's words do so, as folders may be a stranger's.
     """
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):

@@ -48,8 +48,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
     """Trains ``config`` to its last step, resuming from the newest checkpoint in its workdir.
 
     Args:
-      command: how the run was launched ("source" of the config, "overrides"), stored for the
-      report.
+      command: how the run was launched ("source" of the config, "overrides"), for the report.
 
     Raises:
       UserError: a mistake with its remedy.

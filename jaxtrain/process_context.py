@@ -1,7 +1,4 @@
-"""This process among a run's others: it owns the workdir, joins them, may stop, is watched.
-
-It has a console.
-"""
+"""This process among a run's: it owns the workdir, joins, may stop, is watched, has a console."""
 
 import contextlib
 import os

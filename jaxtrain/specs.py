@@ -59,8 +59,7 @@ def materialise(specs: PyTree, key: Key) -> PyTree:
 
     Jitted with the abstract arrays' shardings, every device makes only its part.
 
-    Each key folds in its parameter's path: neither the order of the table nor the mesh changes a
-    number.
+    Each key folds in its parameter's path: no order of the table and no mesh changes a number.
     """
     return map_specs(lambda path, s: s.init(fold_in_path(key, path), s.shape, jnp.dtype(s.dtype)), specs)
 

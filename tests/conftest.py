@@ -42,9 +42,10 @@ cluster.use_compilation_cache()
 # A file is one worker's: those that take more than 20 s of CPU time begin first, the longest of
 # them before the others.
 LONGEST = (
+    "test_hosts.py",
     "test_steps.py",
     "test_bird.py",
-    "test_hosts.py",
+    "test_trm_rollouts.py",
     "test_reliability.py",
     "test_train.py",
     "test_hostile_commands.py",
@@ -71,6 +72,9 @@ LONGEST = (
     "test_installed.py",
     "test_workload.py",
     "test_resume.py",
+    "test_attention_compiled.py",
+    "test_replay.py",
+    "test_trm_contracts.py",
     "test_log_mel.py",
     "test_docs.py",
     "test_docs_commands.py",

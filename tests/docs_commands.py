@@ -133,7 +133,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
-        Why("it measures; tests/tools/test_gpu_check.py runs its parts"),
+        Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
     ),
     (r"JAXTRAIN_COORDINATOR=", Why("a pattern for two hosts; tests/test_train.py runs two such processes")),
     (r"^srun ", Why("it needs a SLURM; tests/doctor starts the same processes by their variables")),

@@ -457,7 +457,7 @@ def test_a_package_of_an_extra_that_is_missing_is_reported_before_jax_is_importe
 
 def test_an_extension_that_was_not_built_is_reported(tmp_path):
     for part in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.pyc.*", "*.so"))
     code, said, _ = run_in(tmp_path, "train", "--config=xcm")
     assert code == 2 and said == [
         "error: the extension loaders._rust is not built; say `make train` in the checkout, or pip install its wheel"

@@ -12,6 +12,7 @@ import tomllib
 import pytest
 
 from tests import docs_data
+from tests.support import processes
 from tests.support.pages import examples
 from tools import write_reference
 
@@ -61,8 +62,7 @@ def test_the_model_of_the_readme_trains_on_one_device_and_on_eight(tmp_path):
     for workdir, mesh in (("runs/one", ""), ("runs/eight", "--config.mesh.fsdp=8")):
         small = ("--config.data.train=data/XCM", "--config.train.steps=20", "--config.train.batch=16")
         where = f"--config.workdir={workdir}"
-        devices = f"--xla_force_host_platform_device_count={8 if mesh else 1}"
-        output = python(tmp_path, "-m", "jaxtrain.main", f"--config={MODEL}", *small, where, *mesh.split(), XLA_FLAGS=devices)
+        output = processes.run(tmp_path, str(MODEL), *small, where, *mesh.split(), devices=8 if mesh else 1)
         losses.append(float(re.findall(r"step 20 test .*loss ([\d.]+)", output)[-1]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] < 1.2, "three classes: ln 3 is 1.1"
 
@@ -82,7 +82,7 @@ def python(folder: pathlib.Path, *arguments: str, **variables: str) -> str:
 def test_the_workload_the_loader_and_the_optimizer_of_your_model_train(tmp_path, optim):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_optim.py"):
         (tmp_path / name).write_text(examples()[name])
-    output = python(tmp_path, "-m", "jaxtrain.main", "--config=my_config.py", *(f"--config.optim.{x}" for x in optim))
+    output = processes.run(tmp_path, "my_config.py", *(f"--config.optim.{x}" for x in optim))
     last = float(re.findall(r"step 200 test  loss ([\d.]+)", output)[-1])
     assert last < 0.5, "the variance of the sum of eight numbers is 0.67"
 
@@ -90,7 +90,7 @@ def test_the_workload_the_loader_and_the_optimizer_of_your_model_train(tmp_path,
 def test_the_objective_of_your_model_is_one(tmp_path):
     (name,) = [name for name in examples() if "objectives/" in name]
     for part in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     (tmp_path / name).write_text(examples()[name])
     code = "from jaxtrain.workloads.bird import model as bird; print(bird.Config(n_classes=2, energy=dict(weight=1.0)).energy)"
     assert "weight" in python(tmp_path, "-c", code)
@@ -100,10 +100,11 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_command.py"):
         (tmp_path / name).write_text(examples()[name])
     (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
-    own = ("-m", "jaxtrain.cli", "--workload", "my_workload")
-    assert python(tmp_path, *own, "show-metrics", ".", "--last", "2").split() == ["2", "3"]
-    assert "print the newest records of a run" in python(tmp_path, *own)
-    assert "squared error of the sum" in python(tmp_path, "-m", "jaxtrain.cli", "explain", "--config=my_config.py")
+    program = "import sys; from jaxtrain import cli; sys.exit(any([cli.main(x.split()) for x in sys.argv[1:]]))"
+    shown = ("--workload my_workload show-metrics . --last 2", "--workload my_workload", "explain --config=my_config.py")
+    output = python(tmp_path, "-c", program, *shown)
+    assert output.split()[:2] == ["2", "3"]
+    assert "print the newest records of a run" in output and "squared error of the sum" in output
 
 
 WRONG = (
@@ -129,11 +130,9 @@ def test_an_error_in_a_users_workload_or_loader_is_one_line(tmp_path, name, text
         (tmp_path / each).write_text(examples()[each])
     path = tmp_path / name
     path.write_text(path.read_text().replace(text, replacement))
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-m", "jaxtrain.main", "--config=my_config.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert error in done.stderr
+    output = processes.run(tmp_path, "my_config.py", code=2)
+    assert "Traceback" not in output
+    assert error in output
 
 
 def test_examples_parse():

@@ -20,8 +20,7 @@ first. If they differ, the command exits with 1.
 
 Steps alternate, ours and theirs, so that other work of the machine meets all. The medians are
 compared. `torch.compile` takes the forward pass with the loss (of TRM the net), and so its
-gradients. If it cannot (it needs a C++ compiler), a line says so. PyTorch comes with the extra
-`bench`.
+gradients. If it cannot (without a C++ compiler), a line says so. The extra `bench` has PyTorch.
 """
 
 import argparse

@@ -15,8 +15,7 @@ With --together, which takes a fifth of the time, objectives without labels are 
 recordings: the classifiers still never see the fold that they are tested on, but the encoder has.
 
 DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures,
-with the margins over "random": the differences of the same recordings, with paired bootstrap
-intervals.
+with the margins over "random" of the same recordings, with paired bootstrap intervals.
 """
 
 import argparse

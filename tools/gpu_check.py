@@ -20,8 +20,7 @@ It asks that of each workload.
 "speed" and "profile", runs in a process of its own within a bounded time, so that one that fails
 ends no other and keeps no memory of the device. It prints a table and writes all numbers to --out.
 It exits with 1 if a check failed or a part could not run, and with 3 if the time was over before
-all parts ran. On a CPU it runs its small form, which shows that it all works and says nothing of
-speed.
+all parts ran. On a CPU it runs its small form, which shows that it works, not how fast.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,

@@ -195,8 +195,7 @@ def export(source: Source, out: str, *, base: str = "") -> int:
 
     Return the exit code. Raises StoredError.
 
-    ``base``: the place of the weights that adapters change; "" = where the run has them from. They
-    must be there.
+    ``base``: the place of the weights that adapters change, or "": the run's. They must be there.
     """
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:

@@ -250,8 +250,7 @@ def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
     Only the headers are read now.
 
     Raises:
-      StoredError: no such file; a header that contradicts itself or the index; a type that numpy
-      does not have.
+      StoredError: no such file; a header at odds with itself or the index; a type unknown to numpy.
     """
     return _open_folder(place_of(folder))
 
@@ -502,8 +501,7 @@ def _read_array(
     """Read slices of an array.
 
     Raises StoredError for an array that differs from its tree's entry, and for a read that does not
-    fit in memory. Tensorstore would end the process, and an array of zeros of any size takes no
-    space in a file.
+    fit in memory. Tensorstore would end the process, and zeros of any size take no space.
     """
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:

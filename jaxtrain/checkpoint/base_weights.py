@@ -111,8 +111,7 @@ def find(base: Base, rules: WarmStart, places: Sequence[str]) -> str:
 def keep(rules: WarmStart, workdir: str, short: str) -> str:
     """Copy a source into ``workdir/base``, unless it is there. Return its place there.
 
-    ``short``: the first characters of its digest, by which another source of the same name is
-    another copy.
+    ``short``: the first characters of its digest, which tell other copies of that name.
     """
     source = stored.place_of(rules.source)
     folder = pathlib.Path(workdir).absolute() / FOLDER

@@ -175,8 +175,7 @@ class Checkpointer:
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
         """Read the newest state of at most ``before`` batches, with its step, or return None.
 
-        Only regular saves are considered, so that it is the same one however often the run was
-        interrupted.
+        Only regular saves are considered: it is the same one after any number of interruptions.
         """
         self._settle()
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]

@@ -1,7 +1,4 @@
-"""The folder of a run's checkpoints, and the bytes of the existing ones.
-
-A folder whose name is a step's number is a checkpoint (`jaxtrain.checkpoint.checkpointer`).
-"""
+"""The folder of a run's checkpoints, named by their steps, and the bytes of those there."""
 
 import contextlib
 import os

@@ -58,8 +58,7 @@ class CheckpointManager:
     def likely(self) -> int:
         """Return the step that the run will probably resume from, 0 without any.
 
-        It is the newest listed one in this workdir, or in that of config.resume.path. Nothing of it
-        is read.
+        It is the newest listed one in this workdir, or in config.resume.path's. Nothing is read.
         """
         found = 0
         if cluster.is_main():
@@ -121,8 +120,7 @@ class CheckpointManager:
 
         Later batches are skipped.
 
-        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no such
-        save.
+        Raises FloatingPointError when config.guard.rewinds allows no more, or there is no save.
         """
         guard = self._config.guard
         older = None

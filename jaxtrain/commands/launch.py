@@ -168,8 +168,7 @@ def make_executor(
 
     Args:
       folder: of the script.
-      secret: the file that holds the job's JAXTRAIN_SECRET, in every node's sight; None for a job
-      of one process.
+      secret: the file of the job's JAXTRAIN_SECRET, in every node's sight; None for one process.
 
     Raises LaunchError: an argument is malformed or would end its line of the script.
     """

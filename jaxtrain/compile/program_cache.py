@@ -32,8 +32,7 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
 
     It is None if a process has none.
 
-    All processes call it at once. Like JAX's cache, it trusts the cache folder: its programs are
-    run.
+    All processes call it at once. Like JAX's cache, it trusts the folder, and runs its programs.
     """
     if not _are_kept():
         return None

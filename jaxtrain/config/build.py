@@ -78,11 +78,9 @@ def read(
     A field with a wrong value has its default.
 
     Args:
-      make_data: whether to make data that do not exist yet, for their facts. If not, those fields
-      stay None.
+      make_data: whether to make missing data for their facts. If not, those fields stay None.
 
-    Raises ConfigError if there is no config to return: no such file, a module that cannot be
-    imported.
+    Raises ConfigError if there is no config to return: no file, a module that fails to import.
     """
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []

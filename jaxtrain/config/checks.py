@@ -1,7 +1,4 @@
-"""Mistakes that show between the sections of a config, or only on this machine.
-
-These are files, packages, a read-only workdir.
-"""
+"""Mistakes between the sections of a config, or on this machine: files, packages, the workdir."""
 
 import functools
 import importlib.util

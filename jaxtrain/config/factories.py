@@ -108,8 +108,7 @@ def _works(
 def of_optimizer(found: Any) -> str:
     """Describe the problem with an optimizer factory's result, as the ``check`` of `problems`.
 
-    It updates a matrix and a vector, since most factories store their arguments without looking at
-    them.
+    It updates a matrix and a vector, since most factories only store their arguments.
     """
     if not all(callable(getattr(found, name, None)) for name in ("init", "update")):
         return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"

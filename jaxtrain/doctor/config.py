@@ -1,7 +1,4 @@
-"""The config of a run: its errors, and the folders and sizes that it decides.
-
-It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), which imports code of the user's.
-"""
+"""A run's config, in a subprocess, as it imports the user's code: errors, folders, sizes."""
 
 import json
 import os

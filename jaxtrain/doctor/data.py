@@ -1,7 +1,4 @@
-"""The data of a config: the index, examples of both splits, and the rate of rows.
-
-It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), since a dead file server may hang it.
-"""
+"""A config's data, in a subprocess, as a dead server may hang: index, examples, rows a second."""
 
 import math
 import time

@@ -1,7 +1,4 @@
-"""The devices of a process: as jax finds them, their driver, a product with a known result.
-
-It runs in a subprocess (`jaxtrain.doctor.in_subprocess`), which ends before a run begins.
-"""
+"""A process's devices (jax, driver, a known product), in a subprocess that ends before a run."""
 
 import os
 import pathlib

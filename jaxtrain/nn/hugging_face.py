@@ -1,7 +1,4 @@
-"""The decoder under Hugging Face's names.
-
-Only names and shapes differ, not the order of numbers.
-"""
+"""The decoder under Hugging Face's names and shapes, with numbers in the same order."""
 
 import contextlib
 import dataclasses

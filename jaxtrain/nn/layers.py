@@ -173,8 +173,7 @@ def _multiply(axis: int, precision: jax.lax.Precision | None, x_ni: Array, w: Ar
     """Multiply x by w, over w's dimension ``axis``, for CPUs.
 
     In the gradient, a product of N rows' transposes is up to twice as fast with the narrower array
-    on its left. The barrier keeps XLA from turning the result's transpose into the slow product
-    again.
+    on its left. The barrier keeps XLA from making the slow product of the result's transpose.
     """
     return jax.lax.dot_general(x_ni, w, (((1,), (axis,)), ((), ())), precision)
 

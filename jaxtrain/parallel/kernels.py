@@ -137,8 +137,7 @@ def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[A
     mesh = jax.sharding.get_abstract_mesh() if manual else shard.mesh
     mapped = jax.shard_map(part, mesh=mesh, in_specs=tuple(ins), out_specs=outs, axis_names=free, check_vma=not every)
     # In a loop over layers, JAX computes masks before the loop, since they depend on no layer. It
-    # would cut `f` in two, with arrays between the parts that it cannot place. A checkpoint has
-    # none.
+    # would cut `f` in two, with arrays between that it cannot place. A checkpoint has none.
     outputs: T = jax.checkpoint(mapped, prevent_cse=False)(*args)
     return _varying(outputs, nested) if nested else outputs
 

@@ -123,8 +123,7 @@ def compiled(
     """Compile a step on the assembly's real mesh, with the options of a run and ``options``.
 
     Args:
-      versions: of the compilers. With them the figures are kept, and the same program is not
-        compiled again.
+      versions: of the compilers. With them the figures are kept, and compiled once.
 
     Raises PlanError if the compiler finds that the step does not fit, and ConfigError if it refuses
     an option of the config.

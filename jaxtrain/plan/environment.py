@@ -56,8 +56,7 @@ def set_up(kind: str) -> str:
 
     If several processes do so at once, one fetches and the others wait.
 
-    Raises PlanError for an unknown kind, without pip, and if pip fails, with its command. Nothing
-    is left then.
+    Raises PlanError for an unknown kind, without pip, or if pip fails. Nothing is left then.
     """
     if kind not in COMPILERS:
         expected = checks.expected(kind, COMPILERS)

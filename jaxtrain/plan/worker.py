@@ -2,8 +2,7 @@
 
     answers = worker.ask([Job(config, "gpu:h100x8", stage), …])        # in the process that plans
 
-Jobs and answers are pickles in a temporary folder, written and read by this code, by the same
-Python.
+Jobs and answers are pickles in a temporary folder, of this code and this Python.
 """
 
 import contextlib

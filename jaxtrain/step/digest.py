@@ -46,8 +46,7 @@ def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.nd
     """Return the part of a digest, uint32 [2], that a piece of the array at ``path`` adds to it.
 
     Args:
-      index: the place of the piece in its array, a slice for each axis. Empty = it is the whole
-      array.
+      index: the place of the piece in its array, a slice for each axis. Empty = all of it.
     """
     words = _words(piece, lambda x, word: np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4)))
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))

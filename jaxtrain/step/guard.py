@@ -1,7 +1,4 @@
-"""The guard decides on the device which steps are accepted.
-
-The host reacts to several in a row that are not.
-"""
+"""Decides on the device which steps are accepted. The host reacts to several that are not."""
 
 from typing import NamedTuple
 
@@ -33,8 +30,7 @@ class Streak:
 
     Attributes:
       last_good: the newest accepted step before the streak became too long.
-      broken: whether config.guard.patience steps in a row were skipped. It stays true until
-      `restart`.
+      broken: whether config.guard.patience steps in a row were skipped, until `restart`.
     """
 
     def __init__(self, guard: Guard, *, step: int):

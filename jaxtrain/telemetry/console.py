@@ -109,8 +109,7 @@ def _is_of_a_save(record: logging.LogRecord) -> bool:
 
     Each has its traceback.
 
-    All of them are in the log files. The failure of the save itself is reported in one line by its
-    waiter.
+    All of them are in the log files. The save's own failure is reported by its waiter.
     """
     return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
 

@@ -1,7 +1,4 @@
-"""The meaning of the names in metrics.jsonl: for `jaxtrain explain`, reports, cards and docs.
-
-Every run has the metrics below. A workload has those of its `WORKLOAD.glossary`.
-"""
+"""The meanings of the names in metrics.jsonl: every run's, and a `WORKLOAD.glossary`'s."""
 
 import re
 import sys

@@ -41,8 +41,7 @@ def step_problem(record: dict[str, Any]) -> str:
 def read(path: pathlib.Path, problem: Check) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[bytes, str]]]:
     """Return the records of a file with their lines, and the other lines with the reason for each.
 
-    Raises WorkdirError: ``path`` is a link, a pipe, a folder or anything else that a run does not
-    write.
+    Raises WorkdirError: ``path`` is a link, a pipe, a folder or else what no run writes.
     """
     try:
         with opened(path, "rb") as file:

@@ -1,7 +1,4 @@
-"""A page of this machine on the loopback alone, with an unguessable token.
-
-The number of requests at once is bounded.
-"""
+"""A page on the loopback alone, with an unguessable token and a bound on requests at once."""
 
 import contextlib
 import http.server

@@ -1,7 +1,4 @@
-"""Logs and writes the steps of a run.
-
-Every step is read one step late, so that the device never waits for the host.
-"""
+"""Logs and writes steps, each read a step late, so that the device never waits for the host."""
 
 import functools
 import logging
@@ -113,8 +110,7 @@ class MetricsLogger:
 
         True when that step agreed to stop: it changed nothing.
 
-        ``state``: after this step, for its digest, which is computed before the next step takes the
-        state's place.
+        ``state``: after this step, for its digest, computed before the next step takes its place.
         """
         if self.flush():
             return True

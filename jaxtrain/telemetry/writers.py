@@ -257,8 +257,7 @@ def write_pictures(
 
     Return their paths.
 
-    The folder is made only if its parent exists: a deleted workdir must not come back with pictures
-    alone.
+    The folder is made only if its parent exists: a deleted workdir must not come back.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)

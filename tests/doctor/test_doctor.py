@@ -54,7 +54,7 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
     (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
     edited = folder / "edited"
     for package in ("jaxtrain", "loaders"):
-        shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, edited / package, ignore=shutil.ignore_patterns("*.pyc.*"))
     with open(edited / "jaxtrain" / "train.py", "a") as file:
         file.write("\n")
     wheel = folder / "wheels" / "optax-0.0.1.dist-info"

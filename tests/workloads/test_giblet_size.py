@@ -84,7 +84,6 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
     ("target", "overrides", "peak"),
     [
         ("gpu:h100x1", BFLOAT16, 66.9e9),
-        ("gpu:h200x1", (), 133.8e9),
         ("gpu:a6000x8", (), 16.7e9),
         ("tpu:v4:2x2x2", (), 16.7e9),
     ],

@@ -1,7 +1,4 @@
-"""One case at full speed: steps a second, memory, time to compile, and a profile.
-
-The memory stands next to the plan's lower bound.
-"""
+"""A case at full speed: steps a second, memory by the plan's bound, compile time, a profile."""
 
 import pathlib
 import tempfile

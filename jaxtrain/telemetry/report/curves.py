@@ -1,7 +1,4 @@
-"""Every metric of the runs as a curve, with its meaning and its values in words.
-
-Curves are grouped, and thinned without losing a peak.
-"""
+"""Every metric as a curve, grouped and thinned to its peaks, with its meaning and values."""
 
 import math
 import re

@@ -148,8 +148,7 @@ def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, modul
       programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of
       instructions and their own.
       seen: instructions that ran. They decide, and the number only between equals: a program that a
-        CPU read from the cache keeps the number of its compilation, which is another program's
-        here.
+        CPU read from the cache keeps its compilation's number, which is another program's here.
     """
     numbered = f"{module}({number})"
     titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]

@@ -140,8 +140,7 @@ def generate(
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column;
     with a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by its
-    own key, fold_in(key, row), place and stream: a prompt's continuation does not depend on the
-    others.
+    own key, fold_in(key, row), place and stream: a continuation does not depend on others.
 
     Args:
       prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid

@@ -234,8 +234,7 @@ def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: b
 
     Each place goes through its own net, and labelled ones alone through the heads.
 
-    Matrices that are ``frozen`` have no derivative of their own. Their adapters' products are left
-    out.
+    Matrices that are ``frozen`` have no derivative. Their adapters' products are left out.
     """
     s, a, n, m, _ = bucket
 

@@ -40,8 +40,7 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
 
     The folder is of `jaxtrain prepare-giblet`.
 
-    Raises StoredError, WarmStartError, ConfigError; DataError: the film is of another shape than
-    the model's.
+    Raises StoredError, WarmStartError, ConfigError; DataError: the film has another shape.
     """
     source = source_lib.find(run, step)
     config = source.config(__package__)

@@ -1,7 +1,4 @@
-"""How predicted and measured fMRI agree: of a moment across voxels, and of a voxel across moments.
-
-Shapes: B rows, V voxels.
-"""
+"""How predicted and measured fMRI [B rows, V voxels] agree: by moment, and by voxel."""
 
 import math
 from collections.abc import Mapping

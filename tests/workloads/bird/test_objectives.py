@@ -242,7 +242,7 @@ def test_a_new_file_is_a_new_objective(tmp_path):
     else was edited."""
     root = FOLDER.parents[3]
     for name in ("jaxtrain", "loaders"):
-        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     (tmp_path / FOLDER.relative_to(root) / "energy.py").write_text(NEW)
     done = run_in(tmp_path, USE)
     assert done.returncode == 0, done.stderr

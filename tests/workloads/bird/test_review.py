@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pathlib
-import time
 import urllib.parse
 
 import numpy as np
@@ -176,15 +175,21 @@ def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
 
 
 def test_a_hundred_thousand_windows(table, tmp_path):
-    """Each request is answered in a moment."""
+    """A request looks at each window a few times, and not at every pair."""
+    looks = [0]
+
+    class Items(list):
+        def __getitem__(self, i):
+            looks[0] += 1
+            return super().__getitem__(i)
+
     item = review.read(str(table), root=str(tmp_path / "recordings"))[0]
-    items = [item._replace(start=i / 100, end=i / 100 + 1) for i in range(100_000)]
+    items = Items(item._replace(start=i / 100, end=i / 100 + 1) for i in range(100_000))
     session = review.Session(items, tmp_path / "out.csv")
-    began = time.monotonic()
     assert session.first_open() == 0 and len(session.about(50_000)["nearby"]) == review.NEIGHBOURS
     session.answer(0, "no")
     assert session.first_open() == 1 and session.counts()["no"] == 1
-    assert time.monotonic() - began < 5, "far below what it takes to look at every pair"
+    assert 100_000 <= looks[0] < 1_000_000, looks
 
 
 @pytest.mark.parametrize(
