@@ -65,7 +65,7 @@ pub fn prepare<W: Write>(
     if !RATES.contains(&rate) {
         return Err(jaxtrain_decode::Error::Rate(rate).into());
     }
-    let resampler = Resampler::new(rate, options.rate);
+    let mut resampler = Resampler::new(rate, options.rate);
     let (up, down) = resampler.ratio();
     let frames = resampler.output_len(info.frames as usize) as u64;
     let origin = Origin { stated: info.rate, rate, frames: info.frames };

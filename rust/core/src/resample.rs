@@ -41,10 +41,20 @@ const TRANSITION: f64 = 1.2735;
 const MAX_WEIGHTS: usize = 1 << 19;
 /// Phases of an interpolated table in one period of the lower rate.
 const PHASES: f64 = 512.0;
-/// Weights of one phase are a multiple of this many: of every `Lanes::N`.
+/// Weights of one phase are a multiple of this many.
 const BLOCK: usize = 16;
-/// Outputs of one phase that are computed together, so that its weights are loaded once.
-const SAME_PHASE: usize = 4;
+/// An output is the sum of this many sums: number i of them is over every 8th weight from i on, and `Lanes::sum` adds them.
+const SUMS: usize = 8;
+/// Their order in that sum's tree: neighbours are added, then neighbours of those.
+const ORDER: [usize; SUMS] = [0, 4, 2, 6, 1, 5, 3, 7];
+/// Outputs that one lane computes in a row, at least.
+const SPAN: usize = 320;
+/// Vectors of lanes that share the loads of weights.
+const VECTORS: usize = 4;
+/// Values of such vectors, at most.
+const MOST_LANES: usize = 16 * VECTORS;
+/// Outputs of each lane before they are put in their places.
+const TILE: usize = 8;
 /// Filters that one cache keeps, so that no set of recordings makes it grow without bound.
 const MAX_CACHED: usize = 16;
 
@@ -59,7 +69,16 @@ pub struct Resampler {
     table: Vec<f32>,
     /// Phases of an interpolated table; None when every phase is in the table.
     interpolated: Option<u64>,
+    /// Outputs that one lane computes in a row: a multiple of `up`, so that all lanes use the same phases.
+    span: usize,
+    /// The inputs of all lanes side by side.
+    rows: Vec<Line>,
 }
+
+/// Values side by side.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line([f32; MOST_LANES]);
 
 fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 {
@@ -90,7 +109,7 @@ impl Resampler {
         let common = gcd(source, target);
         let (up, down) = ((target / common) as u64, (source / common) as u64);
         if up == down {
-            return Self { up, down, taps: 0, table: Vec::new(), interpolated: None };
+            return Self { up, down, taps: 0, table: Vec::new(), interpolated: None, span: 1, rows: Vec::new() };
         }
         // Input samples in one period of the lower rate.
         let scale = f64::max(1.0, source as f64 / target as f64);
@@ -118,7 +137,10 @@ impl Resampler {
             let sum: f64 = row.iter().sum();
             table.extend(row.iter().map(|h| (h / sum) as f32));
         }
-        Self { up, down, taps, table, interpolated }
+        let repeats = if interpolated.is_some() { 0 } else { SPAN.div_ceil(up as usize) };
+        let n_rows = if interpolated.is_some() { 0 } else { repeats * down as usize + taps };
+        let rows = vec![Line([0.0; MOST_LANES]); n_rows];
+        Self { up, down, taps, table, interpolated, span: repeats * up as usize, rows }
     }
 
     /// Input samples needed before the first and after the last output's time. Missing ones count as silence.
@@ -137,7 +159,7 @@ impl Resampler {
     }
 
     /// out\[k\] is the signal at time k / target after x\[lead\]; samples outside `x` count as 0.
-    pub fn process(&self, x: &[f32], lead: usize, out: &mut [f32]) {
+    pub fn process(&mut self, x: &[f32], lead: usize, out: &mut [f32]) {
         if self.taps == 0 {
             for (k, y) in out.iter_mut().enumerate() {
                 *y = x.get(lead + k).copied().unwrap_or(0.0);
@@ -145,14 +167,18 @@ impl Resampler {
             return;
         }
         #[cfg(target_arch = "x86_64")]
-        if simd::avx2() {
+        if simd::avx512() {
             // SAFETY: the instruction set was just checked.
+            unsafe { process_avx512(self, x, lead, out) };
+            return;
+        } else if simd::avx2() {
+            // SAFETY: as above.
             unsafe { process_avx2(self, x, lead, out) };
             return;
         }
         let _ = simd::avx2;
         // SAFETY: portable lanes need nothing of the machine.
-        unsafe { process::<Portable>(self, x, lead, out) };
+        unsafe { process::<Portable, Portable>(self, x, lead, out) };
     }
 
     /// The input sample (relative to `lead`) at or before output k, and the distance to output k in 1 / up.
@@ -165,14 +191,24 @@ impl Resampler {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn process_avx2(r: &Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
-    unsafe { process::<simd::Avx2>(r, x, lead, out) }
+unsafe fn process_avx2(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+    unsafe { process::<simd::Avx2, simd::Avx2>(r, x, lead, out) }
 }
 
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f")]
+unsafe fn process_avx512(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+    unsafe { process::<simd::Avx512, simd::Avx2>(r, x, lead, out) }
+}
+
+/// Many outputs in the lanes of `V`, the others one by one with those of `W`: with the same sums, so that an output does not
+/// depend on its neighbours.
+///
 /// # Safety
-/// The machine must have the instruction set of `V`.
+/// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
-unsafe fn process<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+unsafe fn process<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+    const { assert!(W::N == SUMS && V::N * VECTORS <= MOST_LANES) };
     let before = r.taps / 2 - 1;
     // For outputs [first, last) the whole filter lies inside x.
     let inside = |k: usize| {
@@ -182,43 +218,96 @@ unsafe fn process<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, out: &mut [f3
     let first = partition(out.len(), |k| !inside(k).0);
     let last = partition(out.len(), |k| inside(k).1).max(first);
     for k in (0..first).chain(last..out.len()) {
-        out[k] = unsafe { edge::<V>(r, x, lead, k) };
+        out[k] = unsafe { edge::<W>(r, x, lead, k) };
     }
-    // SAFETY: first and last keep the offsets below in range; the caller guarantees the instruction set of V.
+    // SAFETY: first and last keep the offsets below in range; the caller guarantees the instruction sets.
     unsafe {
         if let Some(phases) = r.interpolated {
             for (k, y) in out.iter_mut().enumerate().take(last).skip(first) {
                 let (at, part) = r.position(k);
-                *y = between::<V>(r, phases, x.as_ptr().add(lead + at - before), part);
+                *y = between::<W>(r, phases, x.as_ptr().add(lead + at - before), part);
             }
             return;
         }
-        // Outputs `up` apart use the same phase, on inputs `down` apart: in each run of SAME_PHASE * up outputs,
-        // every phase is loaded once while that stretch of input stays in the nearest cache.
-        let (up, down) = (r.up as usize, r.down as usize);
+        let (wide, narrow) = (VECTORS * V::N * r.span, V::N * r.span);
         let mut k = first;
-        while k + SAME_PHASE * up <= last {
-            for k in k..k + up {
+        while k < last {
+            // A block that is mostly needed is computed whole, from earlier on: its first outputs stay what they are.
+            if last - k >= wide / 2 && last - first >= wide {
+                k = k.min(last - wide);
+                block::<V, VECTORS, 2>(r, x, lead, k, out);
+                k += wide;
+            } else if last - k >= narrow / 3 && last - first >= narrow {
+                k = k.min(last - narrow);
+                block::<V, 1, SUMS>(r, x, lead, k, out);
+                k += narrow;
+            } else {
                 let (at, phase) = r.position(k);
                 let h = r.table.as_ptr().add(phase as usize * r.taps);
-                let x = x.as_ptr().add(lead + at - before);
-                let mut sums = [V::splat(0.0); SAME_PHASE];
-                for j in (0..r.taps).step_by(V::N) {
-                    let h = V::load(h.add(j));
-                    for (i, sum) in sums.iter_mut().enumerate() {
-                        *sum = V::load(x.add(i * down + j)).mul_add(h, *sum);
+                out[k] = dot::<W>(h, x.as_ptr().add(lead + at - before), r.taps);
+                k += 1;
+            }
+        }
+    }
+}
+
+/// Outputs [k, k + lanes * span), where a lane has a run of `span` outputs: in all lanes output q of the run uses the same
+/// phase, so that its weights are loaded once. `AT_ONCE` of the sums of an output are computed together.
+///
+/// # Safety
+/// The machine must have the instruction set of `V`. The filters of these outputs lie inside `x`.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // several arrays share one index
+unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
+    r: &mut Resampler,
+    x: &[f32],
+    lead: usize,
+    k: usize,
+    out: &mut [f32],
+) {
+    let (lanes, span, taps) = (VECTORS * V::N, r.span, r.taps);
+    let (begin, stride) = (r.position(k).0, span / r.up as usize * r.down as usize);
+    let n_rows = r.position(k + span - 1).0 - begin + taps;
+    let first = lead + begin + 1 - taps / 2;
+    assert!(
+        n_rows <= r.rows.len() && first + (lanes - 1) * stride + n_rows <= x.len() && k + lanes * span <= out.len()
+    );
+    let rows = r.rows.as_mut_ptr().cast::<f32>();
+    let mut tile = [Line([0.0; MOST_LANES]); TILE];
+    let tile = tile.as_mut_ptr().cast::<f32>();
+    unsafe {
+        simd::transpose(x.as_ptr().add(first), stride, [lanes, n_rows], rows, lanes);
+        for q in 0..span {
+            let (at, phase) = r.position(k + q);
+            let h = r.table.as_ptr().add(phase as usize * taps);
+            let x = rows.add((at - begin) * lanes);
+            let mut pairs = [[V::splat(0.0); VECTORS]; SUMS / 2];
+            for s in (0..SUMS).step_by(AT_ONCE) {
+                let mut sums = [[V::splat(0.0); VECTORS]; AT_ONCE];
+                for j in (0..taps).step_by(SUMS) {
+                    for c in 0..AT_ONCE {
+                        let j = j + ORDER[s + c];
+                        let h = V::splat(*h.add(j));
+                        for v in 0..VECTORS {
+                            sums[c][v] = V::load(x.add(j * lanes + v * V::N)).mul_add(h, sums[c][v]);
+                        }
                     }
                 }
-                for (i, sum) in sums.into_iter().enumerate() {
-                    *out.get_unchecked_mut(k + i * up) = sum.sum();
+                for c in (0..AT_ONCE).step_by(2) {
+                    for v in 0..VECTORS {
+                        pairs[(s + c) / 2][v] = sums[c][v].add(sums[c + 1][v]);
+                    }
                 }
             }
-            k += SAME_PHASE * up;
-        }
-        for (k, y) in out.iter_mut().enumerate().take(last).skip(k) {
-            let (at, phase) = r.position(k);
-            let h = r.table.as_ptr().add(phase as usize * r.taps);
-            *y = dot::<V>(h, x.as_ptr().add(lead + at - before), r.taps);
+            let row = tile.add(q % TILE * lanes);
+            for v in 0..VECTORS {
+                let sum = pairs[0][v].add(pairs[1][v]).add(pairs[2][v].add(pairs[3][v]));
+                sum.store(row.add(v * V::N));
+            }
+            let done = q % TILE + 1;
+            if done == TILE || q + 1 == span {
+                simd::transpose(tile, lanes, [done, lanes], out.as_mut_ptr().add(k + q + 1 - done), span);
+            }
         }
     }
 }
@@ -309,7 +398,7 @@ impl Resamplers {
     ///
     /// # Panics
     /// When a rate is 0.
-    pub fn get(&mut self, source: u32, target: u32) -> &Resampler {
+    pub fn get(&mut self, source: u32, target: u32) -> &mut Resampler {
         self.clock += 1;
         if self.made.len() >= MAX_CACHED && !self.made.contains_key(&(source, target)) {
             let oldest = self.made.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key);
@@ -317,7 +406,7 @@ impl Resamplers {
         }
         let entry = self.made.entry((source, target)).or_insert_with(|| (0, Resampler::new(source, target)));
         entry.0 = self.clock;
-        &entry.1
+        &mut entry.1
     }
 }
 
@@ -326,7 +415,7 @@ mod tests {
     use super::*;
 
     /// The output for a sine of amplitude 1: (amplitude at its own frequency, RMS * sqrt 2 of everything else).
-    fn tone(resampler: &Resampler, source: u32, target: u32, hz: f64) -> (f64, f64) {
+    fn tone(resampler: &mut Resampler, source: u32, target: u32, hz: f64) -> (f64, f64) {
         let n = 4096;
         let lead = resampler.context();
         let length = lead + n * source as usize / target as usize + lead + 2;
@@ -358,9 +447,9 @@ mod tests {
     fn response() {
         let target = 32000;
         for source in [8000, 16000, 22050, 24000, 31999, 44100, 48000, 96000, 192000] {
-            let resampler = Resampler::new(source, target);
+            let mut resampler = Resampler::new(source, target);
             let nyquist = f64::from(source.min(target)) / 2.0;
-            let gain = |hz| tone(&resampler, source, target, hz);
+            let mut gain = |hz| tone(&mut resampler, source, target, hz);
             let mut ripple = 0.0f64;
             let mut alias = 0.0f64;
             for i in 1..=60 {
@@ -393,7 +482,7 @@ mod tests {
     fn a_crop_with_context_is_a_slice_of_the_whole() {
         let x: Vec<f32> = (0..30000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();
         for source in [8000, 22050, 44100, 48000, 31999] {
-            let resampler = Resampler::new(source, 32000);
+            let mut resampler = Resampler::new(source, 32000);
             let mut all = vec![0.0; resampler.output_len(x.len())];
             resampler.process(&x, 0, &mut all);
             // Outputs up apart fall on inputs down apart: there, a crop's outputs are outputs of the whole.
@@ -414,7 +503,7 @@ mod tests {
     #[test]
     fn tables_are_bounded_and_short_inputs_are_padded_with_silence() {
         for (source, target) in [(31999, 32000), (1, 32000), (1_000_003, 32000), (32000, 1), (655_350, 44100)] {
-            let resampler = Resampler::new(source, target);
+            let mut resampler = Resampler::new(source, target);
             assert!(resampler.table.len() <= 4 << 20, "{source} to {target}: {} weights", resampler.table.len());
             for n in [0, 1, 7] {
                 let mut out = vec![f32::NAN; 50];
@@ -428,18 +517,37 @@ mod tests {
         assert_eq!(out, [2.0, 3.0, 0.0, 0.0]);
     }
 
+    /// Of each rate, enough for both kinds of blocks, and for what is left of them.
     #[test]
-    fn every_instruction_set_agrees() {
-        let x: Vec<f32> = (0..5000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();
-        for source in [22050, 44100, 48000, 31999] {
-            let resampler = Resampler::new(source, 32000);
+    fn an_output_is_the_same_alone_in_a_block_and_with_every_instruction_set() {
+        let x: Vec<f32> = (0..60000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();
+        for (source, target) in
+            [(16000, 32000), (22050, 32000), (44100, 32000), (48000, 22050), (48000, 32000), (31999, 32000)]
+        {
+            let mut resampler = Resampler::new(source, target);
             let mut fast = vec![0.0; resampler.output_len(x.len())];
-            let mut portable = fast.clone();
             resampler.process(&x, 0, &mut fast);
+            let mut portable = fast.clone();
             // SAFETY: portable lanes need nothing of the machine.
-            unsafe { process::<Portable>(&resampler, &x, 0, &mut portable) };
+            unsafe { process::<Portable, Portable>(&mut resampler, &x, 0, &mut portable) };
             let worst = fast.iter().zip(&portable).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(worst < 2e-6, "{source}: {worst}");
+            #[cfg(target_arch = "x86_64")]
+            if simd::avx512() {
+                let mut narrow = vec![0.0; fast.len()];
+                // SAFETY: a machine with AVX-512 has AVX2.
+                unsafe { process_avx2(&mut resampler, &x, 0, &mut narrow) };
+                assert!(narrow == fast, "8 and 16 lanes differ from {source} to {target} Hz");
+            }
+            // Outputs `up` apart are `down` inputs apart, so that one block of them can be computed alone.
+            let (up, down) = (resampler.up as usize, resampler.down as usize);
+            if resampler.interpolated.is_none() {
+                for first in [0, 3 * up, fast.len() / 2 / up * up, (fast.len() - 1) / up * up] {
+                    let mut one = vec![0.0; up.min(fast.len() - first)];
+                    resampler.process(&x, first / up * down, &mut one);
+                    assert!(one == fast[first..][..one.len()], "from {source} to {target} Hz, output {first}");
+                }
+            }
         }
     }
 

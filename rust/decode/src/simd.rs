@@ -214,10 +214,74 @@ mod x86 {
             unsafe { _mm512_reduce_add_ps(self.0) }
         }
     }
+
+    /// Transposes all squares of 8 by 8 values, and returns how far they reach.
+    ///
+    /// # Safety
+    /// As [`super::transpose`], and the machine must have AVX2.
+    #[target_feature(enable = "avx2")]
+    pub unsafe fn transpose(
+        from: *const f32,
+        from_stride: usize,
+        sizes: [usize; 2],
+        to: *mut f32,
+        to_stride: usize,
+    ) -> [usize; 2] {
+        let done = sizes.map(|n| n / 8 * 8);
+        for j in (0..done[1]).step_by(8) {
+            for i in (0..done[0]).step_by(8) {
+                unsafe {
+                    let from = from.add(i * from_stride + j);
+                    // Row r has values 0..4 of row r and of row r + 4, or values 4..8 of both.
+                    let mut rows = [_mm256_setzero_ps(); 8];
+                    for half in 0..2 {
+                        for r in 0..4 {
+                            let from = from.add(r * from_stride + 4 * half);
+                            let low = _mm256_castps128_ps256(_mm_loadu_ps(from));
+                            rows[4 * half + r] =
+                                _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(from.add(4 * from_stride)));
+                        }
+                    }
+                    for half in 0..2 {
+                        let [a, b, c, d] = [rows[4 * half], rows[4 * half + 1], rows[4 * half + 2], rows[4 * half + 3]];
+                        let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
+                        let (ab_high, cd_high) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
+                        let to = to.add((j + 4 * half) * to_stride + i);
+                        _mm256_storeu_ps(to, _mm256_shuffle_ps::<0x44>(ab, cd));
+                        _mm256_storeu_ps(to.add(to_stride), _mm256_shuffle_ps::<0xee>(ab, cd));
+                        _mm256_storeu_ps(to.add(2 * to_stride), _mm256_shuffle_ps::<0x44>(ab_high, cd_high));
+                        _mm256_storeu_ps(to.add(3 * to_stride), _mm256_shuffle_ps::<0xee>(ab_high, cd_high));
+                    }
+                }
+            }
+        }
+        done
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 pub use x86::{Avx2, Avx512};
+
+/// to\[j * to_stride + i\] = from\[i * from_stride + j\], for i below the first of `sizes` and j below the second.
+///
+/// # Safety
+/// `from` and `to` must be valid for these places.
+pub unsafe fn transpose(from: *const f32, from_stride: usize, sizes: [usize; 2], to: *mut f32, to_stride: usize) {
+    #[cfg(target_arch = "x86_64")]
+    let done = if avx2() {
+        // SAFETY: the instruction set was just checked, and the caller's promises are the same.
+        unsafe { x86::transpose(from, from_stride, sizes, to, to_stride) }
+    } else {
+        [0, 0]
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let done = [0, 0];
+    for i in 0..sizes[0] {
+        for j in if i < done[0] { done[1] } else { 0 }..sizes[1] {
+            unsafe { *to.add(j * to_stride + i) = *from.add(i * from_stride + j) };
+        }
+    }
+}
 
 /// Whether this machine has AVX2 and fused multiply-add (std caches the answer).
 #[inline]

@@ -268,7 +268,7 @@ pub fn front_end(
     let how = Clip { short: Short::Centre, ..Clip::default() };
     let bounds = Bounds::whole(wave.len() as u64);
     let crop = Crop::new(bounds, rate, target, clip_samples, how, false, |surplus| surplus / 2);
-    let resampler = Resampler::new(rate, target);
+    let mut resampler = Resampler::new(rate, target);
     let (first, last) = crop.span(resampler.context() as u64);
     let mut clip = vec![0.0; clip_samples];
     let part = &wave[first as usize..last as usize];
