@@ -228,12 +228,7 @@ impl Fbank {
     /// # Panics
     /// When `out` has another length.
     pub fn log_mel(&mut self, wave: &[f32], out: &mut [f32]) {
-        let FrontEnd { hop, n_mels, .. } = self.bank.front_end;
-        let n_frames = self.bank.front_end.n_frames(wave.len());
-        assert_eq!(out.len(), n_frames * n_mels, "out must hold n_frames * n_mels values");
-        for (g, rows) in out.chunks_mut(self.lanes * n_mels).enumerate() {
-            self.group(&wave[g * self.lanes * hop..], rows);
-        }
+        self.groups(wave, (0.0, 1.0), out);
     }
 
     /// The spectrogram as a model reads it: the first `n_frames` frames of the log-mel spectrogram, missing ones filled with
@@ -248,7 +243,7 @@ impl Fbank {
         let n = self.bank.front_end.n_frames(wave.len()).min(n_frames);
         let (real, padding) = out.split_at_mut(n * n_mels);
         let used = if n == 0 { 0 } else { window + (n - 1) * hop };
-        self.log_mel(&wave[..used], real);
+        self.groups(&wave[..used], (self.bank.mean, self.bank.scale), real);
         // Eight minima at once, since in a single chain each comparison waits for the one before; no value here is NaN.
         let mut least = [f32::INFINITY; 8];
         let eights = real.chunks_exact(8);
@@ -261,41 +256,47 @@ impl Fbank {
             }
         }
         let least = least.into_iter().fold(f32::INFINITY, f32::min);
-        padding.fill(if n == 0 { FLOOR.ln() } else { least });
-        let (mean, scale) = (self.bank.mean, self.bank.scale);
-        for x in out.iter_mut() {
-            *x = (*x - mean) / scale;
+        padding.fill(if n == 0 { (FLOOR.ln() - self.bank.mean) / self.bank.scale } else { least });
+    }
+
+    /// (log-mel energy - mean) / scale of all frames of `wave`.
+    fn groups(&mut self, wave: &[f32], norm: (f32, f32), out: &mut [f32]) {
+        let FrontEnd { hop, n_mels, .. } = self.bank.front_end;
+        let n_frames = self.bank.front_end.n_frames(wave.len());
+        assert_eq!(out.len(), n_frames * n_mels, "out must hold n_frames * n_mels values");
+        for (g, rows) in out.chunks_mut(self.lanes * n_mels).enumerate() {
+            self.group(&wave[g * self.lanes * hop..], norm, rows);
         }
     }
 
     /// `rows.len() / n_mels <= self.lanes` frames, of which the first begins at wave\[0\].
-    fn group(&mut self, wave: &[f32], rows: &mut [f32]) {
+    fn group(&mut self, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         if self.lanes == MOST_LANES {
             // SAFETY: `new` checked the instruction set.
-            unsafe { group_avx512(&mut self.scratch, &self.bank, wave, rows) };
+            unsafe { group_avx512(&mut self.scratch, &self.bank, wave, norm, rows) };
             return;
         } else if simd::avx2() {
             // SAFETY: the instruction set was just checked.
-            unsafe { group_avx2(&mut self.scratch, &self.bank, wave, rows) };
+            unsafe { group_avx2(&mut self.scratch, &self.bank, wave, norm, rows) };
             return;
         }
         let _ = simd::avx2;
         // SAFETY: portable lanes need nothing of the machine.
-        unsafe { group::<Portable, Portable>(&mut self.scratch, &self.bank, wave, rows) };
+        unsafe { group::<Portable, Portable>(&mut self.scratch, &self.bank, wave, norm, rows) };
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn group_avx2(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
-    unsafe { group::<simd::Avx2, simd::Avx2>(s, t, wave, rows) }
+unsafe fn group_avx2(s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) {
+    unsafe { group::<simd::Avx2, simd::Avx2>(s, t, wave, norm, rows) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,avx512f")]
-unsafe fn group_avx512(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
-    unsafe { group::<simd::Avx512, simd::Avx2>(s, t, wave, rows) }
+unsafe fn group_avx512(s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) {
+    unsafe { group::<simd::Avx512, simd::Avx2>(s, t, wave, norm, rows) }
 }
 
 /// As many frames as `V` has lanes. Sums over a frame's samples are those of `W`, so that a frame's values are the same in
@@ -304,12 +305,12 @@ unsafe fn group_avx512(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut
 /// # Safety
 /// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
-unsafe fn group<V: Lanes, W: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32], rows: &mut [f32]) {
+unsafe fn group<V: Lanes, W: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) {
     let FrontEnd { window: length, hop, n_mels, .. } = t.front_end;
     let (n, padded) = (rows.len() / n_mels, length.next_multiple_of(2));
     for (f, frame) in s.frames.chunks_exact_mut(padded).enumerate().take(V::N) {
         if f < n {
-            unsafe { window::<W>(&wave[f * hop..f * hop + length], &t.window, &mut frame[..length]) };
+            unsafe { window::<V, W>(&wave[f * hop..f * hop + length], &t.window, &mut frame[..length]) };
         } else {
             frame.fill(0.0);
         }
@@ -333,16 +334,14 @@ unsafe fn group<V: Lanes, W: Lanes>(s: &mut Scratch, t: &FilterBank, wave: &[f32
             }
             sum.store(mels.add(b * V::N));
         }
-        let mels = std::slice::from_raw_parts_mut(mels, n_mels * V::N);
-        for x in mels.iter_mut() {
-            *x = ln(x.max(FLOOR));
+        for x in std::slice::from_raw_parts_mut(mels, n_mels * V::N) {
+            *x = (ln(x.max(FLOOR)) - norm.0) / norm.1;
         }
-        let rows = rows.chunks_exact_mut(n_mels);
-        rows.enumerate().for_each(|(f, row)| pick(mels, V::N, f, row));
+        simd::transpose(mels, V::N, [n_mels, n], rows.as_mut_ptr(), n_mels);
     }
 }
 
-/// Even and odd samples of frames of `padded` samples, one frame in each lane. Not inlined, as `pick`: with AVX-512 the
+/// Even and odd samples of frames of `padded` samples, one frame in each lane. Not inlined: with AVX-512 the
 /// compiler would scatter single values, which took a third of the whole time.
 ///
 /// # Safety
@@ -405,25 +404,17 @@ unsafe fn interleave_avx2(frames: &[f32], padded: usize, lanes: usize, re: *mut 
     pairs
 }
 
-/// The bands of the frame in lane `f`.
-#[inline(never)]
-fn pick(mels: &[f32], lanes: usize, f: usize, row: &mut [f32]) {
-    for (x, mels) in row.iter_mut().zip(mels.chunks_exact(lanes)) {
-        *x = mels[f];
-    }
-}
-
-/// DC removal, pre-emphasis and window of one frame.
+/// DC removal, pre-emphasis and window of one frame. Its sum and its edges are those of the lanes of `W`.
 #[inline(always)]
-unsafe fn window<V: Lanes>(x: &[f32], window: &[f32], out: &mut [f32]) {
+unsafe fn window<V: Lanes, W: Lanes>(x: &[f32], window: &[f32], out: &mut [f32]) {
     let n = x.len();
-    assert!(n >= V::N && window.len() == n && out.len() == n);
+    assert!(n >= W::N && window.len() == n && out.len() == n);
     let mean = unsafe {
-        let mut sums = [V::splat(0.0); 4];
-        let fours = n - n % (4 * V::N);
-        for i in (0..fours).step_by(4 * V::N) {
+        let mut sums = [W::splat(0.0); 4];
+        let fours = n - n % (4 * W::N);
+        for i in (0..fours).step_by(4 * W::N) {
             for (j, sum) in sums.iter_mut().enumerate() {
-                *sum = sum.add(V::load(x.as_ptr().add(i + j * V::N)));
+                *sum = sum.add(W::load(x.as_ptr().add(i + j * W::N)));
             }
         }
         let mut sum = sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum();
@@ -434,20 +425,36 @@ unsafe fn window<V: Lanes>(x: &[f32], window: &[f32], out: &mut [f32]) {
     };
     // The first samples one by one: the vector loop needs a sample before each (the very first has weight 0). And the last.
     out[0] = 0.0;
-    let lanes = n - n % V::N;
-    for part in [1..V::N, lanes..n] {
+    let lanes = n - n % W::N;
+    for part in [1..W::N, lanes..n] {
         for i in part {
             out[i] = ((x[i] - mean) - EMPHASIS * (x[i - 1] - mean)) * window[i];
         }
     }
     unsafe {
-        let (mean, emphasis) = (V::splat(mean), V::splat(EMPHASIS));
-        for i in (V::N..lanes).step_by(V::N) {
-            let now = V::load(x.as_ptr().add(i)).sub(mean);
-            let before = V::load(x.as_ptr().add(i - 1)).sub(mean);
-            let y = before.neg_mul_add(emphasis, now).mul(V::load(window.as_ptr().add(i)));
-            y.store(out.as_mut_ptr().add(i));
+        let mut i = W::N;
+        // Of a window of `V::N` samples or more, until `V`'s lanes take over; they leave less than one of their vectors.
+        while i < lanes {
+            if i >= V::N && i + V::N <= lanes {
+                emphasise::<V>(x, mean, window, out, i);
+                i += V::N;
+            } else {
+                emphasise::<W>(x, mean, window, out, i);
+                i += W::N;
+            }
         }
+    }
+}
+
+/// `V::N` samples of a windowed frame from number `i` on.
+#[inline(always)]
+unsafe fn emphasise<V: Lanes>(x: &[f32], mean: f32, window: &[f32], out: &mut [f32], i: usize) {
+    unsafe {
+        let mean = V::splat(mean);
+        let now = V::load(x.as_ptr().add(i)).sub(mean);
+        let before = V::load(x.as_ptr().add(i - 1)).sub(mean);
+        let y = before.neg_mul_add(V::splat(EMPHASIS), now).mul(V::load(window.as_ptr().add(i)));
+        y.store(out.as_mut_ptr().add(i));
     }
 }
 
@@ -474,44 +481,60 @@ fn place(mut k: usize, half: usize) -> usize {
 }
 
 /// Complex FFT of t.half, decimation in frequency, passes of radix 8 and a last one of what is left, in place; bin k ends at
-/// `t.place[k]`. Element p of lane l is at `re[p * V::N + l]`.
+/// `t.place[k]`. Element p of lane l is at `re[p * V::N + l]`. After the first pass its parts are independent: one part
+/// after the other stays in the nearest cache.
 #[inline(always)]
 unsafe fn transform<V: Lanes>(re: *mut f32, im: *mut f32, t: &FilterBank) {
+    let whole = t.half;
+    let part = if radix(whole) < whole { whole / 8 } else { whole };
     unsafe {
-        let mut span = t.half;
-        while span.is_multiple_of(8) && span > 8 {
-            let stride = span / 8;
-            for j in 0..stride {
-                let mut twiddles = [(0.0, 0.0); 8];
-                for (q, twiddle) in twiddles.iter_mut().enumerate() {
-                    let k = j * q * (t.half / span);
-                    *twiddle = (t.re[k], t.im[k]);
-                }
-                for block in (0..t.half).step_by(span) {
-                    let x = butterfly::<V>(re, im, block + j, stride);
-                    for q in 0..8 {
-                        let (mut a, mut b) = x[q];
-                        if q > 0 {
-                            let (c, d) = (V::splat(twiddles[q].0), V::splat(twiddles[q].1));
-                            (a, b) = (b.neg_mul_add(d, a.mul(c)), a.mul_add(d, b.mul(c)));
-                        }
-                        a.store(re.add((block + j + q * stride) * V::N));
-                        b.store(im.add((block + j + q * stride) * V::N));
+        if part < whole {
+            pass::<V>(re, im, t, 0..whole, whole);
+        }
+        for first in (0..whole).step_by(part) {
+            let mut span = part;
+            while radix(span) < span {
+                pass::<V>(re, im, t, first..first + part, span);
+                span /= 8;
+            }
+            for block in (first..first + part).step_by(span) {
+                match span {
+                    8 => put(re, im, block, butterfly::<V>(re, im, block, 1)),
+                    4 => {
+                        let [x0, x1, x2, x3] = take::<V, 4>(re, im, block, 1);
+                        put(re, im, block, four(x0, x1, x2, x3));
+                    }
+                    _ => {
+                        let [x, y] = take::<V, 2>(re, im, block, 1);
+                        put(re, im, block, [(x.0.add(y.0), x.1.add(y.1)), (x.0.sub(y.0), x.1.sub(y.1))]);
                     }
                 }
             }
-            span = stride;
         }
-        for block in (0..t.half).step_by(span) {
-            match span {
-                8 => put(re, im, block, butterfly::<V>(re, im, block, 1)),
-                4 => {
-                    let [x0, x1, x2, x3] = take::<V, 4>(re, im, block, 1);
-                    put(re, im, block, four(x0, x1, x2, x3));
-                }
-                _ => {
-                    let [x, y] = take::<V, 2>(re, im, block, 1);
-                    put(re, im, block, [(x.0.add(y.0), x.1.add(y.1)), (x.0.sub(y.0), x.1.sub(y.1))]);
+    }
+}
+
+/// A pass of radix 8 over the spans of `places`.
+#[inline(always)]
+unsafe fn pass<V: Lanes>(re: *mut f32, im: *mut f32, t: &FilterBank, places: std::ops::Range<usize>, span: usize) {
+    let stride = span / 8;
+    for j in 0..stride {
+        let mut twiddles = [(0.0, 0.0); 8];
+        for (q, twiddle) in twiddles.iter_mut().enumerate() {
+            let k = j * q * (t.half / span);
+            *twiddle = (t.re[k], t.im[k]);
+        }
+        for block in places.clone().step_by(span) {
+            unsafe {
+                let x = butterfly::<V>(re, im, block + j, stride);
+                for q in 0..8 {
+                    let (mut a, mut b) = x[q];
+                    if q > 0 {
+                        let (c, d) = (V::splat(twiddles[q].0), V::splat(twiddles[q].1));
+                        (a, b) = (b.neg_mul_add(d, a.mul(c)), a.mul_add(d, b.mul(c)));
+                    }
+                    a.store(re.add((block + j + q * stride) * V::N));
+                    b.store(im.add((block + j + q * stride) * V::N));
                 }
             }
         }
@@ -733,7 +756,13 @@ mod tests {
             for (g, rows) in portable.chunks_mut(Portable::N * n_mels).enumerate() {
                 // SAFETY: portable lanes need nothing of the machine.
                 unsafe {
-                    group::<Portable, Portable>(&mut fbank.scratch, &fbank.bank, &wave[g * Portable::N * hop..], rows)
+                    group::<Portable, Portable>(
+                        &mut fbank.scratch,
+                        &fbank.bank,
+                        &wave[g * Portable::N * hop..],
+                        (0.0, 1.0),
+                        rows,
+                    )
                 };
             }
             #[cfg(target_arch = "x86_64")]
@@ -742,7 +771,7 @@ mod tests {
                 let mut narrow = vec![0.0; expected.len()];
                 for (g, rows) in narrow.chunks_mut(8 * n_mels).enumerate() {
                     // SAFETY: a machine with AVX-512 has AVX2.
-                    unsafe { group_avx2(&mut fbank.scratch, &fbank.bank, &wave[g * 8 * hop..], rows) };
+                    unsafe { group_avx2(&mut fbank.scratch, &fbank.bank, &wave[g * 8 * hop..], (0.0, 1.0), rows) };
                 }
                 assert!(narrow == out, "8 and 16 lanes differ for {front_end:?}");
             }
