@@ -305,8 +305,9 @@ impl Decoder {
         }
         let (format, bytes) = format(bytes)?;
         match format {
-            Format::Pcm(pcm) => pcm.read(start, channel, out)?,
             // Integers are always finite.
+            Format::Pcm(pcm) if pcm.is_finite() => return pcm.read(start, channel, out),
+            Format::Pcm(pcm) => pcm.read(start, channel, out)?,
             Format::Flac => return self.flac.read(bytes, start, channel, out),
             Format::Mp3 => self.mp3.read(bytes, start, channel, out)?,
             Format::Ogg(_, serial) if self.chain.find(bytes, serial) => {

@@ -111,7 +111,8 @@ fn quarter_power(x: i32) -> f32 {
 }
 
 /// Huffman decoding and requantisation (11172-3, 2.4.3.4.6 and .7) in one. Returns the line from which on all are 0. `end`
-/// is the bit after the channel's last.
+/// is the bit after the channel's last. Always inlined, for the caller's instruction set.
+#[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn spectrum(
     bits: &mut Msb,

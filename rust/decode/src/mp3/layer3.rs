@@ -11,6 +11,7 @@ use super::header::Header;
 use super::huffman;
 use super::hybrid::Hybrid;
 use super::side::{self, Bands, Granule, LINES, NO_INTENSITY};
+use crate::simd;
 
 /// The farthest that a frame reaches back into earlier bytes.
 pub(super) const RESERVOIR: usize = 511;
@@ -89,7 +90,26 @@ impl Layer3 {
         }
     }
 
-    fn granule(&mut self, granule: &[Granule; 2], header: Header, index: usize, mut bit: usize) {
+    fn granule(&mut self, granule: &[Granule; 2], header: Header, index: usize, bit: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if simd::bit_counts() {
+            // SAFETY: the instruction set was just checked.
+            unsafe { self.granule_bmi(granule, header, index, bit) };
+            return;
+        }
+        let _ = simd::bit_counts;
+        self.granule_any(granule, header, index, bit);
+    }
+
+    /// Most of the time goes into Huffman codes, whose shifts by variable amounts are one instruction each here.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "bmi1,bmi2,lzcnt")]
+    unsafe fn granule_bmi(&mut self, granule: &[Granule; 2], header: Header, index: usize, bit: usize) {
+        self.granule_any(granule, header, index, bit);
+    }
+
+    #[inline(always)]
+    fn granule_any(&mut self, granule: &[Granule; 2], header: Header, index: usize, mut bit: usize) {
         let channels = usize::from(header.channels);
         let same_block = (granule[0].block, granule[0].mixed) == (granule[1].block, granule[1].mixed);
         let middle_side = channels == 2 && header.middle_side();
