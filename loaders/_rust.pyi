@@ -271,8 +271,8 @@ class Index:
         The blocks are FLAC.
 
         time_expansion, channel: as of a Pipeline; the channel that the row names is not looked at.
-        packed: without loss, instead of samples as they are. out: a file to make; None to return
-        the bytes. stop: is called now and then, and ends the work by returning True.
+        packed: without loss, instead of samples as they are. out: an empty file to fill; None to
+        return the bytes. stop: is called now and then, and ends the work by returning True.
 
         Returns (bytes, clipped): those of the recording, none with out; and how many samples
         exceeded full scale.

@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import pathlib
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -141,8 +140,6 @@ def prepare(
         else:
             _shards(out, opened, settings, part, pool, counts, note)
         if not counts.missing and not is_complete:
-            for left in (out / "audio").rglob(".*.partial"):  # of processes that were killed
-                left.unlink(missing_ok=True)
             with contextlib.suppress(atomic_write.BusyError):  # then the other process completes the folder
                 if rows:
                     _rows(found, out, *rows)
@@ -186,21 +183,6 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
 def _write_json(path: pathlib.Path, about: dict[str, Any]) -> None:
     with _whole(path) as file:
         file.write((json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-@contextlib.contextmanager
-def _temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Give a name next to ``path`` that no other process uses, and move it there at the end.
-
-    It is moved if the block ends well.
-    """
-    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -361,10 +343,9 @@ def _index(
     def one(item: _Item) -> tuple[int, str] | None:
         if is_there(item):
             return None
-        path = files.inside(folder, item.name)
         try:
-            with atomic_write.naming(path), _temporary(path) as partial:
-                return pool.prepare(item.shards, item.row, settings, channel=item.channel, out=partial)[1], ""
+            with _whole(files.inside(folder, item.name)) as file:
+                return pool.prepare(item.shards, item.row, settings, channel=item.channel, out=file.name)[1], ""
         except ValueError as error:
             with _whole(files.inside(folder, item.path)) as file:
                 file.write(item.shards.encoded(item.row))

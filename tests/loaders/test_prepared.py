@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,8 @@ def test_a_damaged_block_is_a_broken_recording(folder, tmp_path):
     numbers, _, facts = rows(out)
     reasons = dict(facts["bad_list"])
     assert set(reasons) == {5, 7} and "checksum does not match" in reasons[5] and str(shard) in reasons[5]
+    block, first, last = re.search(r"in block (\d+), which is samples (\d+) to (\d+); delete the file", reasons[5]).groups()
+    assert (int(first), int(last)) == (4096 * int(block), 4096 * int(block) + 4095)
     was, _, _ = rows(folder)
     assert 5 in was[:, 0] and 5 not in numbers[:, 0]
     np.testing.assert_array_equal(numbers[was[:, 0] != 5], was[was[:, 0] != 5])

@@ -11,7 +11,8 @@ use std::io::{self, Write};
 
 use super::bits::{crc16, crc8};
 
-const BLOCK: usize = 4096; // 1 << 12, as the code of frame headers has it
+/// Samples of a block of a prepared recording.
+pub const BLOCK: usize = 4096; // 1 << 12, as the code of frame headers has it
 const PART: usize = 64;
 const ID: &[u8; 4] = b"jxtr";
 

@@ -35,7 +35,7 @@ use std::ops::RangeInclusive;
 use symphonia::core::audio::{Audio, AudioBuffer};
 
 use chain::{Chain, Link};
-pub use flac_write::{Origin, Writer as FlacWriter};
+pub use flac_write::{Origin, Writer as FlacWriter, BLOCK as FLAC_BLOCK};
 use pcm::Pcm;
 
 /// Sample rates of recordings in Hz. A header that claims another is damaged, or would need an absurdly large filter.

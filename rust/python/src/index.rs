@@ -142,7 +142,8 @@ impl Index {
             match &out {
                 None => prepare::prepare(bytes, options, Vec::new(), &mut stop),
                 Some(path) => {
-                    let file = std::io::BufWriter::with_capacity(1 << 20, std::fs::File::create_new(path)?);
+                    let file = std::fs::OpenOptions::new().write(true).open(path)?;
+                    let file = std::io::BufWriter::with_capacity(1 << 20, file);
                     prepare::prepare(bytes, options, file, &mut stop).map(|(_, clipped)| (Vec::new(), clipped))
                 }
             }

@@ -1,5 +1,6 @@
 //! One recording to the crops of a row, as spectrograms or samples.
 
+use std::ops::Range;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use crate::fbank::{Fbank, FilterBank};
 use crate::order::crop_start;
 use crate::resample::{Resampler, Resamplers};
 use crate::source::{Part, Reader};
-use jaxtrain_decode::{Decoder, Info, Origin};
+use jaxtrain_decode::{Decoder, Error, Info, Origin, FLAC_BLOCK};
 
 /// Samples beyond this would overflow the power spectrum's float32.
 const PEAK: f32 = 1e12;
@@ -130,6 +131,10 @@ fn try_load(
     let same_rate = rate == target;
     let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
     let span = |crop: &Crop| crop.span(context);
+    let fault = |decoder: &mut Decoder, error: Error, (from, to): (u64, u64)| match error {
+        Error::Corrupt { what, .. } if origin.is_some() => damage(decoder, bytes, &info, from..to, what),
+        _ => error.to_string(),
+    };
     let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
     let apart: u64 = crops.iter().map(|crop| span(crop).1 - span(crop).0).sum();
@@ -139,7 +144,7 @@ fn try_load(
     counters.bytes_used.fetch_add(used as u64, Ordering::Relaxed);
     if together {
         samples.resize((high - low) as usize, 0.0);
-        decoder.read(bytes, &info, low, channel, samples).map_err(|e| unusable(e.to_string()))?;
+        decoder.read(bytes, &info, low, channel, samples).map_err(|e| unusable(fault(decoder, e, (low, high))))?;
     }
     counters.time(DECODE, begin);
 
@@ -148,7 +153,8 @@ fn try_load(
         out.is_narrow = true;
         for (crop, view) in crops.iter().zip(out.narrow.chunks_exact_mut(shared.view_values)) {
             let clip = &mut view[crop.offset..][..crop.out];
-            out.is_narrow &= decoder.read_16(bytes, &info, crop.start, clip).map_err(|e| unusable(e.to_string()))?;
+            let read = decoder.read_16(bytes, &info, crop.start, clip);
+            out.is_narrow &= read.map_err(|e| unusable(fault(decoder, e, span(crop))))?;
             crop.surround(config.clip.repeat, view);
             check_cancelled()?;
         }
@@ -167,10 +173,12 @@ fn try_load(
         let (first, last) = span(crop);
         let clip = &mut wave[crop.offset..][..crop.out];
         if !together && same_rate {
-            decoder.read(bytes, &info, first, channel, clip).map_err(|e| unusable(e.to_string()))?;
+            decoder.read(bytes, &info, first, channel, clip).map_err(|e| unusable(fault(decoder, e, (first, last))))?;
         } else if !together {
             samples.resize((last - first) as usize, 0.0);
-            decoder.read(bytes, &info, first, channel, samples).map_err(|e| unusable(e.to_string()))?;
+            decoder
+                .read(bytes, &info, first, channel, samples)
+                .map_err(|e| unusable(fault(decoder, e, (first, last))))?;
         }
         counters.time(DECODE, begin);
         check_cancelled()?;
@@ -221,6 +229,20 @@ fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Resul
         ));
     }
     Ok(())
+}
+
+/// Why a range of a prepared recording cannot be read, with its first damaged block.
+fn damage(decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, what: &str) -> String {
+    let mut samples = [0.0; FLAC_BLOCK];
+    let block = FLAC_BLOCK as u64;
+    let mut damaged = (range.start / block..range.end.div_ceil(block)).filter(|k| {
+        let n = block.min(info.frames.saturating_sub(k * block)) as usize;
+        decoder.read(bytes, info, k * block, None, &mut samples[..n]).is_err()
+    });
+    let place = damaged.next().map_or(String::new(), |k| {
+        format!(" in block {k}, which is samples {} to {}", k * block, (k * block + block).min(info.frames) - 1)
+    });
+    format!("was prepared, and {what}{place}; delete the file, and run the same jaxtrain prepare again")
 }
 
 /// The samples that a part is. Its times are those of the file, and may end a little after it, whose length was rounded.
