@@ -89,7 +89,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, c
     """Nothing else of the command line is looked at."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    wrong = {f"{tmp_path}/file/x": "Not a directory", str(tmp_path / ("n" * 250)): "File name too long"}
+    wrong = {f"{tmp_path}/file/x": "Not a directory", str(tmp_path / ("n" * 256)): "File name too long"}
     wrong |= {f"{tmp_path}/folder": "Is a directory"} if command in FILES else {f"{tmp_path}/file": "Not a directory"}
     for out, why in wrong.items():
         with pytest.raises(SystemExit) as ended:

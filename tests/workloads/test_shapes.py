@@ -24,7 +24,7 @@ OTHERS = {
     },
     "giblet": {"voxels.density", "voxels.r_squared", "voxels.shuffled"},
     "language": set(),
-    "trm": {"boards.draw", "rollouts._numbers"},
+    "trm": {"boards.draw", "rollouts._numbers", "rollouts.views"},
 }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ impl FilterBank {
     }
 }
 
-/// Compute the Kaldi-compatible log-mel spectrogram of a waveform at the rate of the filter bank.
+/// Compute the Kaldi-compatible log-mel spectrogram of a waveform at the filter bank's rate.
 #[pyfunction]
 #[pyo3(signature = (wave, *, bank = None, normalise = false))]
 pub fn fbank<'py>(
@@ -192,7 +192,7 @@ pub fn fbank<'py>(
     out.into_pyarray(py).reshape([frames, n_mels])
 }
 
-/// Compute the spectrogram that the pipeline makes of this recording in a test split of one view.
+/// Compute the spectrogram that the pipeline makes of this recording in a test split.
 #[pyfunction]
 #[pyo3(signature = (wave, rate, clip_samples, n_frames, *, bank = None))]
 pub fn front_end<'py>(

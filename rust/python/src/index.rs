@@ -56,7 +56,7 @@ impl Index {
         self.0.class_names().map(<[String]>::to_vec)
     }
 
-    /// The class of each row, int64 [n_rows]; -1 where it is null, and everywhere without a label column.
+    /// The class of each row, int64 [n_rows]; -1 where it is null, or without a label column.
     #[getter]
     fn labels<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         let labels: Vec<i64> = self.0.labels().iter().map(|&label| label.into()).collect();
@@ -76,7 +76,7 @@ impl Index {
         rows.into_pyarray(py)
     }
 
-    /// Return the encoded recording of a row: the shard's bytes, or the file at the row's path where they are null.
+    /// Return a row's encoded recording: the shard's bytes, or the file at its path if null.
     fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
         let (row, mut reader) = (self.row(row)?, Reader::new());
         Ok(PyBytes::new(py, py.detach(|| self.0.encoded(row, &mut reader)).map_err(exception)?))
@@ -114,7 +114,7 @@ impl Index {
         Ok(part.map(|part| (part.start, part.end, part.channel.map_or(-1, i32::from))))
     }
 
-    /// Prepare the recording of a row: mono at `rate` Hz, 16 bits, in blocks of FLAC that are quickly decoded.
+    /// Prepare the recording of a row: mono at `rate` Hz, 16 bits, in quickly decoded blocks.
     #[pyo3(signature = (row, *, rate, time_expansion = 1.0, channel = None, packed = false, out = None, stop = None))]
     #[allow(clippy::too_many_arguments)] // named in Python
     fn prepare<'py>(

@@ -14,7 +14,7 @@ use jaxtrain_loader::error::Error;
 use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// The loader's compiled core (rust/). Arrays are numpy's; waits release the GIL, and waits for data answer Ctrl-C.
+/// The loader's compiled core (rust/).
 #[pymodule]
 fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(build_profile, module)?)?;

@@ -16,7 +16,7 @@ use crate::{batch, exception};
 /// The longest wait between two checks for signals such as Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(50);
 
-/// Batches of spectrograms or waveforms, prepared by worker threads; the order depends on the position alone.
+/// Batches of spectrograms or waveforms by worker threads; the position decides the order.
 #[pyclass(frozen)]
 pub struct Pipeline(pipeline::Pipeline);
 

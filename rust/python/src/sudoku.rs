@@ -44,7 +44,7 @@ pub fn sudoku_solve<'py>(
     Ok((solutions.into_pyarray(py), guesses.into_pyarray(py), first.into_pyarray(py).reshape([n, cells])?))
 }
 
-/// Generate sudoku puzzles that have one solution each: numbers start to start + n - 1 of a seed.
+/// Generate sudoku puzzles with one solution each: numbers start to start + n - 1 of a seed.
 #[pyfunction]
 #[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
 pub fn sudoku_generate(
@@ -74,7 +74,7 @@ pub fn sudoku_generate(
     Ok((boards.into_pyarray(py).reshape(shape)?, solutions.into_pyarray(py).reshape(shape)?, guesses.into_pyarray(py)))
 }
 
-/// Grade sudoku boards by the steps that they need, and count the guesses that lead to no solution.
+/// Grade sudoku boards by the steps that they need, and count guesses without a solution.
 #[pyfunction]
 #[pyo3(signature = (boards, *, threads = 1))]
 pub fn sudoku_grade<'py>(
