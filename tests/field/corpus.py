@@ -1,13 +1,12 @@
-"""Odd tables as people have them, each with the rows that a person reads in it, or a word of the
-error that refuses it.
+"""Odd tables from practice, each with the rows that a person reads in it, or a word of the error
+that refuses it.
 
     python -m tests.field.corpus FOLDER  writes recordings and tables there, to try them by hand
 
 A case is a name, the table's content, its rows and the options of `jaxtrain index`. A row is
-written
-"a.wav 2 3 robin|wren": recording, start and end in s, labels. "a.wav" alone is the whole recording
-without a label. Rows that begin with "!" are words that the error must have. All are synthetic.
-Names of programs say whose form a table has.
+written "a.wav 2 3 robin|wren": recording, start and end in s, labels. "a.wav" alone is the whole
+recording without a label. Rows that begin with "!" are words that the error must contain. All
+tables are synthetic. A program's name says that the table has the form that this program writes.
 """
 
 import json
@@ -47,7 +46,7 @@ def _table(header: str, first: str, second: str) -> str:
 
 
 def _times(name: str, header: str, first: str = "2,3", second: str = "4,5") -> Case:
-    """Two events under other names of the columns."""
+    """Two events, under other column names."""
     return Case(name, _table(header, f"a.wav,{first},robin", f"b.wav,{second},wren"), TWO)
 
 
@@ -311,8 +310,8 @@ COUNTED = (
          "=similar-labels 1")),
 )  # fmt: skip
 
-# What people reported of other programs, made anew: the address of each is in
-# docs/results/field-reports.md.
+# Reports of people about other programs, reproduced. docs/results/field-reports.md has the address
+# of each.
 REPORTS = (
     Case("crowsetta-301.txt", f"{RAVEN.replace('Channel', 'Channel' + chr(9) + 'Begin File')}\tCommon Name\tScientific Name\t"
          "Confidence\tSurvey Time (UTC)\tConfirmed\n1\tSpectrogram 1\t1\ta.wav\t2\t3\t0\t9\trobin\tErithacus\t0.9\t"
@@ -376,7 +375,7 @@ CASES = (*REPORTS, *COLUMNS, *WIDE, *LABELS, *KEYS, *TEXT, *COUNTED, *OPPONENTS)
 
 
 def write_recordings(folder: pathlib.Path) -> None:
-    """Recordings of noise, each of other bytes."""
+    """Recordings of noise, all with different bytes."""
     for seed, name in enumerate(RECORDINGS):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

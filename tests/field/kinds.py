@@ -1,4 +1,4 @@
-"""Odd tables by the kind of mistake that they invite: values against names, times under other
+"""Odd tables, sorted by the kind of error that they invite: values against names, times under other
 names, text of other systems.
 
 Each has the rows that a person reads in it, or words of the error that refuses it, as in
@@ -11,13 +11,13 @@ WHOLE = ("a.wav 0 30 robin", "b.wav 0 30 wren")
 
 
 def _two(name: str, columns: str, first: str, second: str, rows: tuple[str, ...] = TWO, *options: str) -> Case:
-    """Two events: file, start, end and label, and other columns behind them."""
+    """Two events: file, start, end and label, and then other columns."""
     lines = (f"file,start,end,label{columns}", f"a.wav,2,3,robin{first}", f"b.wav,4,5,wren{second}")
     return Case(name, "\n".join(lines) + "\n", rows, options)
 
 
 def _wide(name: str, columns: str, rows: tuple[str, ...], *options: str) -> Case:
-    """Two recordings with columns of 0 and 1, of which each has the opposite."""
+    """Two recordings with columns of 0 and 1. The second has the opposite values of the first."""
     n = columns.count(",") + 1
     cells = [",".join(str((i + line) % 2) for i in range(n)) for line in (1, 0)]
     return Case(name, f"file,{columns}\na.wav,{cells[0]}\nb.wav,{cells[1]}\n", rows, options)

@@ -1,4 +1,4 @@
-"""Short evaluations are of all sources, and like the whole ones."""
+"""Short evaluations cover all sources and agree with the full ones."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Folders as people have them: what is not read is counted, and tables next to recordings find
-theirs."""
+"""Folders as people have them: skipped files are counted, and tables next to recordings find their
+recordings."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_every_other_file_is_counted_by_its_kind(tmp_path, kind, names):
     (tmp_path / "rec" / "a.wav").write_bytes(encode(noise(0, 1.0, 8000), 8000))
     for name in names.split():
         (tmp_path / "rec" / name).write_bytes({"sp": b"NIST_1A\n   1024\n", "li": b"a.wav robin"}.get(name[:2], b"anything"))
-    for _ in range(2):  # its own index, in the same folder, is none of them
+    for _ in range(2):  # the command's own index, in the same folder, is not one of them
         assert index(tmp_path / "rec", "--out", tmp_path / "rec" / "index") == 0
         assert counts(tmp_path / "rec" / "index") == {kind: len(names.split())}
 
@@ -95,8 +95,8 @@ def test_the_second_writer_of_an_index_is_reported(recordings, tmp_path, capsys)
 
 
 def test_tables_next_to_recordings(recordings, tmp_path):
-    """BirdNET's and Raven's are read, an empty one is a recording without events, and recordings
-    without one are counted."""
+    """Tables of BirdNET and Raven are read. An empty table is a recording without events, and
+    recordings without a table are counted."""
     line = "1\tSpectrogram 1\t1\t{}\t{}\t1\t9\t{}\n"
     (recordings / "a.BirdNET.selection.table.txt").write_text(f"{corpus.RAVEN}\tCommon Name\n{line.format(2, 3, 'robin')}")
     (recordings / "A" / "x.Table.1.selections.txt").write_text(f"{corpus.RAVEN}\tSpecies\n{line.format(4, 5, 'wren')}")
@@ -184,7 +184,7 @@ def test_a_date_that_contradicts_the_files_name_is_reported(tmp_path):
 
 
 def test_a_table_next_to_recordings_is_about_none_elsewhere(recordings, tmp_path, capsys):
-    """B/ has recordings of its own, and none of this name; a number is a part of a name; YSM1 is
+    """B/ has recordings of its own, but none with this name. A number is a part of a name: YSM1 is
     not SM1."""
     (recordings / "A" / "only.wav").write_bytes((recordings / "a.wav").read_bytes()[:-200])
     line = f"{corpus.RAVEN}\tSpecies\n1\tS\t1\t2\t3\t1\t9\twren\n"

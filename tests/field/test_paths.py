@@ -1,5 +1,5 @@
-"""Workdirs with any legal name: trained, resumed, and read by every command; else refused before
-the first step."""
+"""Workdirs with any legal name are trained, resumed, and read by every command. Other names are
+refused before the first step."""
 
 import json
 import pathlib
@@ -86,7 +86,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("command", [*FILES, *FOLDERS])
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, command):
-    """Nothing else of the command line is looked at."""
+    """The rest of the command line is ignored."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     wrong = {f"{tmp_path}/file/x": "Not a directory", str(tmp_path / ("n" * 256)): "File name too long"}

@@ -1,5 +1,5 @@
-"""A resumed run trains the function that its checkpoint holds, on the weights that it froze; else
-it says why not."""
+"""A resumed run trains the function in its checkpoint, on the weights that it froze. Otherwise it
+reports why it cannot."""
 
 import json
 import pathlib
@@ -32,8 +32,8 @@ def adapters(workdir, **fields):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A base at steps 2 and 4; adapters B and K on its step 2; the end of B, trained before A went
-    on."""
+    """A base at steps 2 and 4, adapters B and K on its step 2, and the end of B, which was trained
+    before A was resumed."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -92,8 +92,8 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
 
 
 def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
-    """Also by a run that resumes from another's checkpoints, and by an export of checkpoints that
-    lie apart."""
+    """This also holds for a run that resumes from another run's checkpoints, and for an export of
+    checkpoints in separate folders."""
     shutil.rmtree(folder / "A")
     for run in ("K", "apart/F"):
         assert export.main([run, "--out", f"{run}-kept"]) == 0
@@ -147,7 +147,7 @@ def test_a_change_that_is_meant_is_trained_and_then_recorded(folder, caplog):
 
 
 def test_frozen_weights_that_were_initialised_are_named_by_no_source():
-    """Not even by ".", which is where "" leads to."""
+    """Not even "." is a name, although an empty path leads to it."""
     base = base_weights.Base("", "", "0123")
     assert base.is_named("") and not base.is_named(".")
 
@@ -168,8 +168,8 @@ def test_a_copy_of_a_base_is_never_taken_for_another_of_the_same_name(tmp_path):
 
 
 def test_an_export_never_has_the_tokenizer_of_other_tokens(folder):
-    """A run on bytes or characters, or with a tokenizer of its own, has none of its base's names
-    for tokens."""
+    """A run on bytes or characters, or with its own tokenizer, has none of its base's names for
+    tokens."""
     assert export.main(["A", "--step", "2", "--out", "base"]) == 0
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "owl": 255}, unk_token="[unk]")).save("base/tokenizer.json")
     for name in ("config.json", "generation_config.json"):

@@ -1,7 +1,7 @@
 """Sound files as recorders, phones and editors leave them.
 
-They are read to the length that libsndfile and ffmpeg read, or refused by name with a line that
-converts them.
+They are read to the same length as by libsndfile and ffmpeg, or they are refused by name, and the
+message has a command that converts them.
 """
 
 import io
@@ -63,7 +63,7 @@ def test_a_format_of_libsndfile_is_read_to_its_length_or_refused(tmp_path, kind,
         rate = 48_000 if subtype == "OPUS" else RATE
         try:
             soundfile.write(path, tones(channels), rate, format=kind, subtype=subtype)
-        except (soundfile.LibsndfileError, ValueError):  # this number of channels is none of the format
+        except (soundfile.LibsndfileError, ValueError):  # the format does not have this number of channels
             continue
         try:
             wave, found, frames = _rust.decode(path.read_bytes())
@@ -77,8 +77,8 @@ def test_a_format_of_libsndfile_is_read_to_its_length_or_refused(tmp_path, kind,
         assert abs(wave - expected.mean(1)).max() < lossy, (kind, subtype)
 
 
-# name, arguments of ffmpeg, samples by which lengths may differ (ffmpeg keeps the padding of AAC),
-# and what names a refusal
+# The name, the arguments of ffmpeg, the number of samples by which lengths may differ (ffmpeg keeps
+# the padding of AAC), and the name of the format in a refusal.
 ENCODED = [
     ("a.m4a", ["-c:a", "aac"], 1024, ""),
     ("a.mov", ["-c:a", "aac"], 1024, ""),
@@ -139,7 +139,7 @@ def test_a_format_of_ffmpeg_is_read_to_its_length_or_refused(tmp_path, name, arg
 
 
 def cut_files(kind: str, folder: pathlib.Path) -> dict[str, bytes]:
-    """Recordings of noise in all codings of a format that are read."""
+    """Recordings of noise in every supported coding of a format."""
     wave = np.stack([corpus.noise(seed, 60_000 / RATE, RATE) for seed in range(2)], 1)
     found = {}
     for subtype in READ.get(kind, ()):
@@ -204,7 +204,7 @@ def test_samples_behind_a_stale_header_are_read_and_chunks_are_not(tmp_path, sta
     (tmp_path / "a.wav").write_bytes(wav(stated, SAMPLES.tobytes(), after))
     wave, _, frames = _rust.decode((tmp_path / "a.wav").read_bytes())
     assert np.array_equal(wave[:5000] * 32768, SAMPLES)
-    # What follows the data is known only if the header says where they end.
+    # The bytes after the data are recognised only if the header says where the data end.
     assert frames == 5000 + (0 if stated is None else len(after) // 2)
     says = {None: 5000, 0xFFFFFFFF: 0}.get(stated, (stated or 0) // 2)
     assert _rust.recording_doubts(tmp_path / "a.wav") == (says, False)
@@ -283,7 +283,7 @@ def test_chained_ogg_is_read_whole(make):
 
 
 def test_a_long_chain_of_one_serial_number_is_found():
-    """Beyond a MiB the pages are not all walked: their numbers are compared at a few places."""
+    """Beyond a MiB not every page is read: the page numbers are compared at a few places."""
     part = corpus.encode(corpus.noise(0, 20.0, RATE), RATE, "OGG")
     data = part * (-(-(1 << 20) // len(part)) + 1)
     assert _rust.decode(data, 0, 1)[2] == len(data) // len(part) * _rust.decode(part, 0, 1)[2]
@@ -311,7 +311,7 @@ def test_joined_files_of_several_rates_are_refused(data, what):
 
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
 def test_joined_mp3s_are_read_whole(tmp_path, mode):
-    """Whose first frame states the length of the first part alone."""
+    """The first frame states the length of the first part alone."""
     parts = []
     for seed in range(3):
         file = io.BytesIO()
@@ -335,8 +335,8 @@ def test_joined_mp3s_are_read_whole(tmp_path, mode):
 
 @pytest.mark.parametrize("kind", ["explicit", "compatible", "implicit"])
 def test_he_aac_is_refused_by_name(kind):
-    """Whose upper half of the band a decoder of AAC leaves out, if the header announces it or
-    not."""
+    """A decoder of plain AAC leaves out the upper half of the band, whether the header announces it
+    or not."""
     with pytest.raises(ValueError, match=f"M4A: HE-AAC cannot be read here; {REMEDY}"):
         _rust.recording_info(HERE / f"he_aac_{kind}.m4a")
 
@@ -478,7 +478,8 @@ def test_joined_flac_of_any_length_is_found(tmp_path, others):
 
 
 def test_recordings_that_were_cut_short_are_reported(tmp_path, capsys):
-    """As by a full card (QutEcoacoustics/emu#329, lhotse-speech/lhotse#1228)."""
+    """A full card cuts recordings short in this way (QutEcoacoustics/emu#329,
+    lhotse-speech/lhotse#1228)."""
     folder = tmp_path / "rec"
     folder.mkdir()
     noise = corpus.noise(0, 4.0, RATE)

@@ -1,4 +1,5 @@
-"""Tables as people have them give the rows that a person reads in them, or an error by name."""
+"""Tables as people have them give the rows that a person reads in them, or an error that names the
+table."""
 
 import csv
 import json
@@ -57,8 +58,7 @@ EVENTS = [
     ("A/x.wav", 0.0, 30.0, "robin", 10.0, 490.0),
     ("B/x.wav", 7.125, 8.0, "W\u00fcrger, Rotr\u00fccken", 100.0, 400.0),
 ]
-# What a table's lines are made of, by the program that writes it: columns, and the values of an
-# event.
+# The lines of a table, by the program that writes it: its columns, and the values of an event.
 FORMS = {
     "raven.txt": (
         "Selection\tView\tChannel\tBegin Time (s)\tEnd Time (s)\tLow Freq (Hz)\tHigh Freq (Hz)\tBegin Path\tAnnotation".split(
@@ -103,7 +103,7 @@ def expected():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_table_gives_the_same_rows(recordings, tmp_path, form, expected):
-    """An index, written as a program would write it and read again, has the same rows."""
+    """An index that is written as a program would write it, and read again, has the same rows."""
     table = put(tmp_path / form, lines_of(form), "," if form.endswith(".csv") else "\t")
     assert cli.main(["index", str(table), "--audio", str(recordings), "--out", str(tmp_path / "out")]) == 0
     found = [(*row[:1], *(pytest.approx(x, abs=1e-6) for x in row[1:3]), row[3]) for row in events_of(tmp_path / "out")]
@@ -122,7 +122,8 @@ def test_label_tracks_give_the_same_rows(recordings, tmp_path, expected):
 
 
 def changed(rng: random.Random, lines: list[list[str]], form: str) -> tuple[list[list[str]], dict]:
-    """A table after some of the changes that people and programs make, and how it is written."""
+    """A table after some of the changes that people and programs make, and the form in which it is
+    written."""
     lines = [list(line) for line in lines]
     how = {"separator": "," if form.endswith(".csv") else "\t"}
     for _ in range(rng.randint(1, 4)):
@@ -169,8 +170,8 @@ def changed(rng: random.Random, lines: list[list[str]], form: str) -> tuple[list
 
 
 def test_changed_tables_lose_no_row_in_silence(recordings, tmp_path, capsys, expected):
-    """500 tables, changed by a seed: the right rows, or an error by name, or a count of what was
-    left out."""
+    """500 tables are changed by a seed. Each gives the right rows, an error that names the table,
+    or a count of the rows that were left out."""
     rng, outcomes = random.Random(0), {"right": 0, "refused": 0, "counted": 0}
     for n in range(500):
         form = rng.choice(list(FORMS))

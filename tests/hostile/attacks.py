@@ -1,10 +1,11 @@
-"""Every command, and what is given to it damaged. A new command of jaxtrain/cli.py needs a line in
-`ATTACKS` or `HARMLESS`.
+"""Every command, and its damaged input. A new command of jaxtrain/cli.py needs a line in `ATTACKS`
+or `HARMLESS`.
 
 An attack has an input (a function of inputs.py, which fills a folder), other inputs that stay
-whole, and the arguments, with {input}, {out} and the other inputs' names in the place of their
-folders. The input is damaged in every way of `damage.cases`, and nothing may come of it that
-`harness` forbids. Arguments come from the user and are trusted; files are not.
+whole, and the arguments. In the arguments, {input}, {out} and the other inputs' names stand for
+their folders. The input is damaged in every way of `damage.cases`, and the command must not do
+anything that `harness` forbids. Arguments come from the user and are trusted. Files are not
+trusted.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Attack(NamedTuple):
     beside: tuple[Callable, ...] = ()  # other inputs, which are whole
     short: int = LIGHT  # cases in CI; 0: the long form alone
     most: int = 250  # cases of the long form
-    named: tuple[str, ...] = ()  # files that the user names in the arguments: where they link to is the user's choice
+    named: tuple[str, ...] = ()  # files that the user names in the arguments: the user chooses where they link to
 
 
 def _attack(name: str, text: str, make: Callable, *beside: Callable, **options) -> Attack:
@@ -35,7 +36,7 @@ BIRDS = f"--config=configs/xcm.py:{{input}} --config.workdir={{out}} {inputs.SMA
 EMBED = "--out {out} --label label --data"
 SOUND = "--codebooks 1 --size 4 --rounds 1 --test-share 0"
 FROM = "--config.warm_start.source={input} --config.warm_start.skip=('^(?!encoder)',)"
-OTHER = BIRDS.replace("{input}", "{recordings}")  # than what is damaged
+OTHER = BIRDS.replace("{input}", "{recordings}")  # other than the damaged input
 
 ATTACKS = (
     _attack("inspect a run", "checkpoint inspect {input}", inputs.birds),

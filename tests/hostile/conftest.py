@@ -17,7 +17,7 @@ def zygote(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """make -> the folder that it filled."""
+    """Maps each make function to the folder that it filled."""
     made: dict[str, pathlib.Path] = {}
     root = tmp_path_factory.mktemp("inputs")
 

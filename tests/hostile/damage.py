@@ -1,7 +1,6 @@
-"""What can be wrong with a folder of files: every way in which an attacker, or a disk, might leave
-it.
+"""Ways to damage a folder of files: every state in which an attacker, or a disk, might leave it.
 
-`cases` lists them all, in the same order wherever it runs; each is a name and a function that
+`cases` lists them all, in the same order on every machine. Each is a name and a function that
 damages a copy.
 """
 
@@ -45,19 +44,20 @@ CELLS = (  # of a table
 
 
 class Case(NamedTuple):
-    """A damage. ``apply`` is given the copy."""
+    """A damage. ``apply`` gets the copy."""
 
     name: str
     apply: Callable[[pathlib.Path], None]
-    sealed: bool = False  # whether checksums are written again, as an attacker would
+    sealed: bool = False  # whether the checksums are recomputed, as an attacker would
 
 
 def cases(folder: pathlib.Path, *, most: int = 400, named: Sequence[str] = ()) -> list[Case]:
-    """The damages of a folder: all of its files', or ``most`` of them, which then are the same ones
-    at every call.
+    """The damages of a folder: of all its files, or ``most`` of them. Every call returns the same
+    ones.
 
     Half of them are shared evenly between the files, since a JSON of a thousand entries is one
-    file; half are any.
+    file. The other half are drawn from all.
+
     ``named``: files that the user names, which may be links.
     """
     rng = random.Random(folder.name)
@@ -88,7 +88,7 @@ def make(case: Case, source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def seal(folder: pathlib.Path) -> None:
-    """Writes the checksums of steps and exports below a folder again."""
+    """Recomputes the checksums of steps and exports below a folder."""
     from jaxtrain.checkpoint import checksums
 
     for name in ("manifest.json", "SHA256SUMS"):
@@ -191,7 +191,7 @@ def _setter(file: pathlib.Path, place: tuple, value: Any) -> Callable[[pathlib.P
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """Bytes of a file with a few bytes, words or stretches changed."""
+    """The bytes of a file after a change of a few bytes, words or stretches."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 4))):
         if not changed:
@@ -251,7 +251,7 @@ def _safetensors(name: str, content: bytes, rng: random.Random) -> bytes:
 
 
 def _npy(name: str, content: bytes, rng: random.Random) -> bytes:
-    """A value of the header replaced, and its length corrected."""
+    """Replaces a value of the header and corrects the header's length."""
     length = int.from_bytes(content[8:10], "little")
     header = content[10 : 10 + length].decode("latin-1")
     found = list(re.finditer(r"\d+|'[^']*'|True|False", header))
@@ -285,7 +285,7 @@ def _text(name: str, content: bytes, rng: random.Random) -> bytes:
 
 
 def _parquet(name: str, content: bytes, rng: random.Random) -> bytes:
-    """Columns of other types, or in other places."""
+    """Changes the types of columns, or their order."""
     table = pq.read_table(io.BytesIO(content))
     at = rng.randrange(table.num_columns)
     other = table.column(rng.randrange(table.num_columns))

@@ -1,8 +1,8 @@
-"""Runs a command under limits, and says what no input may make of it.
+"""Runs a command under limits, and reports what no input may cause.
 
-A command that is given anything may refuse it; it may not end by a signal, print a traceback, hang,
-take memory without bound, leave descriptors open, end with a code that is not documented, or open a
-file that no user named.
+A command may refuse any input. It may not end by a signal, print a traceback, hang, take memory
+without bound, leave descriptors open, or end with an undocumented code. It may not open a file that
+no user named.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 CODES = (0, 1, 2, 75, 130)  # jaxtrain.commands.arguments documents them
-SECONDS = 300  # [s] of a clock, on a machine that others use, too: more is a hang
+SECONDS = 300  # [s] of a clock, on a shared machine: more counts as a hang
 CPU = 60  # [s] of a core
-MEMORY = 6 << 30  # [bytes] of address space beyond what the imports take; compilers and thread pools reserve much
+MEMORY = 6 << 30  # [bytes] of address space beyond that of the imports; compilers and thread pools reserve much
 PEAK = 2 << 30  # [bytes] resident
 DESCRIPTORS = 256
 CRASHES = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "LEAKED DESCRIPTOR", "terminate called")
@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
     """How a command ended."""
 
     code: int | None
-    text: str  # what it printed
-    problems: tuple[str, ...]  # what no input may make of it
+    text: str  # its output
+    problems: tuple[str, ...]  # violations that no input may cause
 
     def __str__(self) -> str:
         text = self.text if len(self.text) < 2000 else f"{self.text[:1000]} … {self.text[-1000:]}"
@@ -64,9 +64,9 @@ class Zygote:
         assert self._process.stdout.readline().strip() == "ready"
 
     def run(self, argv: list[str], folder: pathlib.Path, *, protected: pathlib.Path | None = None, codes=CODES) -> Outcome:
-        """Runs jaxtrain with ``argv`` in ``folder``, where it may leave nothing of ``input`` open.
+        """Runs jaxtrain with ``argv`` in ``folder``. It may leave nothing of ``input`` open.
 
-        ``protected``: a folder whose files nobody may open, or add to.
+        ``protected``: a folder whose files must not be opened, and to which nothing may be added.
         """
         log = folder / "command.log"
         request = {
@@ -101,8 +101,8 @@ class Zygote:
 
 
 class Watch:
-    """Notices which files are opened, by whatever code in whatever process. It sees nothing where
-    there is no inotify."""
+    """Notices which files are opened, by any code in any process. It notices nothing on systems
+    without inotify."""
 
     OPENED, NONBLOCK, CLOEXEC = 0x20, os.O_NONBLOCK, os.O_CLOEXEC
 

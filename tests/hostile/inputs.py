@@ -39,8 +39,8 @@ def tone(seconds: float = 0.3, rate: int = 32_000) -> bytes:
 
 
 def table(rows: int = 4, *, lists: bool = False, paths: bool = False) -> pa.Table:
-    """Recordings with a class each, or a list of classes; every other one, or all, by the path of a
-    file."""
+    """Recordings with a class each, or a list of classes. Every other recording, or every one, is
+    the path of a file."""
     audio = [{"bytes": None if paths or i % 2 else tone(0.25), "path": f"{i}.wav"} for i in range(rows)]
     label = {"names": ["a", "b", "c"], "_type": "ClassLabel"}
     features = {"audio": {"_type": "Audio"}, "label": label, "labels": {"feature": label, "_type": "List"}}
@@ -58,7 +58,7 @@ def _arrow(path: pathlib.Path, content: pa.Table) -> None:
 
 
 def recordings(folder: pathlib.Path) -> None:
-    """What datasets.save_to_disk writes, and recordings in files."""
+    """Recordings as datasets.save_to_disk writes them, and recordings in files."""
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for name in names:
         _arrow(folder / name, table())
@@ -68,7 +68,7 @@ def recordings(folder: pathlib.Path) -> None:
 
 
 def parquet(folder: pathlib.Path) -> None:
-    """As the Hub stores recordings."""
+    """Recordings as the Hub stores them."""
     (folder / "data").mkdir()
     pq.write_table(table(), folder / "data" / "train-00000-of-00001.parquet", row_group_size=2)
     for i in (1, 3):
@@ -84,7 +84,7 @@ def annotated(folder: pathlib.Path) -> None:
 
 
 def index(folder: pathlib.Path) -> None:
-    """What `jaxtrain index` writes, of recordings that lie in it."""
+    """The output of `jaxtrain index`, for recordings in the same folder."""
     source = folder.parent / "indexed"
     source.mkdir(exist_ok=True)
     annotated(source)
@@ -151,7 +151,7 @@ def tokens(folder: pathlib.Path) -> None:
 
 
 def film(folder: pathlib.Path) -> None:
-    """What `jaxtrain prepare-giblet` writes."""
+    """The output of `jaxtrain prepare-giblet`."""
     from loaders.film import film_files
 
     (folder / "fmri").mkdir()
@@ -165,7 +165,7 @@ def film(folder: pathlib.Path) -> None:
 
 
 def boards(folder: pathlib.Path) -> None:
-    """Sudoku in numpy's files."""
+    """Sudoku boards in numpy's files."""
     arrays = {
         "inputs": np.ones((4, 81), np.uint8),
         "labels": np.full((4, 81), 2, np.uint8),
@@ -180,7 +180,7 @@ def boards(folder: pathlib.Path) -> None:
 
 
 def embeddings(folder: pathlib.Path) -> None:
-    """What `jaxtrain embed` writes."""
+    """The output of `jaxtrain embed`."""
     n, rng = 12, np.random.default_rng(0)
     arrays = {
         "mean": rng.normal(size=(n, 4)).astype("f4"), "label": np.arange(n) % 2, "weight": np.ones(n, "f4"),
@@ -193,7 +193,7 @@ def embeddings(folder: pathlib.Path) -> None:
 
 
 def whole_rows(folder: pathlib.Path) -> None:
-    """Embeddings that say where their rows lie."""
+    """Embeddings that state the places of their rows."""
     embeddings(folder)
     n = len(np.load(folder / "mean.npy"))
     places = {"path": [f"{i % 3}.wav" for i in range(n)], "start": [0.1 * (i // 3) for i in range(n)]}
@@ -201,7 +201,7 @@ def whole_rows(folder: pathlib.Path) -> None:
 
 
 def head(folder: pathlib.Path) -> None:
-    """What `jaxtrain fit` writes."""
+    """The output of `jaxtrain fit`."""
     from jaxtrain.workloads.bird.inference import heads
 
     arrays = {"w": np.ones((4, 1), "f4"), "b": np.zeros(1, "f4")}
@@ -209,7 +209,7 @@ def head(folder: pathlib.Path) -> None:
 
 
 def head_of_run(folder: pathlib.Path) -> None:
-    """What `jaxtrain fit` writes, for features of the run of the bird encoder."""
+    """The output of `jaxtrain fit`, for features of the run of the bird encoder."""
     from jaxtrain.workloads.bird.inference import heads
 
     n = BIRDS["embed"]
@@ -219,13 +219,13 @@ def head_of_run(folder: pathlib.Path) -> None:
 
 
 def codes(folder: pathlib.Path) -> None:
-    """Codes made elsewhere."""
+    """Codes from another program."""
     np.savez(folder / "codes.npz", **{"0.wav": np.ones((2, 5), np.int16)})
     pq.write_table(pa.Table.from_pylist([{"audio_url": "0.wav", "codes": [[1, 2], [3, 4]]}]), folder / "codes.parquet")
 
 
 def jobs(folder: pathlib.Path) -> None:
-    """What `jaxtrain launch` notes of what it submitted."""
+    """The notes that `jaxtrain launch` keeps about submitted jobs."""
     (folder / "slurm").mkdir()
     (folder / "slurm" / "jobs.jsonl").write_text(json.dumps({"job": "12", "workdir": str(folder)}) + "\n")
     (folder / "config.json").write_text(json.dumps({"train": {"steps": 30}}))
@@ -233,7 +233,7 @@ def jobs(folder: pathlib.Path) -> None:
 
 
 def birds(folder: pathlib.Path) -> None:
-    """A run of the bird encoder: one step of weights, its metrics."""
+    """A run of the bird encoder: the weights of one step, and its metrics."""
     from jaxtrain.workloads.bird import model as bird
 
     data = dict(train="recordings", label="label", clip_seconds=0.3, n_frames=32, threads=1)
@@ -249,7 +249,7 @@ def birds_with_head(folder: pathlib.Path) -> None:
 
 
 def detected(folder: pathlib.Path) -> None:
-    """What `jaxtrain detect` writes."""
+    """The output of `jaxtrain detect`."""
     run, source = folder.parent / "run-that-detects", folder.parent / "heard"
     for place, make in ((run, birds_with_head), (source, annotated)):
         place.mkdir(exist_ok=True)
@@ -288,7 +288,7 @@ def solver(folder: pathlib.Path) -> None:
 
 
 def masked_film(folder: pathlib.Path) -> None:
-    """What `jaxtrain prepare-giblet` writes, with the mask."""
+    """The output of `jaxtrain prepare-giblet`, with the mask."""
     import nibabel
 
     film(folder)
@@ -297,7 +297,7 @@ def masked_film(folder: pathlib.Path) -> None:
 
 
 def brains(folder: pathlib.Path) -> None:
-    """A run of the autoencoder of film and brain."""
+    """A run of the autoencoder of fMRI encoding (giblet)."""
     import jax
 
     from jaxtrain import specs
@@ -331,7 +331,7 @@ def adapters(folder: pathlib.Path) -> None:
 
 
 def speech(folder: pathlib.Path) -> None:
-    """A run of a model of text and sound."""
+    """A run of the audio language model."""
     from jaxtrain.workloads.audio_language import model as audio_language
 
     model = {**LANGUAGE, "codebooks": 2, "codebook_size": 16}
@@ -341,7 +341,7 @@ def speech(folder: pathlib.Path) -> None:
 
 
 def export(folder: pathlib.Path) -> None:
-    """An export of the run of the bird encoder, in two files of a layer each."""
+    """An export of the run of the bird encoder, in two files of one layer each."""
     from jaxtrain.arrays import safetensors
 
     run = folder.parent / "run-for-export"
@@ -351,14 +351,14 @@ def export(folder: pathlib.Path) -> None:
 
 
 def timm(folder: pathlib.Path) -> None:
-    """An encoder under timm's names, of somebody else."""
+    """An encoder from elsewhere, with timm's names."""
     for path in (ROOT / "tests" / "data" / "timm" / "pooled").iterdir():
         shutil.copy(path, folder)
     (folder / "front_end.json").write_text(json.dumps({"sample_rate": 32_000, "clip_seconds": 0.3}))
 
 
 def birdset(folder: pathlib.Path) -> None:
-    """Segments of a set of BirdSet, unpacked, with their metadata."""
+    """Segments of an unpacked set of BirdSet, with their metadata."""
     for i in range(4):
         (folder / f"{i}.wav").write_bytes(tone(0.3 + 0.01 * i))
     codes = (["a"], ["b"], [], ["a", "b"])
@@ -380,7 +380,7 @@ def clips_in_folds(folder: pathlib.Path) -> None:
 
 
 def embedded(folder: pathlib.Path) -> None:
-    """What `jaxtrain embed` writes, by the run of the bird encoder of `birds`."""
+    """The output of `jaxtrain embed`, by the run of the bird encoder of `birds`."""
     run, source = folder.parent / "run-that-embeds", folder.parent / "embedded-index"
     for place, make in ((run, birds), (source, index)):
         place.mkdir(exist_ok=True)
@@ -437,8 +437,8 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def workdir(folder: pathlib.Path) -> None:
-    """What a run leaves for people: records, where its time went, pictures, samples, classes,
-    logs."""
+    """The files that a run leaves for people to read: metrics, goodput, pictures, samples, classes
+    and logs."""
     from PIL import Image
 
     from jaxtrain.telemetry import goodput

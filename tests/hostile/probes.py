@@ -1,5 +1,5 @@
-"""What the attacks call besides commands, each in a process of its own. They return exit codes, as
-commands do."""
+"""Functions that the attacks call besides commands, each in its own process. They return exit
+codes, as commands do."""
 
 import pathlib
 import sys
@@ -25,7 +25,7 @@ def _refused(action) -> int:
 
 
 def class_lists(folder: str, label: str = "labels") -> int:
-    """What data.multilabel reads of a folder of shards: the whole column of labels."""
+    """Reads the whole column of labels of a folder of shards, as data.multilabel does."""
     return _refused(lambda: shards_lib.read_class_lists(shards_lib.find_shards(folder, "train"), label).hot(np.arange(3)))
 
 
@@ -68,7 +68,7 @@ def codes(folder: str) -> int:
 
 
 def problems(folder: str) -> int:
-    """The mistakes of a data section that names a folder of recordings."""
+    """The errors of a data section that names a folder of recordings."""
     config = spectrogram.Config(train=folder, label="label")
     found = [f"{field} {text}" for field, text in checks.under("data", config.problems())]
     print("\n".join(found))

@@ -1,12 +1,12 @@
-"""Every reader of files in Python, given thousands of damaged files in one process: python
+"""Every reader of files in Python reads thousands of damaged files in one process: python
 readers.py FOLDER N.
 
 A reader has a folder of small real files, and a function that reads them all. One file after the
-other is changed (its bytes, or what its format holds, wrapped up again as it should be), read, and
-put back; drawn by a seed. A reader may refuse a file, in one line that names it. It may not raise
-anything else, take long, take memory, unpickle, start a program, or open a file elsewhere, whatever
-path a file names: in Python nothing that is not in its folder, and in any code not what lies beside
-that.
+other is changed, read and put back, drawn by a seed. The change is to its bytes, or to its unpacked
+content, which is packed again correctly. A reader may refuse a file, in one line that names it. It
+may not raise anything else, take long, take much memory, unpickle, or start a program. It may not
+open a file elsewhere, whatever path a file names: Python code may open only files in the reader's
+folder, and no code may open the files next to that folder.
 """
 
 import contextlib
@@ -48,13 +48,13 @@ from tests.hostile import damage, inputs, probes
 from tests.hostile.harness import ROOT, Watch
 
 SECONDS = 10.0  # [s] of CPU time that a small file may take
-MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to what it takes of whole files
+MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to its memory for whole files
 REFUSALS = (
     DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError,
     chatml.SampleError, WorkdirError,
 )  # fmt: skip
-# What a reader opens besides its files: the program's, the cache's, and what Python looks up of the
-# system.
+# The paths that a reader opens besides its files: those of the program, of the cache, and those
+# that Python looks up in the system.
 INSTALLED = tuple(
     pathlib.Path(os.path.realpath(path))
     for path in (sys.prefix, sys.base_prefix, ROOT, machine.cache_folder(), "/etc", "/proc", "/sys", "/usr", "/dev/null")
@@ -62,11 +62,11 @@ INSTALLED = tuple(
 FORBIDDEN = ("pickle.find_class", "subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.exec", "socket.connect")
 
 
-HEARD, TEMPORARY = "heard-for-index", "temporary"  # next to the readers' folders: recordings, and what openpyxl unpacks
+HEARD, TEMPORARY = "heard-for-index", "temporary"  # next to the readers' folders: recordings, and files that openpyxl unpacks
 
 
 class Reader(NamedTuple):
-    """What reads the files that ``make`` puts into a folder."""
+    """A reader of the files that ``make`` puts into a folder."""
 
     name: str
     make: Callable[[pathlib.Path], None]
@@ -101,7 +101,7 @@ def tables(folder: pathlib.Path) -> None:
 
 
 def scans(folder: pathlib.Path) -> None:
-    """What `jaxtrain prepare-giblet` reads besides films."""
+    """The inputs of `jaxtrain prepare-giblet` besides films."""
     import nibabel
     import openpyxl
 
@@ -133,7 +133,7 @@ def indexed(folder: pathlib.Path) -> None:
 
 
 def configs(folder: pathlib.Path) -> None:
-    """config.json of others' models."""
+    """A config.json from other projects' models."""
     llama = dict(
         model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32, vocab_size=64, max_position_embeddings=16, rms_norm_eps=1e-5, rope_theta=10000.0, head_dim=8,
@@ -150,11 +150,11 @@ def configs(folder: pathlib.Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(content))
 
 
-# What reads them.
+# The readers.
 
 
 def _each(folder: pathlib.Path, read: Callable[[pathlib.Path], Any], pattern: str = "*") -> None:
-    """Reads every file; a refusal of one keeps none of the others from being read."""
+    """Reads every file. If one is refused, the others are still read."""
     refused = None
     for path in sorted(folder.glob(pattern)):
         try:
@@ -296,7 +296,7 @@ def _hook(event: str, arguments: tuple) -> None:
 
 @contextlib.contextmanager
 def watched(folder: pathlib.Path) -> Iterator[None]:
-    """Notices what may not happen while files of ``folder`` are read, into `_watched`."""
+    """Records in `_watched` every forbidden event while files of ``folder`` are read."""
     outside = folder.parent / damage.OUTSIDE
     _may_open[:] = [
         *INSTALLED,
@@ -311,18 +311,19 @@ def watched(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _peak() -> int:
-    """The most memory [bytes] that this process has used."""
+    """The peak memory [bytes] of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _replace(path: pathlib.Path, content: bytes) -> None:
-    """In a new file: threads of a loader may still have the old one mapped."""
+    """Writes a new file, since threads of a loader may still have the old one mapped."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 
 def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]]:
-    """Reads ``n`` damaged files. Returns how many were refused, and what should not have been."""
+    """Reads ``n`` damaged files. Returns how many were refused, and those that should not have
+    been."""
     folder.mkdir()
     reader.make(folder)
     reader.read(folder)  # whole files are read
@@ -356,7 +357,7 @@ def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]
         if text:
             problems.append(f"{reader.name}: case {number}, {path.relative_to(folder)}: {text}")
         _watched.clear()
-        for each, content in whole.items():  # checksums were written anew, too
+        for each, content in whole.items():  # checksums were recomputed, too
             if each == path or each.name in ("manifest.json", "SHA256SUMS"):
                 _replace(each, content)
     faulthandler.cancel_dump_traceback_later()

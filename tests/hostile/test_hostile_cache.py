@@ -1,5 +1,4 @@
-"""A damaged cache entry is made again: nothing waits for it, nothing in it
-is unpickled."""
+"""A damaged cache entry is rebuilt: nothing waits for it, and nothing in it is unpickled."""
 
 import gzip
 import json

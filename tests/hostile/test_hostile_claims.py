@@ -1,5 +1,5 @@
-"""Small files that claim to be large, or take for ever: refused by what they claim, before it is
-believed."""
+"""Small files that claim to be large, or to take for ever. They are refused because of their claim,
+before it is believed."""
 
 import gzip
 import http.server
@@ -31,7 +31,7 @@ from loaders.text import tokenise
 
 
 def said_by(capsys, *argv: str) -> str:
-    """What a command says that refuses its input, in a line."""
+    """The one-line error of a command that refuses its input."""
     assert cli.main(list(argv)) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
@@ -45,7 +45,7 @@ def test_an_archive_of_arrays_is_unpacked_as_far_as_it_claims(tmp_path):
         file.writestr("w.npy", array.getvalue() + bytes(1 << 20))
     with pytest.raises(files.FileError, match="neither stored nor deflated"):
         files.arrays(tmp_path / "a.npz")
-    # Deflated, and with the size of another in its headers: no more than that is unpacked.
+    # Deflated content whose header states another size: no more than the stated size is unpacked.
     with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("w.npy", array.getvalue() + bytes(64 << 20))
     content = (tmp_path / "b.npz").read_bytes()
@@ -105,7 +105,8 @@ def test_a_sparse_scan_is_not_read_into_more_memory_than_there_is(tmp_path, monk
 
 @pytest.mark.parametrize("length", [-8, 32 << 20], ids=["to the end", "32 MiB"])
 def test_header_extensions_of_a_scan_are_not_read(tmp_path, length):
-    """An extension of its header that unpacks to gigabytes; its length need not be that."""
+    """An extension of its header that unpacks to gigabytes. The length in the header may differ
+    from that."""
     content = b"\1\0\0\0" + length.to_bytes(4, "little", signed=True) + bytes(4 + (32 << 20) + 1000)
     path = scan(tmp_path / "a.nii.gz", (2, 2, 2, 2), content, offset=(32 << 20) + 352)
     tracemalloc.start()
@@ -208,7 +209,7 @@ def test_a_sparse_file_is_not_read_into_more_memory_than_there_is(tmp_path, caps
     "name, size, ok",
     [
         ("a/0.0", 10 << 30, False),
-        ("a/0.0", (1 << 30) + (1 << 24), True),  # a chunk that does not get smaller, however few blocks the disk gave it
+        ("a/0.0", (1 << 30) + (1 << 24), True),  # a chunk that does not get smaller, although the disk gave it few blocks
         ("b/c/0", 10 << 30, False),
         ("b/zarr.json", 10 << 30, False),
         ("manifest.ocdbt", 10 << 30, False),
@@ -281,8 +282,8 @@ def test_lines_of_a_name_or_a_text_are_none_of_ours(tmp_path, capsys):
 
 
 class Liar(http.server.BaseHTTPRequestHandler):
-    """A server of the web that answers with `server.page`, without end where that is None; and so
-    with parts of files."""
+    """A web server that answers with `server.page`, or without end if that is None. Requests for
+    parts of files get the same answers."""
 
     def log_message(self, *args):
         pass
@@ -303,7 +304,7 @@ class Liar(http.server.BaseHTTPRequestHandler):
                 for _ in range(1000 if page is None else 0):
                     self.wfile.write(bytes(1 << 20))
             except OSError:
-                pass  # whoever asked has enough
+                pass  # the client has read enough
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""No command crashes, hangs, or reads what it should not, whatever is in its files (attacks.py
-lists the commands)."""
+"""No command crashes, hangs, or reads forbidden files, whatever its files contain (attacks.py lists
+the commands)."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ def test_every_command_is_attacked():
 
 
 def attack_with(attack, cases, zygote, whole, tmp_path):
-    """Every case; the problems of all of them."""
+    """Runs every case. Returns the problems of all of them."""
     problems = []
     for number, case in enumerate(cases):
         place = pathlib.Path(os.path.realpath(tmp_path)) / f"case-{number}"
@@ -48,8 +48,8 @@ def attack_with(attack, cases, zygote, whole, tmp_path):
 
 
 def _set_up(place: pathlib.Path) -> None:
-    """A folder to run in, with what nobody may open next to what is damaged, and code that nobody
-    may run."""
+    """A folder to run in, with forbidden files next to the damaged ones, and code that must not be
+    run."""
     (place / damage.OUTSIDE).mkdir(parents=True)
     for name in ("secret.json", "secret.safetensors"):
         (place / damage.OUTSIDE / name).write_text('{"secret": 1}')

@@ -1,4 +1,5 @@
-"""Numbers and values that no machine can serve: refused by name, where they are given."""
+"""Numbers and values that no machine can serve are refused by name, at the place where they are
+given."""
 
 import json
 
@@ -47,7 +48,7 @@ def test_a_recording_that_claims_a_rate_beyond_bounds_is_refused_by_every_reader
 def test_a_bomb_in_a_codec_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "codec.npz", version=1, mean=np.zeros(300 << 10, np.float32))
     content = bytearray((tmp_path / "codec.npz").read_bytes())
-    at = content.rindex(b"PK\x01\x02") + 24  # in the archive's directory, where the array's size is
+    at = content.rindex(b"PK\x01\x02") + 24  # the place of the array's size in the archive's directory
     assert int.from_bytes(content[at : at + 4], "little") == (300 << 12) + 128
     content[at : at + 4] = (300 << 22).to_bytes(4, "little")
     (tmp_path / "codec.npz").write_bytes(content)
@@ -108,8 +109,8 @@ def test_a_size_of_a_model_has_31_bits():
     ],
 )
 def test_an_array_of_zeros_is_no_larger_than_the_memory(tmp_path, lie, reason):
-    """It takes no space in a file: tensorstore would ask for all of its memory, or look for all of
-    its parts."""
+    """Such an array takes no space in a file, but tensorstore would ask for all of its memory, or
+    look for all of its parts."""
     state = tmp_path / "state"
     ocp.PyTreeCheckpointer(use_ocdbt=False).save(state, {"w": np.zeros((4, 4), np.float32)})
     path = state / "w" / ".zarray"

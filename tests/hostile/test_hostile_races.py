@@ -1,5 +1,5 @@
-"""What takes the place of a file between the look at its name and its opening: links, pipes,
-folders, and other files."""
+"""Links, pipes, folders and other files that replace a file after its name was checked and before
+it is opened."""
 
 import contextlib
 import os

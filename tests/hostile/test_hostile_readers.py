@@ -1,5 +1,5 @@
-"""Thousands of damaged files for every reader in Python (readers.py): each is read, or refused in
-one line that names it."""
+"""Every reader in Python gets thousands of damaged files (readers.py). Each file is read, or
+refused in one line that names it."""
 
 import json
 import os
@@ -37,7 +37,7 @@ readers.main()
 
 
 def start(tmp_path, n, *program):
-    """Runs readers.py, or ``program`` in its place, in a process and a folder of its own."""
+    """Runs readers.py, or ``program`` instead, in its own process and folder."""
     for name in ("files", "here", "cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "here" / "payload.py").write_text("raise SystemExit(55)\n")  # a module that files name

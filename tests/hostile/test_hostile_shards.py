@@ -1,5 +1,5 @@
-"""Thousands of damaged shards, of which pyarrow reads the columns of classes and of times: an
-error, whatever was changed."""
+"""Pyarrow reads the columns of classes and times of thousands of damaged shards. The result is an
+error for every change."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.hostile import inputs
 from tests.hostile.damage import mutated
 from tests.hostile.harness import ROOT
 
-N = {"short": 310, "long": 12_000}  # the 303rd ended the process where times were not validated
+N = {"short": 310, "long": 12_000}  # the 303rd ended the process, as long as times were not validated
 CODE = """
 import faulthandler, json, pathlib, sys
 faulthandler.enable()
@@ -24,8 +24,8 @@ print(json.dumps(test_hostile_shards.read_all(pathlib.Path(sys.argv[1]), int(sys
 
 
 def read_all(folder: pathlib.Path, n: int) -> dict[str, int]:
-    """Reads ``n`` mutations, one after the other; a crash ends this process. Counts those that were
-    read and refused."""
+    """Reads ``n`` mutations, one after the other. A crash ends this process. Counts the reads and
+    the refusals."""
     from loaders.audio import shards
     from loaders.base import DataError
     from loaders.io import columnar

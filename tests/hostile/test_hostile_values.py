@@ -1,4 +1,4 @@
-"""Values that a file may hold and no command expects: each becomes one message, and none a
+"""Values that a file may hold but no command expects: each becomes one message, and none becomes a
 traceback."""
 
 import io
@@ -34,7 +34,7 @@ HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }\n"
 
 
 def refused(capsys, *argv: str) -> str:
-    """What a command says on stderr, which has to refuse its input."""
+    """Runs a command that has to refuse its input. Returns its message on stderr."""
     assert cli.main(list(argv)) == 2
     return capsys.readouterr().err
 

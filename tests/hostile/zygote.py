@@ -45,8 +45,8 @@ LEAK = "LEAKED DESCRIPTOR"
 def main() -> None:
     for name in IMPORTS:
         __import__(name)
-    # Every case of an attack compiles the same programs: here they are kept, however little they
-    # take.
+    # Every case of an attack compiles the same programs, so all are cached here, even those that
+    # compile quickly.
     sys.modules["jax"].config.update("jax_persistent_cache_min_compile_time_secs", 0)
     gc.freeze()  # a fork copies no page of theirs to collect its own garbage
     print("ready", flush=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def serve(request: dict) -> dict:
-    """Runs one command, and says how it ended."""
+    """Runs one command, and reports how it ended."""
     child = os.fork()
     if not child:
         try:
@@ -114,15 +114,15 @@ def run(request: dict) -> None:
 
         traceback.print_exc()
     gc.collect()
-    # A mapping of Python's has a descriptor for as long as it is there.
+    # Python's mmap keeps a descriptor as long as it is open.
     mapped_files = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps")} if sys.platform == "linux" else set()
     for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
             flags = int(open(f"/proc/self/fdinfo/{descriptor}").read().split()[3], 8)
-        except OSError:  # that of the list itself
+        except OSError:  # the descriptor of the listing itself
             continue
-        # A run's own, in its workdir, which is open to the end of its process.
+        # The run's own log in its workdir, which stays open to the end of its process.
         is_log = flags & os.O_ACCMODE == os.O_WRONLY and re.fullmatch(r"process-\d+\.log", os.path.basename(target))
         if target.startswith(request["input"]) and target not in mapped_files and not is_log:
             print(f"{LEAK}: {target}")

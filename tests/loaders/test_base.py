@@ -1,5 +1,5 @@
-"""The loaders' base class: positions, ranges, buckets, the end of a split, reading ahead, and what
-its defaults are."""
+"""The loaders' base class: positions, ranges, buckets, the end of a split, reading ahead, and its
+defaults."""
 
 import threading
 
@@ -14,7 +14,7 @@ SCALAR = Field((), np.dtype(np.int32))
 
 
 class Numbers(Loader):
-    """Rows that are their own number in the run; every other batch is of the larger bucket."""
+    """Rows that are their own number in the run. Every other batch belongs to the larger bucket."""
 
     def __init__(self, *, train=True, n_batches=5, **options):
         small = {"number": SCALAR, "index": SCALAR}

@@ -1,4 +1,4 @@
-"""The file of an index: see rust/core/src/source/cache.rs."""
+"""The file of an index, as rust/core/src/source/cache.rs documents it."""
 
 import os
 

@@ -1,5 +1,5 @@
-"""Conversations with sound: laid out as the original does, every recording read once, in few
-shapes, nothing lost silently."""
+"""Conversations with sound are laid out as the original does it. Every recording is read once, in
+few shapes, and nothing is lost silently."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def numbers():
 
 def test_the_delay_pattern_equals_the_originals_and_is_undone():
     g = np.load(DATA / "delay.npz")
-    size = json.loads((DATA / "config.json").read_text())["delay_bos"]  # the begin's number is the first after the codes
+    size = json.loads((DATA / "config.json").read_text())["delay_bos"]  # the beginning token is the first after the codes
     for i in range(len(g["shapes"])):
         codes = g[f"case{i}.codes"]
         columns = chatml.delayed(codes, size)
@@ -58,8 +58,8 @@ def test_a_recipient_is_a_label_wherever_it_stands():
 
 
 def test_places_and_labels_equal_the_originals(numbers):
-    """The codes of what is predicted are those of the recording at that place: with a reference
-    before it, too."""
+    """The predicted codes are those of the recording at that place, even if a reference precedes
+    it."""
     golden = json.loads((DATA / "config.json").read_text())
     ids, size, codebooks = (golden[name] for name in ("special_token_ids", "audio_codebook_size", "audio_num_codebooks"))
     segments = numbers["expanded.audio_out_segment"]
@@ -87,8 +87,8 @@ def test_places_and_labels_equal_the_originals(numbers):
 
 
 def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
-    """By all samples, splits, epochs and processes together; a recording that changed is encoded
-    again."""
+    """All samples, splits, epochs and processes share one decoding of a recording. A changed
+    recording is encoded again."""
     config = chat.corpus(tmp_path, n=12)
     decoded = []
     monkeypatch.setattr(codec._rust, "decode", lambda data, *a: decoded.append(len(data)) or chat.DECODE(data, *a))
@@ -126,7 +126,7 @@ def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
 
 
 def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
-    """Each bucket's pass covers its samples, whichever process reads which rows; a seek leads to
+    """Each bucket's pass covers its samples, whichever process reads which rows. A seek leads to
     the same batches."""
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
@@ -217,7 +217,7 @@ def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog)
 
 
 def test_codes_that_were_made_elsewhere(tmp_path):
-    """As .npz, Parquet or Arrow, and by a function of one's own: the same batches."""
+    """Codes as .npz, Parquet or Arrow, and codes from a custom function give the same batches."""
     config = chat.corpus(tmp_path, n=8)
     chat_samples.encode_all(config, config.manifest)
     tools = chat_samples.tools_of(config, config.manifest)
@@ -269,7 +269,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path):
 
 
 def test_wave_files_of_any_rate(tmp_path):
-    """The codes of a recording are those of the sound, whatever its rate: 25 a second."""
+    """The codes of a recording are those of the sound, 25 a second, at any sample rate."""
     config = chat.corpus(tmp_path, n=2)
     rvq = chat_samples.open_codec(config)
     t = np.arange(48_000) / 48_000
@@ -286,7 +286,7 @@ def test_a_place_that_cannot_be_written_is_reported_with_the_remedy(tmp_path):
 
 
 def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, capsys):
-    """`jaxtrain encode-audio` again: it says what is there, and ends well."""
+    """A second `jaxtrain encode-audio` reports the cached recordings, and exits with 0."""
     chat.corpus(tmp_path, n=12)
     command = [str(tmp_path / "manifest.json"), "--codec", str(tmp_path / "codec.npz")]
     assert encode_audio.main(command) == 0

@@ -1,4 +1,4 @@
-"""Messages about ranges and choices: which values are wrong, and the text."""
+"""Messages about ranges and choices: the wrong values, and the text."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""Sound through the codec and back: better with every codebook, the same codes again, and heard
-again."""
+"""Sound through the codec and back: it gets better with every codebook, gives the same codes again,
+and is audible."""
 
 import json
 import re
@@ -62,7 +62,8 @@ def test_codes_are_the_nearest_entries(learned):
 
 
 def test_the_bands_are_those_of_the_filter_bank():
-    """A tone's energies, computed here in numpy by the same formulas, are the extension's."""
+    """The energies of a tone, computed here in numpy by the same formulas, equal the
+    extension's."""
     x = chirps(1)[: codec.WINDOW + 20 * codec.HOP]
     frames = x[np.arange(21)[:, None] * codec.HOP + np.arange(codec.WINDOW)].astype("f8")
     frames = frames - frames.mean(1, keepdims=True)
@@ -73,8 +74,8 @@ def test_the_bands_are_those_of_the_filter_bank():
 
 
 def test_sound_has_the_spectrogram_that_was_asked_for():
-    """Griffin and Lim's waveform, analysed again: within 2 dB where there is something to hear, and
-    not by chance."""
+    """The analysis of Griffin and Lim's waveform is within 2 dB at every audible place, and not by
+    chance."""
     asked = codec.log_mel(chirps(3), 32_000)
     heard = _rust.fbank(codec.sound(asked))
     assert heard.shape == asked.shape

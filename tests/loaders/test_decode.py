@@ -34,7 +34,8 @@ def reference(data: bytes) -> tuple[np.ndarray, int]:
 
 
 def check(data: bytes, crop_tolerance: float, tolerance: float = 1e-4, crops: int = 20) -> None:
-    """Whole: content, length and alignment are libsndfile's. Crops: slices of the whole."""
+    """Whole recordings: content, length and alignment are libsndfile's. Crops are slices of the
+    whole recording."""
     expected, expected_rate = reference(data)
     whole, rate, frames = _rust.decode(data)
     assert (rate, frames, len(whole)) == (expected_rate, len(expected), len(expected))
@@ -148,7 +149,7 @@ def test_an_mp3_without_a_xing_frame_is_counted_frame_by_frame():
     bare = data[frames[1] :]
     whole, rate, n = _rust.decode(bare)
     assert (rate, n) == (44100, (len(frames) - 1) * 1152)
-    # libsndfile only estimates this length; what it decodes is the same.
+    # Libsndfile only estimates this length. Its decoded samples are the same.
     expected, _ = reference(bare)
     np.testing.assert_allclose(whole[: len(expected)], expected, atol=1e-4)
     # LAME's delay of 576 samples and the decoder's own 529.
@@ -168,7 +169,7 @@ def test_a_sound_xing_tag_says_the_length_so_that_nothing_after_the_crop_is_read
     data = mp3(song(44100, 200_000, 2), 44100, mode)
     whole, _, n = _rust.decode(data)
     assert n == 200_000
-    if mode == "CONSTANT":  # nothing else is, but for the tag and the last frame
+    if mode == "CONSTANT":  # only the tag and the last frame differ
         blank = bytearray(len(data))
         for part in (slice(0, 2000), slice(len(data) // 10, len(data) // 3), slice(-2000, None)):
             blank[part] = data[part]
@@ -192,10 +193,10 @@ def test_a_xing_tag_that_lies_is_not_believed(mode):
     for words in ((frames * 5, size), (frames + 7, size), (0xFFFFFFFF, size), (frames, size * 2), (frames, 7)):
         lie = data[: at + 8] + struct.pack(">II", *words) + data[at + 16 :]
         got, _, found = _rust.decode(lie)
-        # The padding at the end is a part of what the tag says.
+        # The tag's length includes the padding at the end.
         assert n <= found <= frames * 1152
         np.testing.assert_array_equal(got[:n], whole)
-    # Truncated, and with a whole other recording after it: the length in bytes gives it away.
+    # The file is truncated, or followed by a whole other recording: its length in bytes shows this.
     assert _rust.decode(data[: len(data) // 2])[2] < 0.55 * n
     assert _rust.decode(data + data)[2] >= n
 
@@ -223,7 +224,7 @@ def test_a_vbri_tag_says_the_length():
 def test_tags_after_an_mp3_are_no_frames():
     data = mp3(song(44100, 60_000, 2), 44100, "CONSTANT")
     expected, *facts = _rust.decode(data)
-    item = b"\xff\xfb\x90\x00" * 500  # what an index must not take for frames
+    item = b"\xff\xfb\x90\x00" * 500  # bytes that an index must not take for frames
     footer = b"APETAGEX" + struct.pack("<IIII", 2000, len(item) + 32, 1, 0) + bytes(8)
     for tags in (item + footer, b"TAG" + bytes(125), item + footer + b"TAG" + bytes(125)):
         got, *found = _rust.decode(data + tags)
@@ -261,14 +262,13 @@ def test_an_mp3_of_a_changing_rate_that_lost_a_frame_is_read_to_its_end():
 def test_mp3_stereo_modes(joint, rate):
     """Intensity stereo, which no encoder at hand writes.
 
-    A frame is as valid with the mode's bits set to it: the right channel's scale factors are
-    positions then. libsndfile makes NaN of positions that no encoder would write, and FFmpeg does
-    not.
+    A frame stays valid with the mode's bits set to it: the right channel's scale factors are then
+    positions. Libsndfile makes NaN of positions that no encoder would write. FFmpeg does not.
     """
     rng = np.random.default_rng(joint)
     wave = 0.3 * song(rate, 60_000, 2)
-    # So that the right channel's upper bands are empty at times; all of it never is, which would
-    # leave out its positions.
+    # The right channel's upper bands must be empty at times. If all of it were empty, its positions
+    # would be left out.
     wave[:, 1] *= np.repeat(rng.choice([0.02, 0.1, 1], 60), 1000)
     for at in rng.integers(0, 59_000, 20):
         wave[at : at + 40] += 0.5 * rng.standard_normal((40, 2)).astype(np.float32)
@@ -304,7 +304,8 @@ def test_a_truncated_recording_ends_early(kind, share):
 
 
 def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
-    # Pages 0 and 1 hold the headers; without some pages after them, positions do not begin at 0.
+    # Pages 0 and 1 hold the headers. If some of the pages after them are missing, positions do not
+    # begin at 0.
     data = (HERE / "vorbis_32k_mono.ogg").read_bytes()
     pages = [i for i in range(len(data)) if data.startswith(b"OggS\0", i)]
     check(data[: pages[2]] + data[pages[5] :], LOSSY)
@@ -321,8 +322,8 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
     ],
-    # Named: libsndfile writes the second of its birth into a float WAV, and workers must collect
-    # the same names.
+    # The files have names: libsndfile writes the time [s] of creation into a float WAV, and workers
+    # must collect the same names.
     ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan"],
 )
 def test_a_recording_that_cannot_be_decoded_names_the_reason(data, message):
@@ -347,7 +348,7 @@ def pages(ogg: bytes) -> list[bytes]:
 
 
 def sealed(page: bytes) -> bytes:
-    """The page with a checksum (RFC 3533, 6) that is right."""
+    """The page with the correct checksum (RFC 3533, 6)."""
     page = bytearray(page)
     page[22:26] = bytes(4)
     crc = 0
@@ -372,8 +373,8 @@ def test_short_opus(n):
 
 @pytest.mark.parametrize("level", [0.9, 1.0], ids=["hybrid", "speech"])
 def test_crops_of_opus_speech_that_lasts(level):
-    """What the coder of speech remembers of a tone does not fade, so a crop cannot begin just
-    before itself."""
+    """The speech coder's memory of a tone does not fade, so the decoding of a crop cannot begin
+    just before the crop."""
     t = np.arange(8 * 48_000) / 48_000
     tone = sum(0.1 * np.sin(2 * np.pi * f * t) for f in (220, 277, 330, 1760)).astype(np.float32)
     check(opus(tone, level=level), LOSSY, crops=40)
@@ -451,8 +452,8 @@ def test_a_lying_length_costs_no_memory():
 
 
 def test_a_flac_of_silence_costs_only_what_is_asked_for():
-    # A frame of a constant has a few bytes for 4096 samples: ten minutes at 96 kHz are 230 MB once
-    # decoded.
+    # A frame of a constant has a few bytes for 4096 samples: ten minutes at 96 kHz decode to 230
+    # MB.
     long = corpus.encode(np.zeros(600 * 96000, np.float32), 96000, "FLAC")
     assert len(long) < 1e6
     crop, _, frames = _rust.decode(long, 50_000_000, 1000)

@@ -1,5 +1,5 @@
-"""The built-in corpus: what is in it, that it is the same each time, and that it is made once and
-whole."""
+"""The built-in corpus: its content, that it is the same each time, and that it is made once and
+complete."""
 
 import collections
 import io
@@ -89,21 +89,21 @@ def test_every_codec_decodes(corpus, tmp_path):
     for row in rows(corpus, "train") + rows(corpus, "test"):
         path = row["audio"]["path"]
         rec = demo_birds.recording(int(path.partition("-")[0]))
-        (tmp_path / path).write_bytes(row["audio"]["bytes"])  # of MP3 in memory libsndfile 1.2.2 sometimes reads nothing
+        (tmp_path / path).write_bytes(row["audio"]["bytes"])  # libsndfile 1.2.2 sometimes reads nothing from MP3 in memory
         with soundfile.SoundFile(tmp_path / path) as sound:
             suffix = path.rpartition(".")[2]
             assert (sound.format, sound.subtype, sound.samplerate, sound.channels) == expected[suffix]
             samples = sound.read(dtype="float32")
         assert (path, row["ebird_code"]) == (rec.path, rec.label)
         assert len(samples) == round(rec.seconds * rec.codec.rate) and 3 <= rec.seconds <= 60
-        assert 0.05 < np.abs(samples).max() < 1  # heard, and never clipped
+        assert 0.05 < np.abs(samples).max() < 1  # audible, and never clipped
         seen.add(suffix)
     assert seen == set(expected)
 
 
 def test_encoded_sound_is_the_waveform(corpus):
-    """Only lossless files can say so to the last bit; it is the waveform that the recipe's number
-    determines."""
+    """Only lossless files can show this to the last bit. The recipe's number determines the
+    waveform."""
     lossless = [row for row in rows(corpus, "train") if row["audio"]["path"].endswith(("flac", "wav"))][:3]
     for row in lossless:
         samples, _ = soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")
@@ -122,7 +122,7 @@ def test_full_corpus_is_balanced_small_and_free_of_codec_hints():
 
 
 def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
-    """So that a run can be checked before a minute goes into making it."""
+    """The outline lets a run be checked before a minute is spent on making the corpus."""
     monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
     monkeypatch.setattr(demo, "N_TEST", N_TEST)
     with outline._birds.__wrapped__() as folder:
@@ -132,7 +132,7 @@ def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
 
 @pytest.mark.parametrize("config", ["xcm", "giblet"])
 def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path):
-    """Neither birds nor film, where the mesh does not fit the devices."""
+    """Neither the birds nor the film are made if the mesh does not fit the devices."""
     from jaxtrain import config as config_lib
     from jaxtrain import loop
     from jaxtrain.parallel import layout

@@ -32,7 +32,8 @@ def test_log_mel_is_kaldis(case):
     got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768)
     assert got.shape == reference.shape and got.dtype == np.float32
     off = np.abs(got - reference)
-    # A float32 transform cannot see a band that is 70 dB below the loudest of its frame any better.
+    # A float32 transform cannot resolve a band that is 70 dB below the loudest of its frame any
+    # better.
     audible = reference >= reference.max(axis=1, keepdims=True) - np.log(1e7)
     tolerance = TOLERANCES[case]
     assert off.max() <= tolerance["max_abs"]
@@ -55,8 +56,8 @@ def test_normalised_rows_are_padded_with_the_clips_minimum(case):
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("choices/*.npz")), ids=lambda path: path.stem)
 def test_other_front_ends_are_kaldis_too(path):
-    """torchaudio's numbers (tests/data/fbank/choices/make.py), within the least tolerance of those
-    above."""
+    """The numbers are torchaudio's (tests/data/fbank/choices/make.py), and agree within the
+    smallest of the tolerances above."""
     golden = dict(np.load(path))
     front_end, reference = FrontEnd(**json.loads(str(golden["front_end"]))), golden["reference"]
     got = _rust.fbank(golden["waveform"].astype(np.float32) / 32768, bank=filter_bank(front_end))

@@ -113,8 +113,8 @@ def test_values_that_should_be_lists_are_named(tmp_path):
 
 
 def test_a_background_comes_in_an_order_of_its_own(tmp_path):
-    """A function of the position alone; other recordings, as many views; in testing nothing is
-    drawn."""
+    """Views are a function of the position alone. Other recordings have as many views. In testing
+    nothing is drawn at random."""
     corpus.save_to_disk(
         tmp_path / "birds", [corpus.table([corpus.wav(i, 0.25) for i in range(10)], [i % 2 for i in range(10)])]
     )
@@ -134,7 +134,7 @@ def test_a_background_comes_in_an_order_of_its_own(tmp_path):
     np.testing.assert_array_equal(next(made)[1]["background"][0], first)
     assert (first != batch["background"]).any() and "background" in made.state(0)["order"]
     made.close()
-    # Every one of the four comes twice in eight rows, and none is a bird.
+    # Each of the four backgrounds appears twice in eight rows, and none is a bird.
     centres = one_batch(spectrogram.Config(train=str(tmp_path / "noise"), test_share=0.0, **QUICK), batch=4, in_order=True)
     near = [np.abs(row[0] - centres["spectrogram"]).mean((1, 2)).argmin() for row in batch["background"]]
     assert len(set(near)) >= 3

@@ -49,15 +49,15 @@ def test_without_affinity_all_cores_count(monkeypatch):
 
 
 def test_the_most_memory_that_was_held_is_in_bytes():
-    """However the system counts: an array of 64 MB is in it, and it is less than the machine
-    has."""
+    """On every system, an array of 64 MB is counted, and the result is less than the machine's
+    memory."""
     held = bytearray(64 << 20)
     assert len(held) < machine.peak_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def page_faults(program: str) -> int:
-    """Of ten rounds in which a process of its own takes, fills and frees 64 MB, after one round
-    that is not counted."""
+    """The page faults of ten rounds, after one warm-up round that is not counted. A separate
+    process allocates, fills and frees 64 MB in each."""
     rounds = "x = numpy.ones(8 << 20); del x\n"
     counted = "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)"
     begin = "begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
@@ -76,7 +76,7 @@ def test_memory_that_is_freed_is_taken_again():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_memory_that_is_kept_can_be_given_back():
-    """Also what lies below memory that is in use."""
+    """Freed memory below memory in use can be given back, too."""
     held = "int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') >> 20"
     program = f"""
 import os, numpy

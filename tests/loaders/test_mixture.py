@@ -1,5 +1,5 @@
-"""Shares are kept, every sample of a source comes once and in order, and who is next depends on the
-sample's number alone."""
+"""Shares are kept, every sample of a source comes once and in order, and the next source depends on
+the sample's number alone."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def test_shares_are_kept_and_samples_handed_out_in_order():
         np.testing.assert_array_equal(number[source == k], np.arange((source == k).sum()))
         for n in (BLOCK, 2 * BLOCK, 3 * BLOCK):
             assert abs((source[:n] == k).mean() - share) <= 1 / BLOCK
-        assert abs((source[:1000] == k).mean() - share) < 0.05  # mixed within a block, not side by side
+        assert abs((source[:1000] == k).mean() - share) < 0.05  # mixed within a block, not one source after the other
     assert (source[:BLOCK] != source[BLOCK : 2 * BLOCK]).any()
     assert (Mixture(SHARES, seed=4)(np.arange(BLOCK))[0] != source[:BLOCK]).any()
 

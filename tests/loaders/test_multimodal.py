@@ -1,5 +1,5 @@
-"""Windows of a stored film: what is in a row, who shares what with whom, the haemodynamic response,
-errors, memory."""
+"""Windows of a stored film: the content of a row, what rows share, the haemodynamic response,
+errors and memory."""
 
 import json
 import math
@@ -24,7 +24,7 @@ VOLUMES, FRAMES, TIMES = 30, 218, 305
 
 
 def make(folder, *, viewers=3, audio="codes", volumes=VOLUMES, dtype=np.float16):
-    """Every frame, code and embedding is known by its value."""
+    """A film whose every frame, code and embedding is known by its value."""
     (folder / "fmri").mkdir(parents=True)
     np.save(folder / "video.npy", np.arange(FRAMES, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 3), np.uint8))
     times = np.arange(TIMES)[:, None] * 3 + np.arange(2)
@@ -136,7 +136,7 @@ def test_test_windows_share_nothing_with_training_windows(tmp_path, hrf, share):
     taps = 4
 
     def reads(volumes):
-        """Everything that rows of these volumes are made of."""
+        """Everything that these volumes' rows are made of."""
         found = set()
         for v in volumes:
             for name, rate, n, length in (("video", FPS, 8, FRAMES), ("audio", RATE, 10, TIMES)):
@@ -152,13 +152,13 @@ def test_test_windows_share_nothing_with_training_windows(tmp_path, hrf, share):
 
 @pytest.mark.parametrize(("hrf", "expected"), [((), [26, 28, 29]), (("text",), [29])])
 def test_a_segment_that_lasts_over_the_border_is_tested_on_by_no_row(config, hrf, expected):
-    """Three segments; the second begins in training, volume 20, and is in rows to 25; 27 shows the
-    first one again."""
+    """Three segments. The second begins in training, at volume 20, and is in rows up to 25. Volume
+    27 shows the first one again."""
     segment = np.repeat([0, 1, 2], [20, 6, 4])
     segment[27] = 0
     since = [int(np.flatnonzero(segment == s)[0]) for s in segment]
     amend(config, text_since=since)
-    config = replace(config, hrf=hrf, hrf_seconds=3.0)  # two taps: a row has its own text, and that of the one before
+    config = replace(config, hrf=hrf, hrf_seconds=3.0)  # two taps: a row has its own text, and that of the previous row
     splits = multimodal.split_volumes(config)
     assert len(splits.train) == 24
     assert splits.test.tolist() == expected
@@ -273,7 +273,7 @@ def test_an_invalid_dataset_json_is_reported(config, content):
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\3\4", None])
 def test_an_array_that_is_broken_or_empty_is_reported(config, content):
-    """By its name."""
+    """The error names the array."""
     path = pathlib.Path(config.path) / "fmri" / "s1.npy"
     if content is None:
         np.save(path, np.zeros((30, 0), np.float16))
@@ -325,7 +325,7 @@ def test_a_split_that_segments_leave_nothing_of_names_them(config):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_contents_that_no_step_should_see_are_reported_before_the_first(config, monkeypatch, tmp_path, known):
-    """A folder made by hand: with checksums, or without."""
+    """A folder made by hand, with or without checksums."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     folder = pathlib.Path(config.path)
     info = json.loads((folder / "dataset.json").read_text())
@@ -360,7 +360,7 @@ def test_contents_that_no_step_should_see_are_reported_before_the_first(config, 
 
 
 def test_checksums_are_read_in_any_case_and_each_is_of_a_file(config, monkeypatch, tmp_path):
-    """As `sha256sum`, and other programs, write them into a folder made by hand."""
+    """A hand-made folder may have checksums as `sha256sum` and other programs write them."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     sums = json.loads((pathlib.Path(config.path) / "dataset.json").read_text())["files"]
     load = lambda: multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0).fingerprint  # noqa: E731
@@ -408,7 +408,7 @@ print(json.dumps([seen[1], max(seen[2:]), seen[-1]]))
     ("viewers", "volumes", "batches"), [(2, 60, 6), pytest.param(17, 920, 782, marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
-    """The slow one is an epoch of 17 viewers × 920 volumes × 77,347 voxels, 3.9 GB of files that
+    """The slow case is an epoch of 17 viewers × 920 volumes × 77,347 voxels: 3.9 GB of files that
     hold 25 GB of windows."""
     command = [sys.executable, "-c", FULL, *map(str, (viewers, volumes, 77_347, batches))]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path)}
@@ -420,7 +420,7 @@ def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
 
 
 def test_the_demo_film_can_be_read_at_its_size(tmp_path, monkeypatch):
-    """numpy lays large results out in another order than small ones."""
+    """The memory layout of large results differs from that of small ones in numpy."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     facts = multimodal.facts(Config(path="demo"))
     assert (facts["n_subjects"], facts["n_train"], facts["n_test"], facts["n_voxels"]) == (4, 576, 144, 2000)

@@ -23,7 +23,7 @@ def test_places_are_independent_of_each_other():
 
 
 def test_order_is_pinned():
-    """Checkpoints rely on it: when these numbers change, VERSION must change in order.py and in
+    """Checkpoints rely on these numbers: if they change, VERSION must change in order.py and in
     order.rs."""
     assert order.VERSION == _rust.ORDER_VERSION == 1
     assert _rust.permutation(42, 3, 10, np.arange(10)).tolist() == [4, 0, 5, 1, 8, 9, 7, 3, 2, 6]
@@ -41,8 +41,8 @@ def test_order_looks_random(n):
     assert abs(np.corrcoef(first, second)[0, 1]) < bound
     assert abs(np.corrcoef(first, i)[0, 1]) < bound
     assert (first == second).sum() < 12  # Poisson with mean 1
-    # Shards of a batch: what a shuffle buffer gets wrong. 2048 rows against 64 shards, chi-square
-    # with 63 degrees of freedom.
+    # The shards of a batch, which a shuffle buffer gets wrong: 2048 rows against 64 shards,
+    # chi-square with 63 degrees of freedom.
     shards = np.bincount(first[: n // 4] * 64 // n, minlength=64)
     mean = n / 4 / 64
     assert ((shards - mean) ** 2 / mean).sum() < 63 + 5 * np.sqrt(2 * 63)
@@ -80,8 +80,8 @@ def test_blocks_are_contiguous_within_one_shard():
 
 
 def test_a_window_of_the_block_order_holds_whole_blocks():
-    """So the bytes to read ahead are runs: of 40 blocks of 25 rows, each 8 come together, and in
-    another order each epoch."""
+    """The bytes to read ahead form runs: of 40 blocks of 25 rows, each 8 come together, in a
+    different order each epoch."""
     stops = np.arange(25, 1001, 25)
     first, second = (_rust.block_order(7, epoch, stops, 8, np.arange(1000)) for epoch in (0, 1))
     windows = [set(window // 25) for window in first.reshape(5, 200)]
@@ -91,7 +91,7 @@ def test_a_window_of_the_block_order_holds_whole_blocks():
 
 
 def test_the_block_order_is_pinned():
-    """Checkpoints rely on it: when these numbers change, VERSION must change in order.py and in
+    """Checkpoints rely on these numbers: if they change, VERSION must change in order.py and in
     order.rs."""
     found = _rust.block_order(42, 3, np.array([3, 6, 8, 12]), 2, np.arange(12))
     assert found.tolist() == [10, 3, 8, 11, 4, 5, 9, 6, 0, 1, 7, 2]

@@ -38,8 +38,8 @@ def many(n=400, seed=0):
     "options", [{}, {"use_dictionary": False}, {"dictionary_pagesize_limit": 20_000}, {"write_page_index": True}]
 )
 def test_rows_of_many_pages_in_any_order(tmp_path, codec, options):
-    """A chunk of many pages, and one whose dictionary became too large, so that it goes on
-    without."""
+    """A chunk of many pages, and one whose dictionary became too large, so that it continues
+    without it."""
     encoded = many()
     shard = corpus.write_parquet(
         tmp_path / "s.parquet",
@@ -128,7 +128,7 @@ def test_columns_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_broken_shards_never_crash(tmp_path, codec):
-    """Whatever a byte says, reading ends with rows or with a ValueError that names the shard."""
+    """For any changed byte, reading ends with rows or with a ValueError that names the shard."""
     shard = corpus.write_parquet(tmp_path / "w.parquet", rows(), compression=codec, row_group_size=3)
     whole = np.frombuffer(shard.read_bytes(), np.uint8)
     rng, path, failed = np.random.default_rng(0), tmp_path / "b.parquet", 0
@@ -186,7 +186,7 @@ def test_the_pipeline_reads_parquet_as_it_reads_arrow(tmp_path, codec):
 
 
 def files(folder, n=4):
-    """A shard of paths without bytes, and the files that they name."""
+    """A shard of paths without bytes, and the files at these paths."""
     for i in range(n):
         (folder / f"{i}.wav").write_bytes(corpus.wav(i))
     return corpus.table([None] * n, [0] * n)
@@ -218,8 +218,8 @@ def test_a_pipe_in_place_of_a_recording_is_no_hang(tmp_path):
 
 
 def test_any_number_of_shards_with_few_descriptors(tmp_path):
-    """150 shards, half of them Parquet, and recordings in files of their own, under a limit of 40
-    descriptors."""
+    """150 shards, half of them Parquet, and recordings in separate files are read under a limit of
+    40 descriptors."""
     table = files(tmp_path, 2)
     wavs = corpus.table([corpus.wav(9, 0.2), corpus.wav(8, 0.2)], [1, 1])
     for k in range(50):

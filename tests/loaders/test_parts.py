@@ -1,5 +1,5 @@
-"""Rows that are parts of recordings: which samples they hold; channels; short clips; windows of
-long files."""
+"""Rows that are parts of recordings: their samples, channels, short clips, and windows of long
+files."""
 
 import io
 import os
@@ -25,7 +25,7 @@ RATE = 32_000
 
 
 def write(folder: pathlib.Path, rows: list[dict], names=("a", "b")) -> pathlib.Path:
-    """A shard of an index, of rows {path, start, end, channel, label}."""
+    """A shard of an index with rows {path, start, end, channel, label}."""
     kind = store.schema(list(names))
     full = {name: [row.get(name) for row in rows] for name in kind.names}
     full["audio"] = [{"bytes": None, "path": row["path"]} for row in rows]
@@ -51,8 +51,8 @@ def batch(index, n, *, train=False, epoch_of=0, **options):
 
 
 def ramp(n: int, channels: int = 1) -> np.ndarray:
-    """int16 samples that say where they are: sample i of channel c is i % 10007 + 10007 c, at most
-    2 channels."""
+    """int16 samples that encode their place: sample i of channel c is i % 10007 + 10007 c, with at
+    most 2 channels."""
     return (np.arange(n)[:, None] % 10007 + 10007 * np.arange(channels)[None]).astype(np.int16)
 
 
@@ -91,8 +91,8 @@ def test_a_crop_longer_than_its_part_holds_what_surrounds_it(ramps):
 
 
 def test_recordings_that_are_slower_than_life(tmp_path):
-    """A file of 25.6 kHz, expanded ten times, gives the bytes of one of 256 kHz; times of rows are
-    the file's."""
+    """A file of 25.6 kHz, expanded ten times, gives the bytes of one of 256 kHz. Times of rows
+    refer to the file."""
     rate, form = 256_000, {"form": "float32", "clip_samples": 12_800, "n_frames": 48}
     wave = (8000 * corpus.noise(3, 0.2, rate)).astype(np.int16)
     bank = filter_bank(FrontEnd(sample_rate=rate, window_ms=4.0, hop_ms=1.0, f_min=9_900.0, n_mels=32))
@@ -141,7 +141,7 @@ def test_channels(ramps):
         np.testing.assert_array_equal(second, left + 10007)
         assert abs(mean - (left + 10007 / 2)).max() <= 0.5
     assert [index.part(i)[2] for i in range(3)] == [-1, 0, 1]
-    # A row that names none takes the pipeline's.
+    # A row without a channel takes the pipeline's channel.
     np.testing.assert_array_equal(batch(index, 1, channel=1)[0][0], left + 10007)
 
 
@@ -151,7 +151,7 @@ def test_channels(ramps):
 def test_each_channel_is_that_of_a_whole_decode(kind, subtype):
     rate = 48_000
     wave = np.stack([corpus.noise(i, 1.5, rate) for i in (1, 2)], 1)
-    wave[: rate // 2, 1] = wave[: rate // 2, 0]  # where the stereo coding has something to do
+    wave[: rate // 2, 1] = wave[: rate // 2, 0]  # so that the stereo coding has an effect
     data = corpus.encode(wave, rate, kind, subtype)
     mean, _, n = _rust.decode(data)
     first, second = (_rust.decode(data, 0, None, c)[0] for c in (0, 1))
@@ -270,7 +270,7 @@ def test_a_row_without_a_recording_is_refused(ramps):
 
 
 def test_events_read_as_clips_are_an_error(tmp_path):
-    """As in BirdSet's test: the recording of a row is there several times, and rows say when their
+    """As in BirdSet's test set, a row's recording appears several times, and rows state when their
     event begins."""
     rows = corpus.table([corpus.wav(0)] * 3, [0, 1, 0])
     for paths, starts, mistaken in ((["a", "a", "b"], [0.0, 4.0, 2.0], True), (["a", "b", "c"], [0.0, 4.0, 2.0], False),
@@ -341,14 +341,14 @@ def test_other_formats_are_read_more_slowly_and_counted(tmp_path, codec, contain
     assert abs(whole[3000 : n - 3000] - wave[3000 : n - 3000].mean(1)).mean() < loss
     second = _rust.decode(data, 0, None, 1)[0]
     assert abs(second[3000 : n - 3000] - wave[3000 : n - 3000, 1]).mean() < loss
-    noise = 1e-2 if codec == "aac" else 0.0  # AAC fills bands with noise that is drawn anew
+    noise = 1e-2 if codec == "aac" else 0.0  # AAC fills bands with noise that is drawn at each decoding
     for start, length in ((1, 1000), (33_333, 5000), (frames - 2000, 2000)):
         np.testing.assert_allclose(_rust.decode(data, start, length)[0], whole[start : start + length], atol=noise)
     (tmp_path / "a.bin").write_bytes(data)
     assert _rust.recording_info(tmp_path / "a.bin") == (rate, frames, 2, True)
     index = _rust.Index([write(tmp_path, [dict(path="a.bin", start=0.5, end=1.5)])])
     assert batch(index, 1)[2]["slow_rows"] == 1
-    for cut in (10, 100, len(data) // 2):  # damaged ones are an error or end early, and nothing worse
+    for cut in (10, 100, len(data) // 2):  # damaged files raise an error or end early, and nothing worse happens
         try:
             _rust.decode(data[:cut])
         except ValueError as error:
@@ -372,7 +372,7 @@ def test_sizes_of_64_bits(tag, size):
 
 @pytest.mark.parametrize("kind", ["RF64", "wrapped"])
 def test_beyond_4_gib(tmp_path, kind):
-    """A sparse file of 5 GiB, whose header has 64 bits, or what is left of its size in 32."""
+    """A sparse file of 5 GiB whose header has 64 bits, or the lower 32 bits of its size."""
     n = 5 << 30
     ds64 = b"ds64\x1c\0\0\0" + bytes(8) + n.to_bytes(8, "little") + bytes(12) if kind == "RF64" else b""
     head = riff(b"", 0xFFFFFFFF if ds64 else n % (1 << 32), b"RF64" if ds64 else b"RIFF", ds64, RATE)
@@ -392,8 +392,8 @@ def test_beyond_4_gib(tmp_path, kind):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
 def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
-    """A file that is mapped counts, as far as it was read; of half an hour that is read from end to
-    end, little stays."""
+    """A mapped file counts as far as it was read. Little of half an hour stays after it is read
+    from end to end."""
     n = 200 << 20
     with open(tmp_path / "a.wav", "wb") as file:
         file.write(riff(b"", n, rate=RATE))
@@ -411,19 +411,19 @@ def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
 
 @pytest.mark.parametrize("kind, mode", [("WAV", None), ("FLAC", None), ("OGG", None), ("MP3", "CONSTANT"), ("MP3", "VARIABLE")])
 def test_windows_of_a_long_file_equal_slices_of_a_whole_decode(tmp_path, kind, mode):
-    """A hundred seconds; tools/bench_windows.py has two hours. MP3 of a variable bit rate gets a
-    seek table on the way."""
+    """A recording of a hundred seconds (tools/bench_windows.py has two hours). MP3 with a variable
+    bit rate gets a seek table on the way."""
     rate, seconds = 32_000, 100
     swell = np.repeat(np.random.default_rng(0).uniform(0.001, 0.3, seconds * 10), rate // 10)
     wave = (np.random.default_rng(1).standard_normal(rate * seconds) * swell * 0.3).astype(np.float32)
     path = tmp_path / "long"
     options = {"bitrate_mode": mode, "compression_level": 0.9} if mode else {}
     with soundfile.SoundFile(path, "w", rate, 1, format=kind, **options) as file:
-        # Of more at once libsndfile's encoder of Vorbis runs out of stack.
+        # With more at once, libsndfile's Vorbis encoder overflows its stack.
         for part in wave.reshape(seconds, rate):
             file.write(part)
     data = path.read_bytes()
-    if mode == "VARIABLE":  # without the tag that would give the number of frames
+    if mode == "VARIABLE":  # without the tag that would state the number of frames
         data = data.replace(b"Xing", b"XXXX", 1)
         path.write_bytes(data)
     whole, _, frames = _rust.decode(data)

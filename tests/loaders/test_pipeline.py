@@ -31,7 +31,7 @@ FORMATS = [
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """37 recordings of 0.05 to 0.6 s in all codecs, in two shards; the shortest are shorter than a
+    """37 recordings of 0.05 to 0.6 s in all codecs, in two shards. The shortest are shorter than a
     clip."""
     encoded = []
     for i in range(37):
@@ -135,13 +135,13 @@ def test_the_test_split_ends_after_every_recording_once(mixed):
 
 
 def reference(index, row, train, epoch=0, seed=1):
-    """A row by the extension's parts, put together in Python."""
+    """A row made by the extension's parts, joined in Python."""
     _, rate, n = _rust.decode(index.encoded(row))
     want = -(-CLIP * rate // 32_000)
     if n >= want:
         start = order.crop_start(seed, epoch, row, n - want + 1) if train else (n - want) // 2
         wave = _rust.resample(_rust.decode(index.encoded(row), start, want)[0], rate, 32_000)[:CLIP]
-        inner = slice(None) if rate == 32_000 else slice(2, -2)  # the pipeline decodes more on both sides of a crop
+        inner = slice(None) if rate == 32_000 else slice(2, -2)  # the pipeline decodes extra samples on both sides of a crop
     else:
         wave = _rust.resample(_rust.decode(index.encoded(row))[0], rate, 32_000)
         left = 0 if train else (CLIP - len(wave)) // 2
@@ -163,8 +163,8 @@ def test_rows_hold_the_crop_that_the_reference_names(mixed):
 
 
 def test_views_are_crops_of_one_recording(mixed):
-    """Each is what the reference draws for it; one decode of overlapping views or one for each give
-    the same rows."""
+    """Each view is the one that the reference draws for it. One decode of overlapping views, or one
+    for each view, gives the same rows."""
     for train in (True, False):
         found = take(make(mixed, train=train, batch=37, views=3), 1)
         assert found["spectrogram"].shape == (1, 37, 3, N_FRAMES, 128)
@@ -218,8 +218,8 @@ def test_bf16_is_the_nearest(mixed):
 
 @pytest.mark.parametrize("views", [1, 3])
 def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
-    """Of every format, length and rate: the spectrogram of the samples is the row of the other
-    form, but for their 16 bits."""
+    """For every format, length and rate, the spectrogram of the samples is the row of the other
+    form, except for the rounding to 16 bits."""
     options = dict(train=False, batch=37, views=views)
     rows, waves = (take(make(mixed, form=form, **options), 1) for form in ("float32", "waveform"))
     assert waves.keys() - {"waveform"} == rows.keys() - {"spectrogram"} and waves["waveform"].dtype == np.int16
@@ -230,7 +230,7 @@ def test_waveforms_are_what_the_filter_bank_would_take(mixed, views):
     expected = rows["spectrogram"].reshape(-1, N_FRAMES, 128)
     for wave, row in zip(found, expected, strict=True):
         other = _rust.front_end(wave, 32_000, CLIP, N_FRAMES)
-        loud = row >= row.max() - np.log(1e5) / 8.86  # what 16 bits leave alone
+        loud = row >= row.max() - np.log(1e5) / 8.86  # values that the rounding to 16 bits does not change
         assert np.abs(other - row)[loud].max(initial=0) < 0.05
 
 
@@ -253,7 +253,7 @@ def test_batches_follow_the_block_order(mixed):
 
 
 def test_the_block_order_reads_ahead_and_not_too_far(mixed):
-    """The rows of this window and of the next are asked for, those of other processes and of later
+    """The rows of this window and of the next are requested. Rows of other processes and of later
     windows are not."""
     sizes = np.array([len(mixed.encoded(row)) for row in range(37)])
     stops = order.block_stops(np.arange(37), mixed.first_rows, 4)
@@ -266,8 +266,8 @@ def test_the_block_order_reads_ahead_and_not_too_far(mixed):
         while not pipeline.diagnostics()["bytes_ahead"] and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.3)
-        # The queue is full: the workers stand at place 12 at most, which is in the third window of
-        # two blocks or before it.
+        # The queue is full: the workers are at place 12 at most, which is in the third window of
+        # two blocks, or earlier.
         reach = lengths[:8].sum()
         mine = np.isin(np.arange(reach) % 4, np.arange(*ranges[0]))
         assert reach < 37 and 0 < pipeline.diagnostics()["bytes_ahead"] <= sizes[places[:reach]][mine].sum()
@@ -288,7 +288,7 @@ def broken(seed):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """200 recordings of which 2 (1 %) are broken."""
+    """200 recordings, 2 of which (1 %) are broken."""
     encoded = [corpus.wav(i, 0.2) for i in range(200)]
     encoded[17], encoded[130] = broken(0), broken(3)
     return open_index(tmp_path_factory.mktemp("damaged"), encoded)
@@ -412,7 +412,7 @@ def test_jax_aliases_a_slab_and_keeps_it_from_being_used_again(mixed):
         np.testing.assert_array_equal(on_device, copy)
     del held, on_device, batch
     gc.collect()
-    limit = 1 + 2 + 3  # as below: what waits, what is in work, what is handed out
+    limit = 1 + 2 + 3  # as below: waiting, in work, and handed out
     for _ in range(30):
         pipeline.next()
     assert pipeline.diagnostics()["slabs"] <= limit, "slabs come back when JAX lets go of them"
@@ -457,7 +457,7 @@ def test_the_queue_is_bounded(mixed):
     while (found := pipeline.diagnostics())["queued"] < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert found["queued"] == 4  # depth, and the one that was being filled
+    assert found["queued"] == 4  # the depth, and the batch that was being filled
     assert pipeline.diagnostics()["rows"] == 5 * 8
 
 
@@ -488,7 +488,8 @@ def test_diagnostics_name_the_stages(mixed):
 
 
 def test_diagnostics_count_bytes_touched_and_bytes_needed(tmp_path):
-    """Of ten recordings of 10 s a crop of 0.175 s needs a sixtieth; of a crop's own length, all."""
+    """A crop of 0.175 s needs a sixtieth of recordings of 10 s. Of recordings as long as a crop it
+    needs all."""
     for seconds, share in ((10.0, CLIP / 320_000), (CLIP / 32_000, 1.0)):
         encoded = [corpus.wav(i, seconds) for i in range(10)]
         index = open_index(tmp_path / str(seconds), encoded)
@@ -502,7 +503,7 @@ def test_diagnostics_count_bytes_touched_and_bytes_needed(tmp_path):
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """A batch of these takes one thread many seconds."""
+    """A thread needs many seconds for one of these batches."""
     return open_index(tmp_path_factory.mktemp("slow"), [corpus.wav(i, 6.0, 44_100) for i in range(4)])
 
 
@@ -561,7 +562,8 @@ def run(code: str, *arguments) -> subprocess.Popen:
 
 
 def test_ctrl_c_ends_a_wait_within_half_a_second(slow, tmp_path):
-    """Half a second of each thread, in CPU time: a busy machine stretches the clock's."""
+    """Each thread gets half a second of CPU time, since wall-clock time varies on a busy
+    machine."""
     shard = corpus.write(tmp_path / "0.arrow", corpus.table([corpus.wav(0, 6.0, 44_100)], [0]))
     process = run(
         f"""
@@ -626,8 +628,8 @@ def test_memory_does_not_grow(tmp_path):
 
 @pytest.mark.slow
 def test_an_hour_of_batches_takes_no_more_memory_than_a_minute(tmp_path):
-    """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, views, bf16, block
-    order, a bad recording."""
+    """6,000 batches (an hour at 0.6 s a step) of Arrow and compressed Parquet, with views, bf16,
+    block order and a bad recording."""
     encoded = [corpus.wav(i, 0.3, rate) for i, rate in enumerate([22_050, 32_000, 48_000, 44_100] * 5)]
     encoded[7] = broken(1)
     table = corpus.table(encoded, [0] * len(encoded))

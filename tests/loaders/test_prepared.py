@@ -1,5 +1,5 @@
-"""Prepared recordings: the rows of their source, the same bytes from each process, and every way to
-break them."""
+"""Prepared recordings: the same rows as their source, the same bytes from each process, and an
+error for every kind of damage."""
 
 import fcntl
 import hashlib
@@ -30,7 +30,7 @@ KINDS = [("WAV", None, 32_000, 1), ("FLAC", None, 48_000, 2), ("OGG", "VORBIS", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two shards of twelve recordings of several kinds, one of them broken and one shorter than a
+    """Two shards of twelve recordings of several kinds. One is broken, and one is shorter than a
     crop."""
     encoded = []
     for k, (kind, subtype, rate, channels) in enumerate(KINDS):
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def rows(path, n=3, **options):
-    """n batches of training, in full: [index, label, epoch] and the samples, and the loader's
+    """n batches of training, in full: [index, label, epoch], the samples, and the loader's
     diagnostics."""
     config = Config(train=str(path), **{**CONFIG, **options})
     loader = make_loader(config, split="train", rows=Rows(8, ((0, 8),)), seed=SEED)
@@ -84,7 +84,7 @@ def test_rows_are_those_of_the_recordings_in_the_same_order(folder, tmp_path, pa
         whole = _rust.resample(wave, rate, RATE) if rate != RATE else wave
         assert np.abs(now - 32_768 * whole[at : at + CLIP]).max() <= 1.01, (row, rate)
         assert np.sqrt(np.mean((now.astype(float) - was) ** 2)) < 0.9 * was.std(), "at most half a sample apart"
-    # A spectrogram of a recording at the front end's rate differs by rounding alone.
+    # Spectrograms of recordings at the front end's rate differ only by rounding.
     same = numbers[:, 0] % 4 == 0
     old, new = (rows(path, form="spectrogram")[1][same] for path in (folder, out))
     assert np.abs(old - new).max() < 0.02
@@ -141,7 +141,7 @@ def test_an_index_keeps_its_rows_and_parts(tmp_path):
     again, after, _ = rows(out)
     np.testing.assert_array_equal(again, numbers)
     likeness = [np.corrcoef(was, now)[0, 1] for was, now in zip(before, after, strict=True)]
-    assert min(likeness) > 0.5, likeness  # half a sample apart; another channel or part would have none
+    assert min(likeness) > 0.5, likeness  # half a sample apart; a different channel or part would have none
 
 
 def test_recordings_that_do_not_fit_are_refused_by_name(folder, tmp_path):
@@ -155,7 +155,7 @@ def test_recordings_that_do_not_fit_are_refused_by_name(folder, tmp_path):
         prepared.prepare(str(out), tmp_path / "twice", prepared.Settings())
     with pytest.raises(DataError, match="holds other things"):
         prepared.prepare(str(folder), folder, prepared.Settings())
-    # A recording that came from elsewhere is refused by its own words.
+    # A recording from elsewhere is refused with a message of its own.
     (out / prepared.NAME).unlink()
     with pytest.raises(DataError, match="was prepared at 24000 Hz .* the front end takes 32000 Hz"):
         rows(out)

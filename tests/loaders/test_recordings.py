@@ -1,4 +1,5 @@
-"""jaxtrain index: the same rows from every source, every mistake named, nothing half written."""
+"""jaxtrain index gives the same rows from every source, names every error, and never leaves a
+half-written index."""
 
 import json
 import os
@@ -54,8 +55,8 @@ def recordings(tmp_path):
 
 
 def raven(folder: pathlib.Path, events=EVENTS, names=SECONDS) -> list[pathlib.Path]:
-    """A selection table for each recording, as Raven writes it: each selection for both of its
-    views."""
+    """A selection table for each recording, as Raven writes it. Each selection appears in both of
+    its views."""
     paths = []
     columns = ["Selection", "View", "Channel", "Begin Time (s)", "End Time (s)", "Low Freq (Hz)", "High Freq (Hz)", "Species"]
     for name in names:
@@ -128,7 +129,7 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
     names = json.loads((tmp_path / "raven" / "index.json").read_text())["classes"]
     assert names == sorted(SPECIES) and [names[r["label"]] for r in found["raven"]] == [e[3] for e in EVENTS]
     assert all(r["rate"] == RATE and r["channels"] == 1 for r in found["raven"])
-    # Whole recordings: a folder, and a table that says the same.
+    # Whole recordings: a folder, and a table with the same content.
     for name in SECONDS:
         species = next(e[3] for e in EVENTS if e[0] == name)
         (recordings / species).mkdir(exist_ok=True)
@@ -140,17 +141,17 @@ def test_every_source_gives_the_same_rows_and_batches(recordings, tmp_path, caps
     assert rows(tmp_path / "folder") == rows(tmp_path / "whole")
     assert batches(tmp_path / "folder") == batches(tmp_path / "whole")
     assert batches(tmp_path / "folder", multilabel=True) == batches(tmp_path / "whole", multilabel=True)
-    # The large recipes take an index wherever they take shards.
+    # The large recipes accept an index wherever they accept shards.
     for name in ("xcm", "xcl"):
         config, problems = config_lib.read(f"{name}:{tmp_path / 'folder'}", [("workdir", str(tmp_path / "run"))])
         assert not problems and (config.model.n_classes, config.data.short) == (4, "origin")
 
 
 def test_other_tables(recordings, tmp_path, capsys):
-    """opensoundscape's classes in columns, BirdNET's results, Kaleidoscope, AudioSet's strong
-    labels, a list of paths.
+    """Classes in columns as opensoundscape has them, BirdNET's results, Kaleidoscope, AudioSet's
+    strong labels, and a list of paths.
 
-    And a table that Excel wrote, whose first line says the separator.
+    One more is a table that Excel wrote, whose first line states the separator.
     """
     names = sorted(SPECIES)
     hot = [",".join(("file", "start_time", "end_time", *names))]
@@ -169,7 +170,7 @@ def test_other_tables(recordings, tmp_path, capsys):
         label = ["--label-column", "Scientific name"] if name == "birdnet.csv" else []
         index(tmp_path / name, "--audio", recordings, "--out", tmp_path / "out", *label, capsys=capsys)
         assert [(r["audio"]["path"], r["start"], r["end"], r["labels"]) for r in rows(tmp_path / "out")] == wanted, name
-    # AudioSet's table of clips: times are those of the film, and the recording is the clip.
+    # AudioSet's table of clips: its times refer to the film, and the recording is the clip.
     clips = [("YTID", "start_seconds", "end_seconds", "positive_labels")]
     clips += [("a", "30.000", "40.000", '"/m/09x0r,/t/dd00088"'), ("c", "0.000", "10.000", '"/m/09x0r"')]
     for name, between in (("balanced.csv", ", "), ("balanced.tsv", "\t")):
@@ -188,7 +189,7 @@ def test_other_tables(recordings, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_datasets_reads_an_index(recordings, tmp_path, capsys):
-    """The library of Hugging Face: every row, with names of classes; and it would write the same
+    """Hugging Face's library reads every row, with the names of classes, and would write the same
     features."""
     datasets = pytest.importorskip("datasets")
     index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
@@ -206,7 +207,7 @@ def test_datasets_reads_an_index(recordings, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["xcm", "xcl"])
 def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name):
-    """At a small size: the rows, labels and recipe are those of the config."""
+    """At a small size, the rows, labels and recipe are those of the config."""
     index(*raven(tmp_path), "--audio", recordings, "--out", tmp_path / "out", capsys=capsys)
     small = "model.embed=32 model.depth=1 model.heads=2 model.dtype=float32 train.batch=8 train.accumulate=1"
     small += " train.steps=3 train.eval_every=0 data.threads=1 data.test_share=0.0 optim.warmup=1 metrics.every=1"
@@ -221,8 +222,8 @@ def test_the_large_recipes_train_on_an_index(recordings, tmp_path, capsys, name)
 
 @pytest.mark.slow
 def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, capsys):
-    """All formats, 2 s to 2 h, calls of four species that overlap; as tables, labels and folders,
-    in windows, as batches."""
+    """All formats, 2 s to 2 h, with overlapping calls of four species, as tables, labels and
+    folders, in windows and as batches."""
     folder, rate, hours = tmp_path / "recordings", 8000, 2
     folder.mkdir()
     kinds = {"wav": None, "flac": None, "mp3": None, "ogg": "VORBIS", "opus": "OPUS", "aiff": "PCM_16"}
@@ -251,7 +252,7 @@ def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, c
     for (source, cut), found in out.items():
         assert found == out["raven", cut], (source, cut)
     assert len(out["raven", "events"][0]) == len(events)
-    # Whole recordings: by subfolder, and a table that says the same.
+    # Whole recordings: by subfolder, and by a table with the same content.
     lines = ["file,label"]
     for k, name in enumerate(sorted(seconds)):
         species = sorted(SPECIES)[k % len(SPECIES)]
@@ -414,7 +415,7 @@ def test_the_same_command_reads_only_what_is_new(recordings, tmp_path, capsys):
     err = index(recordings, "--out", tmp_path / "out", capsys=capsys)
     assert "5 headers, 2 of them read now" in err
     assert {r["audio"]["path"]: r["end"] for r in rows(tmp_path / "out")} == {**SECONDS, "b.flac": 1.0, "e.wav": 1.0}
-    # A failed command leaves the index as it was.
+    # A failed command left the index unchanged.
     before = rows(tmp_path / "out")
     (recordings / "f.wav").write_bytes(b"")
     index(recordings, "--out", tmp_path / "out", code=2, capsys=capsys)
@@ -545,8 +546,8 @@ def test_each_channel_as_a_row(tmp_path, capsys):
 
 
 def test_an_index_may_lie_next_to_its_recordings(recordings, tmp_path, capsys, monkeypatch):
-    """In the folder that it is made of, or the folder where the command is given; the same command
-    again finds it there."""
+    """The index is written to the recordings' folder, or to the working directory. The same command
+    finds it there again."""
     for n in (4, 0):
         assert f"{n} of them read now" in index(recordings, "--out", recordings / "index", capsys=capsys)
     (tmp_path / "here").mkdir()
@@ -593,8 +594,8 @@ def test_an_index_that_moved_names_the_remedy(recordings, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not corpus.ESC10.is_dir(), reason=f"{corpus.ESC10} is not there")
 def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
-    """Its WAVs in folders by split and class; a table of them in the shards' order gives the same
-    batches byte for byte."""
+    """ESC-10's WAVs lie in folders by split and class. A table of them in the shards' order gives
+    the same batches, byte for byte."""
     from loaders import _rust
 
     lines = {"train": ["file,label"], "test": ["file,label"]}
@@ -607,7 +608,7 @@ def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
             path, flat = tmp_path / "wav" / split / name / f"{row:04d}.wav", tmp_path / "flat" / split / f"{row:04d}.wav"
             for each in (path, flat):
                 each.parent.mkdir(parents=True, exist_ok=True)
-            soundfile.write(path, wave, rate, subtype="FLOAT")  # every bit of what the loader decodes
+            soundfile.write(path, wave, rate, subtype="FLOAT")  # every bit that the loader decodes
             flat.hardlink_to(path)
             lines[split].append(f"{flat.relative_to(tmp_path / 'flat')},{name}")
     (tmp_path / "classes.txt").write_text("\n".join(source.class_names))

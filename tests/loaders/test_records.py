@@ -1,5 +1,5 @@
-"""Files made record by record: the same bytes whenever their command was interrupted, and nothing
-of another command."""
+"""Files made record by record have the same bytes after any interruption of their command, and
+nothing of another command."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Shards on a server that fails, is slow and cuts its answers short: the copies are whole, bounded
-and resumed."""
+"""Shards on a server that fails, is slow and cuts its answers short: the copies are complete,
+bounded and resumed."""
 
 import contextlib
 import http.server
@@ -23,15 +23,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Store(http.server.ThreadingHTTPServer):
-    """Serves a folder with ranges and tags; ``faults`` is asked before each part: None, or "error",
-    "short", "slow"."""
+    """Serves a folder with ranges and tags. ``faults`` is called before each part and returns None,
+    "error", "short" or "slow"."""
 
     daemon_threads = True
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.asked, self.faults = folder, [], lambda path, n: None
-        self.claim = 0  # [bytes] that every file is said to have, where not 0
+        self.claim = 0  # [bytes] that the server states as the size of every file, unless 0
 
     @property
     def url(self) -> str:
@@ -124,7 +124,7 @@ def test_a_run_reads_shards_from_an_address(store, tmp_path):
 
 
 def test_a_system_without_fdatasync_copies(store, monkeypatch):
-    """macOS has fsync alone."""
+    """On macOS there is only fsync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
     assert facts(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
 
@@ -141,7 +141,7 @@ def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):
 
 @pytest.fixture
 def long_shard(store, tmp_path, monkeypatch):
-    """65 parts, asked for one after the other."""
+    """65 parts, requested one after the other."""
     monkeypatch.setattr(remote, "TOGETHER", 1)
     monkeypatch.setattr(remote, "AT_ONCE", 1)
     content = corpus.table([corpus.wav(i, 0.5) for i in range(40)], [i % 2 for i in range(40)])
@@ -189,7 +189,7 @@ def test_an_interrupted_copy_resumes_and_a_changed_file_begins_again(store, tmp_
     store.faults = lambda name, n: "error" if n > 2 else None
     with pytest.raises(DataError, match="cannot be had after 6 tries .*; rerun to resume"):
         remote.fetch(f"{store.url}/birds/train/")
-    came = set([first for name, first in store.asked if name == shard.name][:2])  # in whichever order they were asked for
+    came = set([first for name, first in store.asked if name == shard.name][:2])  # in any order of the requests
     store.faults, store.asked = lambda name, n: None, []
     folder = pathlib.Path(remote.fetch(f"{store.url}/birds/train/"))
     assert len(came) == 2 and not came & {first for _, first in store.asked}, "two parts were there"
@@ -252,8 +252,8 @@ def test_addresses_that_hold_nothing_say_so(store):
 
 
 def test_a_bucket_of_google_through_gcsfs(tmp_path):
-    """The real client asks a stand-in; a copy whose MD5 is another is refused, and nothing of it
-    stays."""
+    """The real client requests files from a stand-in. A copy with a different MD5 is refused, and
+    nothing of it stays."""
     pytest.importorskip("gcsfs")
     objects = object_store.Store(tmp_path / "objects")
     server = object_store.Server(("127.0.0.1", 0), type("Handler", (object_store.Handler,), {"store": objects}))

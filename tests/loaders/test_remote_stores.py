@@ -29,12 +29,12 @@ print(remote.fetch({address!r}))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """What both clients ask of a store: listings, what a file is, and parts of it."""
+    """Serves the requests of both clients: listings, information about a file, and parts of it."""
 
     protocol_version = "HTTP/1.1"
     folder: pathlib.Path
     asked: collections.Counter
-    wrong = ""  # name of a file whose bytes are others than its checksum says
+    wrong = ""  # name of a file whose bytes do not match its checksum
 
     def log_message(self, *args):
         pass

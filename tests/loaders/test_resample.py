@@ -1,4 +1,4 @@
-"""The Rust resampler against sums of sines known in closed form and against libsoxr's best quality
+"""The Rust resampler is compared with sums of sines in closed form and with libsoxr's best quality
 (tests/data/resample)."""
 
 import json

@@ -47,13 +47,14 @@ def test_an_order_that_is_not_shuffled_is_reported():
     found = record(np.arange(N)[: 70 * BATCH].reshape(-1, BATCH))[-1]
     assert found["chi2_shard"] > 20 * found["chi2_shard_expected"] and found["chi2_div"] > 20
     assert found["chi2_mod"] < 0.1 < 0.9 < found["chi2_mod_expected"], "neighbours are spread too evenly"
-    # A buffer that holds a few batches: one batch says much of the next.
+    # A buffer that holds a few batches: one batch tells much about the next.
     found = record(buffered())[-1]
     assert found["acf_shard"] > 0.7 and found["acf_div"] > 0.5
 
 
 def test_the_block_order_mixes_worse_than_the_global_one_and_better_than_a_buffer():
-    """By the metrics of a run, as docs/results/loader.md shows for larger ones."""
+    """The order is compared by the metrics of a run, as docs/results/loader.md does it for larger
+    ones."""
     stops = order.block_stops(np.arange(N), STARTS, 8)
     blocks = _rust.block_order(0, 0, stops, 256, np.arange(70 * BATCH))
     assert len(np.unique(blocks)) == len(blocks)
@@ -65,8 +66,8 @@ def test_the_block_order_mixes_worse_than_the_global_one_and_better_than_a_buffe
 
 
 def buffered():
-    """The rows one after the other, through a buffer of 2,000 from which one at a random place is
-    taken at a time."""
+    """The rows in sequence, through a buffer of 2,000 from which the row at a random place is taken
+    each time."""
     rng = np.random.default_rng(0)
     buffer, out = list(range(2_000)), []
     for i in range(2_000, N):
@@ -77,7 +78,8 @@ def buffered():
 
 
 def test_a_split_is_judged_by_its_own_rows():
-    """Every other row of two shards of three; and of one shard there is nothing to say."""
+    """Two shards of three have every other row of the split. A split of one shard has no
+    measure."""
     rows = np.arange(0, N, 2)[: N // 3]
     rng = np.random.default_rng(0)
     starts = np.array([0, N // 3, 2 * N // 3])

@@ -142,7 +142,7 @@ def test_a_shard_that_is_cut_short(tmp_path, file):
             index = _rust.Index([path], label="label")
         except ValueError as error:
             assert "cut.arrow" in str(error)
-        else:  # between two messages a stream may end
+        else:  # a stream may end between two messages
             ends += 1
             assert index.n_rows in (0, 2, 4, 5)
     assert ends <= (0 if file else 12)
@@ -150,7 +150,7 @@ def test_a_shard_that_is_cut_short(tmp_path, file):
 
 @pytest.mark.parametrize("file", [False, True], ids=["stream", "file"])
 def test_broken_metadata_never_crashes(tmp_path, file):
-    """Whatever a byte says, reading ends with rows or with a ValueError that names the shard."""
+    """For any changed byte, reading ends with rows or with a ValueError that names the shard."""
     whole = np.frombuffer(corpus.write(tmp_path / "w.arrow", rows(), file=file, batch=3).read_bytes(), np.uint8)
     rng, path, failed = np.random.default_rng(0), tmp_path / "b.arrow", 0
     for trial in range(3000):

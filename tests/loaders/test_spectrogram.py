@@ -317,7 +317,8 @@ def test_esc10():
 
 
 def test_a_missing_label_names_the_columns_of_labels_and_the_override(tmp_path):
-    """In the same words for one label and for lists of them, in Arrow and in Parquet."""
+    """The message has the same words for one label and for lists of labels, in Arrow and in
+    Parquet."""
     shard = corpus.write(tmp_path / "s.arrow", small(3))
     for options in ({}, {"multilabel": True}):
         with pytest.raises(DataError) as error:
