@@ -1,5 +1,5 @@
-"""loaders/_rust.pyi says what the compiled extension has: the same names and parameters, and its
-docstrings' beginnings."""
+"""loaders/_rust.pyi describes the compiled extension: the same names and parameters, and the
+beginnings of its docstrings."""
 
 import ast
 import inspect
@@ -30,7 +30,8 @@ def test_the_stub_has_every_name_of_the_extension():
 
 
 def test_the_docstrings_are_those_of_the_extension_and_more():
-    """The extension has the first paragraph, and the stub the arguments, results and errors too."""
+    """The extension has the first paragraph. The stub also has the arguments, results and
+    errors."""
     named = {name: (getattr(_rust, name), node) for name, node in (FUNCTIONS | CLASSES).items()}
     named |= {f"{name}.{member}": (getattr(getattr(_rust, name), member), node) for (name, member), node in PUBLIC.items()}
     for name, (value, node) in {"_rust": (_rust, STUB), **named}.items():

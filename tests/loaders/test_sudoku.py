@@ -24,7 +24,7 @@ SOURCES = {
 
 
 def valid_sudoku(board, answer, side):
-    """By the rules: every digit once in each row, column and box, and the clues kept."""
+    """Checks the rules: every digit is once in each row, column and box, and the clues are kept."""
     (high, wide), digits = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[side], set(range(2, side + 2))
     grid = answer.reshape(side, side)
     boxes = grid.reshape(side // high, high, side // wide, wide).transpose(0, 2, 1, 3).reshape(side, side)
@@ -33,7 +33,7 @@ def valid_sudoku(board, answer, side):
 
 
 def valid_maze(board, answer):
-    """The path runs from start to goal, over what is free, without a branch."""
+    """The path runs from start to goal, over free cells, without a branch."""
     side = round(len(board) ** 0.5)
     board, answer = board.reshape(side, side), answer.reshape(side, side)
     start, goal, path = (1 + puzzles.MAZE.index(symbol) for symbol in "SGo")
@@ -51,7 +51,7 @@ def valid_maze(board, answer):
 
 
 def valid_lights(board, answer):
-    """Pressed one after the other, on a grid with a border that nobody sees."""
+    """Keys pressed one after the other, on a grid with an invisible border."""
     side = round(len(board) ** 0.5)
     grid = np.pad(board.reshape(side, side) == 2, 1)
     for y, x in np.argwhere(answer.reshape(side, side) == 2) + 1:
@@ -68,7 +68,7 @@ def valid(kind, board, answer):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_view_of_every_puzzle_is_valid(kind):
-    """The property that augmentation must keep; for Sudoku also that the solution stays the only
+    """The property that augmentation must keep. For Sudoku, the solution must also stay the only
     one."""
     made = sudoku.generate(SOURCES[kind], 3)["train"]
     n, views = len(made.inputs), 25
@@ -102,8 +102,8 @@ def test_a_view_is_a_function_of_seed_index_and_number_alone():
 
 
 def test_all_parts_of_the_augmentation_happen():
-    """Of a board whose cells all differ in kind: rows leave their band, digits are renamed, some
-    boards are transposed."""
+    """The cells of this board all differ in kind: rows leave their band, digits are renamed, and
+    some boards are transposed."""
     k = 4000
     cells = np.tile((np.arange(81) % 9 + 2).astype(np.uint8), (k, 1))
     (digits,) = sudoku.augment("sudoku", 0, np.arange(k), np.ones(k, np.uint64), cells)
@@ -124,7 +124,7 @@ def test_splits_are_generated_apart(kind):
 
 
 def least(board):
-    """The first of all symmetric copies of a 4 × 4 board, by trying each."""
+    """The first of all symmetric copies of a 4 × 4 board, found by trying each."""
     swaps = [np.array([[0, 1], [1, 0]])[list(k)] for k in np.ndindex(2, 2, 2)]
     lines = [(2 * band[:, None] + np.stack([first, second])[band]).ravel() for band, first, second in swaps]
     copies = []
@@ -161,15 +161,15 @@ def test_no_symmetric_copy_is_in_both_splits(kind, grade):
 
 
 def test_symmetric_solutions_are_those_that_are_known():
-    """Of 4 × 4 there are 2 different ones, of 6 × 6 49 (Pettersen), of 9 × 9 billions."""
+    """There are 2 different boards of 4 × 4, 49 of 6 × 6 (Pettersen), and billions of 9 × 9."""
     for side, fewest, most in ((4, 2, 2), (6, 45, 49), (9, 2000, 2000)):
         _, answers, _ = _rust.sudoku_generate(2000, side=side, blanks=(0, 0))
         assert fewest <= len(set(_rust.sudoku_invariant(answers).tolist())) <= most
 
 
 def test_grades_are_what_a_slow_solver_needs():
-    """Of a 9 × 9 board: singles alone, then with the removals of pairs, written out cell by
-    cell."""
+    """A 9 × 9 board is graded by singles alone, then with the removals of pairs, written out cell
+    by cell."""
     boards, _, guesses = _rust.sudoku_generate(60, side=9, blanks=(50, 60), seed=4)
     grades, backtracks = _rust.sudoku_grade(boards)
     assert set(grades.tolist()) == {0, 1, 2, 3} and (backtracks <= guesses).all()
@@ -369,7 +369,7 @@ def test_a_csv_is_drawn_from_and_its_errors_are_named(tmp_path):
 
 @pytest.mark.parametrize("side", [4, 6, 9])
 def test_an_answer_is_a_solution_only_by_its_rows_and_columns_and_boxes(side):
-    """Each of the rules is broken alone, so that none can be left out."""
+    """Each rule is broken alone, so that no check of a rule can be left out."""
     kind = next(kind for kind, of in puzzles.KINDS.items() if of == side)
     high, wide = puzzles.BOXES[kind]
     line = np.arange(side)
@@ -377,7 +377,7 @@ def test_an_answer_is_a_solution_only_by_its_rows_and_columns_and_boxes(side):
     only_columns, only_rows = np.tile(line[:, None], side), np.tile(line, (side, 1))
     no_box = (line[:, None] + line) % side  # a Latin square
     swapped = solution.copy()
-    swapped[0, :2] = swapped[0, 1::-1]  # its row and its box are right, two columns are not
+    swapped[0, :2] = swapped[0, 1::-1]  # its row and its box are right, but two columns are wrong
     turned = swapped.T if high == wide else only_rows
     boards = 2 + np.array([solution, only_columns, only_rows, no_box, swapped, turned, solution[::-1]], np.uint8)
     boards = boards.reshape(len(boards), -1)
@@ -400,7 +400,7 @@ def test_boards_have_the_cells_of_their_kind(tmp_path, kind, shape):
 
 
 def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
-    """Two groups: puzzles 0 and 1 with three rows together, puzzle 2 with two. Ids choose the
+    """Two groups: puzzles 0 and 1 have three rows together, and puzzle 2 has two. Ids choose the
     embedding."""
     inputs = np.arange(5 * 16, dtype=np.uint8).reshape(5, 16) % 5 + 1
     for split in ("train", "test"):
@@ -458,10 +458,10 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
     assert len(times) == 5 and again[0] == once[0]
     for name, parts in once[1].items():
         np.testing.assert_array_equal(parts[0], again[1][name][0])
-    for path in (tmp_path / "puzzles").iterdir():  # as a full disk leaves it
+    for path in (tmp_path / "puzzles").iterdir():  # the state that a full disk leaves
         path.write_bytes(path.read_bytes()[:500])
     assert first()[0] == once[0] and len(times) == 10
-    # What the facts said is what was generated.
+    # The dataset info describes the generated boards.
     generated = [generate(s, 11) for s in SOURCES.values()]
     assert known["n_train"] == tuple(len(g["train"].inputs) for g in generated)
     assert known["n_cells"] == max(g["train"].inputs.shape[1] for g in generated)

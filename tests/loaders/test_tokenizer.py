@@ -1,5 +1,5 @@
-"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay what they
-are."""
+"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay the
+same."""
 
 import ast
 import json
@@ -14,8 +14,8 @@ from loaders.text import tokenizer as tokenizer_lib
 from loaders.text.tokenizer import open_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Casts to integers of at most 32 bits that hold neither ids nor counts, or cannot overflow: file ->
-# how many, and why.
+# Casts to integers of at most 32 bits that do not hold ids or counts, or that cannot overflow. Maps
+# each file to their number, and the reason.
 CASTS = {
     "loaders/film/fmri.py": (1, "a mask of 0 and 1"),
     "loaders/film/demo_film.py": (2, "pixels and samples, clipped before"),
@@ -37,7 +37,7 @@ CASTS = {
 
 
 def words(folder, ids, *, added=(), **settings):
-    """A tokenizer.json of words, with ``settings`` of its file, in a folder of its own."""
+    """A tokenizer.json of words, with ``settings`` in the file, in its own folder."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[unk]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(list(added))
@@ -63,7 +63,8 @@ def test_one_text_has_the_same_tokens_every_time(tmp_path):
 
 
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
-    """By the weight of the files, and never by a token's name."""
+    """The end follows from the files in their order of precedence, and never from a token's
+    name."""
     path = words(tmp_path / "t", {"[unk]": 0, "to": 1, "</s>": 2}, added=("<eos>", "[END]"))
     opened = open_tokenizer(path)
     assert opened.ends() == () and opened.specials == {3: "<eos>", 4: "[END]"}
@@ -159,7 +160,7 @@ def test_a_number_that_does_not_fit_is_an_error():
 
 
 def narrow(node: ast.AST) -> bool:
-    """Whether a node casts an array to an integer of at most 32 bits without looking."""
+    """Whether a node casts an array to an integer of at most 32 bits without a check."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     of, name = node.func.value, node.func.attr
@@ -178,7 +179,7 @@ def narrow(node: ast.AST) -> bool:
 
 
 def test_every_narrowing_cast_of_ids_and_counts_is_checked():
-    """Others are on a list, with the reason."""
+    """Unchecked casts are on a list, with the reason."""
     found = {}
     for path in (*(ROOT / "loaders").rglob("*.py"), *(ROOT / "jaxtrain").rglob("*.py")):
         if lines := [node.lineno for node in ast.walk(ast.parse(path.read_text())) if narrow(node)]:

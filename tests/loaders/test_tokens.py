@@ -1,5 +1,5 @@
-"""Packing loses and cuts nothing that fits; rows are a pure function of position; text is read as
-nanoGPT reads it."""
+"""Packing loses nothing and does not cut a document that fits. Rows are a pure function of
+position, and text is read as nanoGPT reads it."""
 
 from dataclasses import replace
 
@@ -14,7 +14,8 @@ CONTEXT = 32
 
 
 def corpus(folder, n=300, seed=0, vocab=1000, shards=3, longest=80):
-    """Documents of random tokens; two of a length that has no prediction. Returns them."""
+    """Documents of random tokens. Two of them have a length without a prediction. Returns the
+    documents."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, n)
     lengths[[3, 47]] = (0, 1)
@@ -35,7 +36,7 @@ def config_of(path, **kwargs):
 
 
 def read(config, *, batch=8, n=None, split="train", seed=0, start=0, ranges=None):
-    """Field -> the rows of n batches (without n: of a test pass), in order."""
+    """Maps each field to the rows of n batches (without n: of a test pass), in order."""
     loader = tokens.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed)
     loader.seek(start)
     batches = [b for _, b in zip(range(loader.n_batches if n is None else n), loader, strict=False)]
@@ -43,7 +44,7 @@ def read(config, *, batch=8, n=None, split="train", seed=0, start=0, ranges=None
 
 
 def pairs_of(rows):
-    """(position, token, target) of all that count, sorted."""
+    """The sorted (position, token, target) of all places that count."""
     at = rows["mask"] > 0
     return sorted(zip(rows["positions"][at].tolist(), rows["tokens"][at].tolist(), rows["targets"][at].tolist(), strict=True))
 
@@ -65,8 +66,8 @@ def test_an_epoch_holds_every_prediction_of_every_document_once(tmp_path):
 
 
 def test_rows_hold_whole_documents_and_the_next_token_as_target(tmp_path):
-    """Segments are documents side by side; a target is the next token of its own; no document that
-    fits is cut."""
+    """Segments are whole documents, one after the other. A target is the next token of its own
+    document, and no document that fits is cut."""
     documents = corpus(tmp_path / "x")
     rows = read(config_of(tmp_path / "x"), n=20)
     texts = {d.tobytes() for d in documents}
@@ -86,7 +87,7 @@ def test_rows_hold_whole_documents_and_the_next_token_as_target(tmp_path):
 
 
 def test_best_fit_is_best_fit_decreasing():
-    """Compared with the plain rule, one length after the other."""
+    """The result is compared with the plain rule, one length after the other."""
     rng = np.random.default_rng(0)
     for capacity in (1, 7, 50, 300):
         for n in (0, 1, 40, 400):
@@ -104,7 +105,7 @@ def test_best_fit_is_best_fit_decreasing():
 
 @pytest.mark.parametrize("packing", tokens.PACKINGS)
 def test_a_batch_depends_only_on_its_position(tmp_path, packing):
-    """Any start, any batch size, any split over processes: row number s is the same."""
+    """Row number s is the same for any start, any batch size and any split over processes."""
     corpus(tmp_path / "a")
     corpus(tmp_path / "b", seed=1, n=90)
     sources = tuple(tokens.Source(str(tmp_path / name), share=share) for name, share in (("a", 2.0), ("b", 1.0)))
@@ -230,7 +231,7 @@ def test_the_report_counts_padding_and_cut_documents():
 
 
 def test_sources_whose_ids_mean_other_characters_are_refused(tmp_path):
-    """Both have eight symbols."""
+    """The sources both have eight symbols."""
     for name, text in (("a", "abcdefgh\n"), ("b", "klmnopqr\n"), ("c", "hgfedcba\n")):
         (tmp_path / f"{name}.txt").write_text(text * 50)
     both = lambda *names: config_of("", sources=tuple(tokens.Source(str(tmp_path / f"{n}.txt")) for n in names))  # noqa: E731

@@ -88,7 +88,7 @@ def program(case: dict) -> jax.stages.Lowered:
 
 
 def facts(case: dict, versions: str) -> dict:
-    """What the compiled program has: its kernels, collectives, arrays and bytes."""
+    """The contents of the compiled program: its kernels, collectives, arrays and bytes."""
     began = time.perf_counter()
     options = compile.UNTUNED if case["chips"].startswith("gpu") else {}
     said, _ = compile.ask(program(case), devices(case["chips"]), options, versions=versions)
@@ -114,7 +114,7 @@ def main() -> None:
         case = {**CASE, **given}
         try:
             found = facts(case, sys.argv[1])
-        except Exception as error:  # one that does not compile is an answer, and the others are asked for too
+        except Exception as error:  # a case that does not compile is an answer, and the others still run
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print(json.dumps({"case": given, **found}), flush=True)
 

@@ -1,5 +1,5 @@
-"""Every kernel of attention against the formula in numpy float64: causal, windows, documents, few
-key heads."""
+"""Every kernel of attention is compared with the formula in numpy float64: causal, windows,
+documents, few key heads."""
 
 import functools
 import types
@@ -73,8 +73,8 @@ def test_xla_equals_the_definition(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c["packed"]], ids=str)
 def test_padding_an_odd_length_changes_no_result(case):
-    """What cuDNN's kernel is given, by XLA: 127 places, as a ViT's patches and its CLS token
-    are."""
+    """XLA computes on the input that cuDNN's kernel gets: 127 places, like a ViT's patches and its
+    CLS token."""
     q, key, v, segments = (x[:, :127] for x in inputs())
     found = cudnn.fused(q, key, v, causal=case["causal"], window=case["window"], implementation="xla")
     assert found.shape == q.shape
@@ -85,7 +85,7 @@ def test_padding_an_odd_length_changes_no_result(case):
 @pytest.mark.parametrize(
     ("case", "shape"),
     [
-        *((case, dict(t=127)) for case in CASES[:3]),  # less than two tiles
+        *((case, dict(t=127)) for case in CASES[:3]),  # fewer than two tiles
         (CASES[2], dict(b=1, t=300, h=6, g=2, k=24)),  # three heads of a key head; five tiles
         (CASES[2], dict(b=1, t=100, h=2, g=1, k=192)),  # smaller tiles, and not a power of two of values
         (dict(causal=False, window=0, packed=True), dict(b=1, t=200, h=1, g=1, k=16)),
@@ -93,7 +93,8 @@ def test_padding_an_odd_length_changes_no_result(case):
     ids=str,
 )
 def test_flash_equals_the_definition_and_its_gradients(case, shape):
-    """The kernel for GPUs, interpreted; gradients against XLA's own of the formula."""
+    """The kernel for GPUs, interpreted. Its gradients are compared with XLA's own gradients of the
+    formula."""
     q, key, v, segments = inputs(**shape)
     segments = segments if case["packed"] else np.zeros_like(segments)
     dy = np.random.default_rng(1).normal(size=q.shape).astype("f4")
@@ -133,7 +134,8 @@ def test_splash_equals_the_definition(case):
     ("mesh", "case"), [*(((1, 4, 2), case) for case in CASES), ((1, 8, 1), CASES[2]), ((2, 2, 2), CASES[3])], ids=str
 )
 def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
-    """Each device has its part of the sequence. Gradients against XLA's own of the whole."""
+    """Each device has its part of the sequence. Gradients are compared with XLA's own gradients of
+    the whole."""
     rules = {"batch": "data", "seq": "fsdp"}
     shard = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), rules).shard
     q, key, v, segments = inputs()
@@ -158,7 +160,7 @@ def test_a_ring_of_devices_equals_the_definition_and_its_gradients(case, mesh):
 
 
 def test_a_device_of_a_ring_holds_no_more_than_its_part_times_a_chunk():
-    """Bytes that XLA plans for 8 devices, against all weights at once: T × T a head."""
+    """The bytes that XLA plans for 8 devices, compared with all weights at once: T × T a head."""
     t, h = 4096, 2
     shard = make_layout(make_mesh(1, 8, 1), {"batch": "data", "seq": "fsdp"}).shard
     ring = Ring("fsdp", 8, chunk=64)
@@ -178,7 +180,7 @@ def lowered(f, *args):
 
 
 def test_a_program_for_gpus_holds_a_fused_attention_kernel():
-    """From a machine without one: the program is lowered for CUDA, and must hold cuDNN's kernels or
+    """On a machine without a GPU, the program is lowered for CUDA, and must hold cuDNN's kernels or
     Triton's."""
 
     def loss(**case):
@@ -233,7 +235,7 @@ def test_the_kernel_is_that_of_the_devices_that_a_program_is_for(platform, capab
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_a_tpu_is_given_splash():
-    """Compiled by XLA for four chips, with heads and rows split over them: the kernel is in the
+    """XLA compiles for four chips, with heads and rows split over them. The kernel is in the
     program, forward and back."""
     devices = plan.tpu_devices(plan.parse_target("tpu:v5e:2x2"))
     shard = make_layout(make_mesh(1, 2, 2, devices=devices), {}).shard

@@ -1,8 +1,8 @@
-"""Attention compiled for eight H100s and for TPUs, without any: which kernels are called, and what
-a device holds and moves.
+"""Attention compiled for eight H100s and for TPUs, without any: the kernels called, and the data
+that a device holds and moves.
 
-The compilers are those of `--plan-setup gpu` and `--plan-setup tpu`, fetched once. Without
-them the tests skip. `FULL` has every mesh with every mask; it is slow.
+The compilers are those of `--plan-setup gpu` and `--plan-setup tpu`, fetched once. Without them the
+tests skip. `FULL` has every mesh with every mask and is slow.
 """
 
 import json
@@ -73,8 +73,8 @@ def compiled(kind: str, cases: list[dict], seconds: int = 600) -> list[dict]:
 
 
 def expected(case: dict) -> dict[str, int]:
-    """Calls of the kernels. A loop over the layers has each once; what is recomputed, twice, unless
-    it is kept."""
+    """The calls of the kernels. A loop over the layers has each once. A recomputed kernel appears
+    twice, unless its result is kept."""
     forward = 2 if case.get("remat") == "full" and case.get("train", True) else 1
     train = case.get("train", True)
     if case.get("dtype") == "float32" or by_xla(case):
@@ -85,7 +85,7 @@ def expected(case: dict) -> dict[str, int]:
 
 
 def by_xla(case: dict) -> bool:
-    """Windows that no kernel takes: over documents, or to both sides."""
+    """Windows that no kernel supports: over documents, or to both sides."""
     return bool(case.get("window")) and (case.get("packed", False) or not case.get("causal", True))
 
 
@@ -99,8 +99,8 @@ def right(found: dict) -> None:
 
 
 def test_attention_on_eight_h100s(gpu_compiler):
-    """The kernels are in the program, each device's on its own rows and heads; there is no array of
-    all weights or masks."""
+    """The kernels are in the program, and each device's kernel works on its own rows and heads. No
+    array has all weights or masks."""
     for found in compiled("gpu", FEW):
         right(found)
 
@@ -112,7 +112,7 @@ def test_attention_on_h100s_on_every_mesh_with_every_mask(gpu_compiler):
 
 
 def test_a_packed_row_of_32k_tokens_on_h100s_holds_nothing_that_grows_with_its_square(gpu_compiler):
-    """Twice the tokens are twice the bytes: an array of T² bits would be 134 MB for a row."""
+    """Twice the tokens need twice the bytes: an array of T² bits would be 134 MB for a row."""
     whole, half = compiled("gpu", [LONG, {**LONG, "tokens": LONG["tokens"] // 2}])
     right(whole), right(half)
     assert whole["temporaries"] < 2.1 * half["temporaries"], (whole, half)
@@ -142,8 +142,8 @@ def test_splash_on_every_generation_and_mesh(tpu_compiler):
 
 @pytest.mark.slow
 def test_a_packed_row_on_a_tpu_holds_nothing_that_grows_with_its_square(tpu_compiler):
-    """Twice the tokens are twice the bytes, less the 0.1 GB or so that XLA keeps in VMEM whatever
-    the length."""
+    """Twice the tokens need twice the bytes, except for the 0.1 GB or so that XLA keeps in VMEM at
+    any length."""
     short = {**LONG, "chips": "tpu:v5e:2x4"}
     lengths = [n * LONG["tokens"] for n in (1, 2, 4)]
     rows = compiled("tpu", [{**short, "tokens": tokens} for tokens in lengths], seconds=1800)

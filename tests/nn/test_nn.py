@@ -1,4 +1,4 @@
-"""Layers that workloads share, each against numbers computed some other way."""
+"""Layers that workloads share, each compared with numbers computed in another way."""
 
 import math
 import pathlib
@@ -26,13 +26,13 @@ def shard_on(data, fsdp, model, **rules):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
-    """Logits are x times the identity, so that the golden gradient by logits is the one by x;
-    labels outside count nothing."""
+    """Logits are x times the identity, so that the golden gradient by logits is the gradient by x.
+    Labels outside the vocabulary do not count."""
     g = np.load(DATA / "ce" / "ce.npz")
     logits, labels = np.tile(g["logits"], (4, 1, 1)).astype("f4"), np.tile(g["labels"], (4, 1))
     pad = -logits.shape[1] % 8
     logits, labels = np.pad(logits, ((0, 0), (0, pad), (0, 0))), np.pad(labels, ((0, 0), (0, pad)), constant_values=-100)
-    # One or two more symbols, always of logit -1e4, so that the vocabulary splits in two.
+    # One or two more symbols, always with logit -1e4, so that the vocabulary splits in two.
     n, z = logits.shape[2], float(g["z_coef"])
     more = 2 - n % 2
     logits = np.pad(logits, ((0, 0), (0, 0), (0, more)), constant_values=1)
@@ -57,7 +57,7 @@ def test_cross_entropy_and_z_loss_equal_float64(mesh, chunk):
 
 
 def test_cross_entropy_never_holds_all_logits():
-    """Bytes besides the arguments: gradients, and a chunk's logits instead of 2048 × 4096."""
+    """The bytes besides the arguments: gradients, and a chunk's logits instead of 2048 × 4096."""
     n, d, v = 2048, 8, 4096
     shard = shard_on(1, 1, 1)
 
@@ -116,7 +116,7 @@ def test_an_unknown_choice_is_reported():
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dtype):
-    """As numpy sums it in float64; with rows and columns split over devices, too."""
+    """The sum equals numpy's in float64, also if rows and columns are split over devices."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((6, 4)).astype("f4"), rng.standard_normal((8, 50, 6, 4)).astype("f4")
     dy = np.asarray(jnp.asarray(dy, dtype).astype(jnp.float32))
@@ -134,7 +134,7 @@ def test_the_gradient_of_what_stands_in_every_row_is_the_sum_over_rows(mesh, dty
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_the_gradients_of_rows_times_a_scale_are_those_of_the_formula(mesh):
-    """In float64; and no row of the scale is kept for them."""
+    """The gradients equal those in float64, and no row of the scale is kept for them."""
     rng = np.random.default_rng(0)
     y, dy = rng.standard_normal((2, 8, 6, 4)).astype("f4")
     scale, shard = rng.standard_normal(4).astype("f4"), shard_on(*mesh)
@@ -150,7 +150,8 @@ def test_the_gradients_of_rows_times_a_scale_are_those_of_the_formula(mesh):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
 def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
-    """In float64; from narrow to wide rows and back, with matrices that lie either way."""
+    """The gradients equal those in float64, from narrow to wide rows and back, with matrices of
+    either orientation."""
     rng, size = np.random.default_rng(0), {"b": 8, "t": 6, "d": 4, "m": 24, "h": 4, "k": 6}
     (of_x, of_w), of_y = (parts := equation.split("->"))[0].split(","), parts[1]
     x, w, dy = (rng.standard_normal([size[i] for i in of]) for of in (of_x, of_w, of_y))
@@ -166,7 +167,8 @@ def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
 
 @pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
 def test_on_cpus_a_product_and_its_gradients_copy_no_activations(equation):
-    """Those of an einsum do: XLA writes out, transposed, what is contracted over B and T."""
+    """Those of an einsum do: XLA writes out a transposed copy of each array that is contracted over
+    B and T."""
     size, shard = {"b": 4, "t": 96, "d": 64, "m": 128, "h": 4, "k": 32}, shard_on(1, 1, 1)
     of_x, of_w = equation.split("->")[0].split(",")
     x, w = (np.ones([size[i] for i in of], "f4") for of in (of_x, of_w))
@@ -190,8 +192,8 @@ def test_on_cpus_attention_copies_none_of_its_weights():
 
 
 def copied(f, *arrays):
-    """Sizes of the arrays that a program of f's gradients copies or transposes, as it is compiled
-    for a CPU."""
+    """The sizes of the arrays that the compiled CPU program of f's gradients copies or
+    transposes."""
     text = jax.jit(jax.grad(f, range(len(arrays)))).lower(*arrays).compile().as_text()
     shapes = re.findall(r"= f32\[([\d,]*)\]\S* (?:copy|transpose)\(", text)
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]

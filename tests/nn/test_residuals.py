@@ -1,4 +1,5 @@
-"""What a training step keeps for its backward pass, and what no device may hold whole."""
+"""The arrays that a training step keeps for its backward pass, and those that no device may hold
+whole."""
 
 import functools
 import re
@@ -34,7 +35,7 @@ def shard_on(data, fsdp, model, **rules):
 
 
 def gradient(stack, dtype, word="none"):
-    """The jaxpr of a stack's gradient by its parameters and its input."""
+    """The jaxpr of a stack's gradient with respect to its parameters and its input."""
     how, shard = {"dtype": dtype, "remat": word}, shard_on(1, 1, 1)
     stack = stack._replace(**how) if isinstance(stack, vit.Stack) else replace(stack, **how)
     if isinstance(stack, vit.Stack):
@@ -74,24 +75,24 @@ def equations(jaxpr):
 
 
 def kept(jaxpr):
-    """(dtype, values for each token) of what the forward loop writes out for every layer and
-    token."""
+    """The (dtype, values for each token) of the arrays that the forward loop writes out for every
+    layer and token."""
     forward = next(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
     p = forward.params
     n_carry = len(p["ft_in"].unpack()[1]) if "ft_in" in p else p["num_carry"]  # from jax 0.11 on: the first
     arrays = [v.aval for v in forward.outvars[n_carry:]]
-    tokens = ((L, B, T), (L, B * T))  # by row, or all rows as one dimension, as products for CPUs have them
+    tokens = ((L, B, T), (L, B * T))  # by row, or with all rows as one dimension, as products for CPUs have them
     return sorted((str(x.dtype), x.size // (L * B * T)) for x in arrays if any(x.shape[: len(t)] == t for t in tokens))
 
 
 ONE, WIDE, HALF = ("bfloat16", D), ("bfloat16", M), ("bfloat16", D // 2)
-# Inputs of both parts, q, k and v as attention reads them, what it gives, and what the activation
-# reads.
+# The inputs of both parts, q, k and v as attention reads them, its output, and the input of the
+# activation.
 KEPT = {
     "vit, gelu": [WIDE, *[ONE] * 6],
-    # And q and k before their norms, both parts before they are scaled.
+    # In addition q and k before their norms, and both parts before they are scaled.
     "vit, swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 10],
-    # And q and k before their norms; k and v have half of the heads.
+    # In addition q and k before their norms. k and v have half of the heads.
     "swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 5, *[HALF] * 3],
     "gelu": [WIDE, *[ONE] * 6],
 }
@@ -104,11 +105,11 @@ def test_a_loop_of_16_bit_layers_keeps_what_norms_and_activations_read_and_nothi
 
 @pytest.mark.parametrize("name", STACKS)
 def test_float32_layers_and_those_that_are_recomputed_whole_are_as_they_were(name):
-    """Their numbers are compared bit by bit; and what is recomputed twice has its matrices gathered
+    """Their numbers are compared bit by bit. A layer that is recomputed twice gathers its matrices
     once more."""
 
     def depth(jaxpr):
-        """How many checkpoints lie in each other."""
+        """The number of nested checkpoints."""
         found = 0
         for eqn in jaxpr.eqns:
             inner = max((depth(j) for j in inside(eqn)), default=0)
@@ -145,7 +146,7 @@ def placed(shard, x, w, index):
 @pytest.mark.parametrize(("mesh", "rules"), ON_MESHES)
 @pytest.mark.parametrize(("v", "chunk"), [(V, 3), (V, 1024), (24, 1024)])
 def test_cross_entropy_with_a_matrix_split_by_columns_is_that_of_one_device(mesh, rules, v, chunk):
-    """512 rows are more than the tokens, 24 are fewer: these are gathered."""
+    """512 rows are more than the tokens. 24 are fewer, so these are gathered."""
 
     def measure(shard, x, w, label):
         def loss(x, w):
@@ -187,7 +188,7 @@ def test_rows_of_a_table_split_by_columns_are_those_of_one_device(mesh, rules, v
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 2, 4)])
 def test_no_device_has_the_whole_embedding_or_head_or_a_gradient_of_them(mesh):
-    """Nor is anything as large summed over all devices: each has its part of a sum."""
+    """No array as large is summed over all devices, either: each has its part of a sum."""
 
     def loss(w, x, index):
         y = lookup(w, index, shard, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Continuations: the cache gives what the whole sequence gives; draws follow the distribution;
+"""Continuations: the cache gives the same as the whole sequence, draws follow the distribution, and
 environments score them."""
 
 import dataclasses
@@ -20,8 +20,8 @@ from tests.support.cases import language as language_case
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "gpt2", "window"])
 def test_the_cache_gives_what_the_whole_sequence_gives(kind):
-    """The likeliest token again and again, for prompts of several lengths, against logits of
-    everything so far."""
+    """The likeliest token is taken at each place, for prompts of several lengths, and compared with
+    logits of the whole text so far."""
     changes = {
         "gpt2": dict(norm="layer", activation="gelu", positions="learned", bias=True, qkv_bias=True, tied=True, kv_heads=0),
         "window": dict(window=3),

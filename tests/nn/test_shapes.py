@@ -37,7 +37,7 @@ RESULTS = {
     "transformer.feed_forward": "b t d",
     "transformer.head": "v d",
 }
-# Their arrays have no letters: their dimensions are any.
+# The dimensions of these functions' arrays have no letters: any shape is allowed.
 ANY = {
     "layers.gelu", "layers.layer_norm", "layers.product", "layers.project", "layers.rms_norm",
     "layers.scaled", "layers.spread", "remat.name", "transformer.norm",
@@ -46,7 +46,7 @@ ANY = {
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Every function of nn/ with arrays, in place of itself in all of its modules."""
+    """Replaces every function of nn/ with arrays by a checked one, in all of its modules."""
     return shapes.check(MODULES, monkeypatch, RESULTS)
 
 
@@ -69,7 +69,7 @@ def params_of(c):
 
 
 def call_everything():
-    """Trace models and kernels. Nothing is computed."""
+    """Models and kernels are traced. Nothing is computed."""
     shard = shard_on(1, 1, 1)
     tokens, position, segments = arrays((B, T), (B, T), (B, T), dtype="int32")
     [weight] = arrays((B, T))
@@ -124,7 +124,7 @@ def test_arrays_have_the_dimensions_of_their_names(checked):
 
 
 def test_every_public_function_of_arrays_is_checked(checked):
-    """A function whose parameters are arrays without letters is in `ANY`."""
+    """A function is in `ANY` if its parameters are arrays without letters."""
     unchecked = set()
     for module in MODULES:
         for name, function in vars(module).items():

@@ -1,4 +1,4 @@
-"""Optimizers and schedules that a config names as module:factory: trained on meshes, saved and
+"""Optimizers and schedules that a config names as module:factory are trained on meshes, saved and
 resumed."""
 
 import functools
@@ -56,7 +56,7 @@ TASK = Task(Variables(TABLE), loss, lambda variables, batch: {}, {"x": ("batch",
 
 
 def own(monkeypatch, **functions):
-    """A user's module with these functions."""
+    """Writes a user's module with these functions."""
     module = types.ModuleType("own_optim")
     vars(module).update(functions)
     monkeypatch.setitem(sys.modules, "own_optim", module)
@@ -104,8 +104,8 @@ MATRIX = [(name, mesh) for name in NAMES for mesh in MESHES]
     [pytest.param(n, m, marks=() if (n, m) in zip(NAMES, MESHES, strict=True) else pytest.mark.slow) for n, m in MATRIX],
 )
 def test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit(name, mesh, tmp_path):
-    """Parameters follow optax's own loop on one device, and the state is split as its parameters
-    are."""
+    """Parameters follow optax's own loop on one device, and the optimizer state is split like its
+    parameters."""
     run = Run(NAMES[name], MESHES[mesh])
     state = run.take(run.init(), 0, 1)
     for planned, found in zip(jax.tree.leaves(run.made.abstract.state), jax.tree.leaves(state), strict=True):
@@ -148,7 +148,7 @@ def by_optax(name, params, n):
 
 
 def updated(optim, grads, n=1, table=TABLE):
-    """Parameters, all ones before, after n updates with the same gradients; and the state."""
+    """Parameters, which begin as ones, after n updates with the same gradients, and the state."""
     tx = make_optimizer(optim, table, steps=10)
     params = jax.tree.map(lambda s: jnp.ones(s.shape), table, is_leaf=lambda x: isinstance(x, Spec))
     state = tx.init(params)
@@ -226,7 +226,7 @@ def test_an_optimizer_that_cannot_update_is_named(monkeypatch, told):
 
 
 def flat(params):
-    """Moments that no dimension of a parameter is left of."""
+    """Moments without any dimension of a parameter."""
     return jax.tree.map(lambda p: jnp.zeros(p.size), params)
 
 

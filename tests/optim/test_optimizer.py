@@ -1,5 +1,5 @@
-"""Update rules against golden numbers; which parameters decay, are frozen, have their own rate or
-rule."""
+"""Update rules match golden numbers. The tests also cover parameters that decay, are frozen, or
+have their own rate or rule."""
 
 import pathlib
 from dataclasses import replace
@@ -18,7 +18,7 @@ from jaxtrain.types import Spec
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 GOLDEN = dict(np.load(DATA / "optim" / "adamw.npz"))
-PLAIN = Optim(lr=0.01, b2=0.95, weight_decay=0.1, schedule="constant", clip=0.0)  # what the golden trajectories ran with
+PLAIN = Optim(lr=0.01, b2=0.95, weight_decay=0.1, schedule="constant", clip=0.0)  # the settings of the golden trajectories
 
 
 def table(tree):
@@ -57,8 +57,7 @@ def test_adamw_equals_the_golden_trajectory():
 
 
 def test_the_schedule_scales_update_and_decay_alike():
-    """Two updates at half the rate: decay shrinks by (1 - lr wd / 2) where no gradient ever
-    comes."""
+    """Two updates at half the rate: decay shrinks by (1 - lr wd / 2) if no gradient ever comes."""
     params = {"w": jnp.ones(3)}
     found = run(Optim(lr=0.1, weight_decay=0.5, schedule="constant", warmup=2, lr_init=0.5), params, {"w": jnp.zeros((3, 3))})
     np.testing.assert_allclose(found["w"][:, 0], np.cumprod([1 - 0.1 * 0.5 * r for r in (0.5, 0.75, 1.0)]), rtol=1e-6)
@@ -130,7 +129,7 @@ def test_coverage_errors_list_every_offender():
 
 RULES = dict(np.load(DATA / "optim" / "rules.npz"))
 ATAN2 = Optim(name="adam_atan2", lr=0.01, b2=0.95, weight_decay=1.0, schedule="constant", clip=0.0)
-EVERYTHING = {"decayed": ".", "undecayed": "^$"}  # as the golden trajectories ran
+EVERYTHING = {"decayed": ".", "undecayed": "^$"}  # as in the golden trajectories
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,8 @@ def test_groups_with_rules_of_their_own_move_as_if_alone_and_keep_only_their_mom
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_sparse_table_moves_only_its_touched_rows(devices):
-    """Duplicates are summed; a sum of zero still decays; a row that no id names keeps its bits.
-    Split over devices too."""
+    """Duplicates are summed, a sum of zero still decays, and a row without an id keeps its bits.
+    This holds when split over devices, too."""
     ids, grads, expected = (RULES[f"sparse/{name}"] for name in ("ids", "grads", "table_float64"))
     layout = make_layout(make_mesh(1, devices, 1, devices=jax.devices()[:devices]), {})
     rows = layout.sharding(("item", None), expected[0].shape)
@@ -266,7 +265,7 @@ def test_adafactor_equals_optax():
 
 
 def descend(optim, n=150, dtype=jnp.float32):
-    """A regression by two layers; its loss at the end, the state, the parameters."""
+    """A regression with two layers. Returns its final loss, the state, and the parameters."""
     x = jax.random.normal(jax.random.key(0), (256, 64))
     y = jnp.tanh(x @ jax.random.normal(jax.random.key(1), (64, 64)) / 8)
     params = {n: (jax.random.normal(jax.random.key(i), s) * 0.1).astype(dtype) for i, (n, s) in enumerate(SHAPES.items())}
@@ -305,8 +304,8 @@ def test_moments_in_few_bits_train_equally_well_and_take_fewer_bytes(name):
 
 
 def test_masters_keep_what_bfloat16_would_lose():
-    """Updates of a thousandth of a bfloat16's step get lost without masters; the parameters are the
-    masters, rounded."""
+    """Updates of a thousandth of a bfloat16's step get lost without masters. With them, the
+    parameters are the rounded masters."""
     specs = {"w": Spec((4, 4), ("embed", "mlp"), zeros, "bfloat16")}
     params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
     optim = Optim(name="sign_sgd", lr=1e-5, weight_decay=0.0, schedule="constant", clip=0.0)
@@ -322,8 +321,8 @@ def test_masters_keep_what_bfloat16_would_lose():
 
 
 def test_layers_below_move_less():
-    """Rates of d^(n - i) in a stack of n, d^(n + 1) below it, 1 above (BEiT's rule), and decay
-    along with them."""
+    """In a stack of n layers the rates are d^(n - i), d^(n + 1) below it and 1 above (BEiT's rule).
+    Decay follows the rates."""
     specs = {
         "w_patch": Spec((4, 4), ("patch", "embed"), zeros),
         "blocks": {"w": Spec((3, 4, 4), ("layer", "embed", "mlp"), zeros)},

@@ -1,4 +1,4 @@
-"""Learning rates by step against golden numbers."""
+"""Learning rates by step match golden numbers."""
 
 import json
 import pathlib

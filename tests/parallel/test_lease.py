@@ -1,4 +1,4 @@
-"""The lease of a workdir: real processes, killed and delayed, on disks and in a stand-in for an
+"""The lease of a workdir: real processes are killed and delayed, on disks and in a stand-in for an
 object store."""
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxtrain.telemetry import writers
 from tests.support import object_store
 from tests.support.processes import ROOT, cluster, command, free_port, wait_for
 
-# A process that takes the lease, says so, and does what its standard input says.
+# A process that takes the lease, reports it, and follows commands on its standard input.
 PROGRAM = """
 import os, random, sys, time
 from jaxtrain.parallel import lease
@@ -55,7 +55,7 @@ except lease.WorkdirError as error:
 
 
 class Process:
-    """One of them."""
+    """A process that runs `PROGRAM`."""
 
     def __init__(self, *folders, **environment):
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
@@ -100,7 +100,7 @@ def content(**fields):
 
 
 def dead(folder, **fields):
-    """The lease of a process that is no more."""
+    """The lease of a process that has ended."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     folder.mkdir(exist_ok=True)
@@ -145,7 +145,7 @@ def test_a_holder_that_is_stopped_is_alive(tmp_path, start):
 
 
 def test_the_number_of_a_process_that_is_gone_may_be_anothers_now(tmp_path):
-    # This very process, which began at another time.
+    # This very process, with another start time.
     (tmp_path / "lease.json").write_bytes(content(start="77"))
     with Lease([str(tmp_path)]) as lease:
         lease.confirm()
@@ -170,7 +170,7 @@ def test_of_many_runs_that_start_at_once_one_trains(tmp_path, start):
 
 
 def test_a_contender_that_is_killed_while_it_writes_stops_nobody(tmp_path, start):
-    """It leaves TensorStore's file of the lease to be."""
+    """The killed contender leaves TensorStore's lock file of the lease behind."""
     dead(tmp_path)
     (tmp_path / "lease.json.__lock").write_bytes(b"half")
     assert start(tmp_path).says() == "holder"
@@ -179,7 +179,7 @@ def test_a_contender_that_is_killed_while_it_writes_stops_nobody(tmp_path, start
 def test_another_machine_counts_as_dead_after_the_lease_timeout_and_alive_after_a_heartbeat(tmp_path, start):
     there = start(tmp_path, ELSEWHERE="there")
     assert there.says() == "holder"
-    message = start(tmp_path, LEASE_TIMEOUT="30").says()  # it hears a heartbeat
+    message = start(tmp_path, LEASE_TIMEOUT="30").says()  # it notices a heartbeat
     assert "in use" in message and f"`kill {there.popen.pid} on" in message and "60 s after" not in message
     there.popen.send_signal(signal.SIGSTOP)
     here = start(tmp_path, LEASE_TIMEOUT="2")
@@ -350,7 +350,7 @@ def test_a_workdir_that_is_deleted_ends_the_run_with_a_code(folder):
     workdir = folder / "runs" / "toy"
     wait_for(lambda: (workdir / "metrics.jsonl").exists(), watch=[process])
     assert f"process {process.pid} on " in command(folder, "toy.py").communicate(timeout=60)[0]
-    workdir.rename(folder / "moved")  # in one stroke, as the last step of a deletion
+    workdir.rename(folder / "moved")  # in one atomic operation, as the last step of a deletion
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and "was deleted or moved while the run wrote to it" in output, output
     assert "Traceback" not in output, output

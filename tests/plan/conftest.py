@@ -1,4 +1,5 @@
-"""No plan here depends on a compiler that the cache may have (tests/compiled asks those)."""
+"""Keeps every plan here independent of a compiler that may be in the cache (tests/compiled uses
+those)."""
 
 import pytest
 

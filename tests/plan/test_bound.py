@@ -1,4 +1,4 @@
-"""The lower bound of a step's memory, compared with what the compilers say."""
+"""The lower bound of a step's memory, compared with the compilers' figures."""
 
 import math
 
@@ -16,8 +16,7 @@ slow = pytest.mark.slow
 
 
 def compare(config, mesh, target, versions=""):
-    """Compiles a step. Asserts that its bound is one, and that the bytes of its arguments are
-    exact.
+    """Compiles a step. Asserts that its bound holds, and that the bytes of its arguments are exact.
 
     Returns the bound's temporaries as a share of the compiler's, and the compiler's figures.
     """
@@ -44,7 +43,7 @@ def compare(config, mesh, target, versions=""):
         pytest.param("language", (2, 2, 2), [FLOAT32, FULL], 0.1, marks=slow),
         ("language", (1, 1, 1), [FULL, ("model.depth", "5"), ("model.unroll", "2")], 0.05),
         pytest.param("language", (1, 1, 1), [DTYPE], 0.3, marks=slow),
-        ("trm", (2, 2, 2), [FLOAT32], 0.0),  # its cycles are written out
+        ("trm", (2, 2, 2), [FLOAT32], 0.0),  # the loop over its cycles is unrolled
         pytest.param("trm", (1, 1, 1), [DTYPE, FULL], 0.0, marks=slow),
         pytest.param("giblet", (1, 1, 1), [FLOAT32], 0.4, marks=slow),
         pytest.param("giblet", (2, 2, 2), [FLOAT32], 0.3, marks=slow),
@@ -72,18 +71,18 @@ def test_a_step_takes_no_less_on_cpus(workload, mesh, changes, share, tmp_path, 
     ],
 )
 def test_a_step_takes_no_less_on_tpus(workload, topology, mesh, tpu_compiler, tmp_path, monkeypatch):
-    # Large: a chip has some 0.1 GB near its cores, where the compiler puts what it can of a small
-    # step.
+    # The batch is large, since a chip has some 0.1 GB near its cores, in which the compiler puts as
+    # much as it can of a small step.
     rows = 16 if "language" in workload else 768 if workload == "trm, recomputed" else 192
     batch = ("train.batch", str(rows * math.prod(mesh)))
     config = load(workload, tmp_path, monkeypatch, *LARGE[workload], batch)
     target = plan.parse_target(f"tpu:{topology}")
     versions = plan.environment.versions(tpu_compiler)
     _, found = compare(config, on(mesh, plan.tpu_devices(target)), target, versions)
-    if found.collectives is not None:  # which jaxlib can read depends on libtpu's version
+    if found.collectives is not None:  # whether jaxlib can read it depends on libtpu's version
         spanned = {axis for _, axes in found.collectives for axis in axes}
         wanted = {name for name, size in zip(("data", "fsdp", "model"), mesh, strict=True) if size > 1}
-        # Slices send to each other, which is no collective.
+        # Slices send data to each other directly, which is not a collective.
         assert spanned == wanted - ({"data"} if target.slices > 1 else set()), "no device works alone"
 
 
@@ -105,8 +104,8 @@ def squares(x):
 
 
 def of(step, *shapes, devices=1):
-    """The arrays that the bound counts in a step, after a check that its compiler counts no
-    less."""
+    """The arrays that the bound counts in a step, after a check that the step's compiler counts at
+    least as many bytes."""
     xs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     traced = jax.jit(step).trace(*xs)
     kept, _ = kept_by_loops(traced.jaxpr.jaxpr, devices)
@@ -119,7 +118,8 @@ def of(step, *shapes, devices=1):
 
 
 def test_activations_and_gradients_of_layers_count():
-    """Each layer keeps its input and a cosine. The carry of the loop backward is there as well."""
+    """Each layer keeps its input and a cosine. The carry of the backward loop is counted as
+    well."""
     grad = jax.grad(lambda x, ws: squares(stack(x, ws)), (0, 1))
     found = of(grad, (ROWS, WIDTH), (7, WIDTH, WIDTH))
     assert found == [7 * X, 7 * X, X, 7 * W]
@@ -140,7 +140,7 @@ def test_recomputed_activations_are_not_counted():
 
 @pytest.mark.parametrize(("unroll", "rows"), [(2, 6), (3, 6), (7, 0)])
 def test_rounds_that_are_written_out_do_not_count(unroll, rows):
-    """Of seven layers, those left over after the loop, or all."""
+    """Of seven layers, those left over after the loop are written out, or all of them."""
     grad = jax.grad(lambda x, ws: squares(stack(x, ws, unroll=unroll)), 0)
     assert sum(of(grad, (ROWS, WIDTH), (7, WIDTH, WIDTH))) == rows * X + (X if rows else 0)
 
@@ -151,7 +151,7 @@ def test_loops_that_do_not_depend_on_each_other_need_not_be_there_together():
         return grad(x, ws), grad(y, vs)
 
     shapes = (ROWS, WIDTH), (7, WIDTH, WIDTH), (ROWS, WIDTH), (5, WIDTH, WIDTH)
-    assert of(grads, *shapes) == [7 * X, X]  # the compiler may finish one before the other
+    assert of(grads, *shapes) == [7 * X, X]  # the compiler may finish one before it begins the other
 
 
 def test_equal_rows_and_rows_that_do_not_change_count_once_or_not_at_all():
@@ -167,7 +167,8 @@ def test_equal_rows_and_rows_that_do_not_change_count_once_or_not_at_all():
 
 
 def test_a_loop_inside_a_loop_counts_on_top_of_what_is_there_around_it():
-    """Gradients over three microbatches: their sums, and in each what a stack keeps."""
+    """Gradients over three microbatches: the bound counts their sums, and in each microbatch the
+    arrays that a stack keeps."""
 
     def step(xs, ws):
         def microbatch(sums, x):

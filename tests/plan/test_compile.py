@@ -1,4 +1,4 @@
-"""The memory that compilers of chips report, and whether they let it fit."""
+"""The memory that the chips' compilers report, and whether the step fits."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jaxtrain.plan import compile as compile_lib
 
 @pytest.mark.usefixtures("libtpu")
 def test_a_step_that_the_tpu_compiler_makes_fit_is_reported_to_fit():
-    """Four layers that are computed again, 4 M rows of 128: libtpu calls 16.4 GB temporaries, which
-    with x are 18 of 17 GB."""
+    """Four layers that are computed again, 4 M rows of 128: libtpu reports 16.4 GB of temporaries.
+    With x they are 18 of 17 GB."""
 
     def loss(w, x):
         x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None)), x, w)

@@ -1,4 +1,5 @@
-"""The compilers' environments: their packages, incomplete ones, and the message without one."""
+"""The compilers' environments: their packages, incomplete environments, and the message if there is
+none."""
 
 import concurrent.futures
 import importlib.metadata
@@ -25,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """A pip that writes one file into --target, and fails where ``fails`` is set."""
+    """A pip that writes one file into --target, and fails if ``fails`` is set."""
     calls = []
 
     class Pip:
@@ -71,7 +72,7 @@ def test_a_set_up_that_fails_leaves_nothing_and_names_its_command(cache, pip, ca
 
 
 def test_an_environment_without_pip_is_reported(cache, monkeypatch, capsys):
-    """As `uv venv` makes one: nothing is wrong with the network."""
+    """An environment of `uv venv` has no pip: the message does not blame the network."""
     monkeypatch.setitem(sys.modules, "pip", None)
     assert plan_command.main(["--setup", "gpu"]) == 2
     python = sys.executable
@@ -81,7 +82,7 @@ def test_an_environment_without_pip_is_reported(cache, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mark", [None, "", '{"old": 1}', "[1]", '{"requirements": 1}'])
 def test_a_folder_without_a_whole_mark_is_not_taken_for_an_environment(mark, cache, pip):
-    """As a process that was killed, a full disk, or a person, may leave it."""
+    """A killed process, a full disk, or a person may leave such a folder."""
     (environment.folder("gpu") / "jax_plugins").mkdir(parents=True)
     if mark is not None:
         (environment.folder("gpu") / environment.MARK).write_text(mark)
@@ -99,7 +100,7 @@ def test_leftovers_of_a_killed_set_up_are_removed_by_the_next_one(cache, pip):
 
 
 def test_of_two_set_ups_at_once_one_fetches(cache, pip, monkeypatch):
-    """The second begins while the first's pip runs, and waits."""
+    """The second process begins while the first one's pip runs, and waits."""
     begun, run = threading.Event(), environment.subprocess.run
 
     def slow(*args, **kwargs):

@@ -63,7 +63,7 @@ def test_collectives_are_counted_with_their_axes_and_bytes():
     assert set(found) == {"all-reduce", "all-gather", "reduce-scatter"}
     reduce, gather, scatter = found["all-reduce"], found["all-gather"], found["reduce-scatter"]
     assert (reduce.times, reduce.in_loop, reduce.bytes, reduce.axes(MIXED)) == (15, True, 16, ("model",))
-    assert reduce.sent == 15 * 2 * 16 / 2  # a ring of two: each sends its half, then what it has summed
+    assert reduce.sent == 15 * 2 * 16 / 2  # a ring of two: each sends its half, then its sum
     assert (gather.times, gather.in_loop, gather.bytes, gather.axes(MIXED)) == (1, False, 128, ("data", "fsdp"))
     assert gather.sent == 3 / 4 * 128
     assert (scatter.bytes, scatter.sent, scatter.axes(MIXED)) == (64, 3 * 64, ("data", "fsdp"))
@@ -170,8 +170,8 @@ ENTRY %main (x: (f32[8], u32[])) -> (f32[8], u32[]) {
 
 
 def test_a_ring_that_counts_by_twos_has_half_the_rounds():
-    """As often as its bound, all that is in it was counted twice: 1.5 times a v5e's products, and
-    all that its rings send."""
+    """With as many rounds as its bound, the loop's content was counted twice: 1.5 times a v5e's
+    products, and all data that its rings send."""
     assert [c.times for c in hlo.collectives(RING)] == [4, 4]
     assert [c.times for c in hlo.collectives(RING.replace("constant(2)", "constant(3)"))] == [3, 3]
 

@@ -1,4 +1,4 @@
-"""The compiler's figures are kept: the same plan is compiled once."""
+"""The compiler's figures are cached: the same plan is compiled only once."""
 
 import types
 
@@ -15,7 +15,7 @@ from tests.plan.cases import on
 
 
 def small(n):
-    """A program on n devices, and what `compiled` reads of an assembly."""
+    """A program on n devices, and the fields of an assembly that `compiled` reads."""
     mesh = on((n, 1, 1), jax.devices())
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=rows)
@@ -25,7 +25,7 @@ def small(n):
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """What is compiled, in order; the cache is empty."""
+    """Lists the compiled programs in order. The cache is empty."""
     programs, compile = [], xla_options.compile
 
     def noted(lowered, *args):

@@ -1,4 +1,4 @@
-"""What a plan says, and what it refuses."""
+"""The figures of a plan, and the configs that it refuses."""
 
 import importlib
 import math
@@ -22,8 +22,8 @@ def test_an_unknown_topology_is_an_error():
 
 
 def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
-    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows, by
-    hand."""
+    """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows,
+    calculated by hand."""
     monkeypatch.chdir(ROOT)
     few = ("data.sources", "({'n_train': 20, 'n_test': 5, 'blanks': (20, 30)},)")
     config = config_lib.load("configs/trm_sudoku.py", [few, ("workdir", str(tmp_path))])
@@ -34,8 +34,8 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     assert f"{flops:.3e} FLOP" in text
     assert f"{1e3 * flops / (8 * 989e12):.2f} ms at the peak" in text
     assert f"{65104 * flops / (0.4 * 8 * 989e12) / 3600:.2f} h for 65,104 steps" in text
-    # Two moments and an average of 5,029,378 parameters in float32; 153.1 MB of slots for 768 rows,
-    # on eight devices.
+    # Two moments and an average of 5,029,378 parameters in float32, and 153.1 MB of slots for 768
+    # rows, on eight devices.
     for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
         assert line in text
     assert "data          train has 1 batch, read in" in text
@@ -43,7 +43,7 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
 
 
 def test_an_offloaded_optimizer_on_gpus_is_not_compiled_though_the_compiler_is_here(tmp_path, monkeypatch):
-    """Without a card that compiler refuses memory of hosts, or takes it for the device's."""
+    """Without a GPU, that compiler refuses host memory, or counts it as device memory."""
     config = load("bird", tmp_path, monkeypatch, ("optim.offload", "True"), ("mesh.fsdp", "8"))
     monkeypatch.setattr(plan.environment, "find", lambda kind: tmp_path)
     text, well = plan.report(config, "gpu:h100x8")
@@ -124,7 +124,7 @@ def test_a_step_that_does_not_fit_is_reported_with_single_changes_that_would_fit
     assert not well and "GB more than a device has" in told
     ways = re.findall(r"--config\.([\w.]+)=(\S+)((?: --config\S+)*) would make it at least ([\d.]+) GB", told)
     assert "mesh.fsdp" in {name for name, *_ in ways}
-    for name, value, more, size in ways:  # each of them, taken, is what it says
+    for name, value, more, size in ways:  # each remedy, if applied, gives the stated figure
         changes = [(name, value), *re.findall(r"--config\.([\w.]+)=(\S+)", more)]
         changed = plan.abstractly(load("bird", tmp_path, monkeypatch, *TIGHT, *changes), target)
         needed = plan.bound(changed, changed.trace(None), target)
@@ -158,8 +158,8 @@ def with_memory(monkeypatch, memory):
 
 
 def test_the_compiler_decides_if_a_bound_is_too_large(tmp_path, monkeypatch):
-    """A run is not refused, and a plan finds no problem, unless the compiler finds it too large as
-    well."""
+    """A run is refused, or a plan reports a problem, only if the compiler also finds it too
+    large."""
     changes = ("model.dtype", "float32"), ("train.steps", "1"), ("optim.warmup", "0")
     config = load("trm", tmp_path, monkeypatch, *changes)
     assembly = plan.assemble(config, on((8, 1, 1), jax.devices()))
@@ -217,7 +217,8 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
 
 
 def test_remedies_count_what_the_compiler_found_beyond_the_bound(tmp_path, monkeypatch):
-    """By the rows of a microbatch: half of it with twice as many."""
+    """The excess counts by the rows of a microbatch: it is half as large with twice as many
+    microbatches."""
     config = load("trm", tmp_path, monkeypatch)
     assembly = plan.abstractly(config, target := plan.parse_target("gpu:h100x1"))
     least = plan.bound(assembly, assembly.trace(assembly.task.stage(config.train.steps - 1)), target).peak

@@ -45,7 +45,7 @@ def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkey
 
 
 def test_memory_of_the_host_is_known_without_proc(tmp_path, monkeypatch):
-    """Linux estimates what is available; macOS has no /proc, and all that the machine has is
+    """Linux estimates the available memory. macOS has no /proc, so the machine's whole memory is
     taken."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < plan.host_memory() <= whole

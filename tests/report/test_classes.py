@@ -1,5 +1,5 @@
-"""Classes of an evaluation: what is kept of the counts, what intervals mean, what of others' lines
-is believed."""
+"""Classes of an evaluation: the stored counts, the meaning of intervals, and the checks of lines
+from elsewhere."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
     assert counts == sorted(counts, reverse=True) and len(counts) == classes.MAX_PAIRS
     for a, b, count in found["confused"][:20]:
         assert a != b and count == ((own == a) & (answer == b)).sum()
-    rare = np.stack([np.arange(1000.0)] * 3)  # more classes than a line holds: those with the most rows are kept
+    rare = np.stack([np.arange(1000.0)] * 3)  # more classes than a line holds: those with the most rows stay
     found = classes.line(rare, None)
     assert found["of"] == list(range(488, 1000)) == found["rows"] and "confused" not in found and found["classes"] == 1000
 
@@ -30,7 +30,7 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
     ("right", "of", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (50, 100, 0.4038, 0.5962)]
 )
 def test_intervals_are_wilsons(right, of, low, high):
-    """The ends are the shares p at which right / of is just 1.96 deviations of p away."""
+    """The ends are the shares p at which right / of is exactly 1.96 deviations of p away."""
     assert classes.interval(right, of) == pytest.approx((low, high), abs=1e-4)
     for p in classes.interval(right, of):
         assert abs(right / of - p) == pytest.approx(classes.Z * np.sqrt(p * (1 - p) / of), abs=1e-9)

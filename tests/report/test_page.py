@@ -1,5 +1,5 @@
-"""`jaxtrain report`: the page says what the files say, draws it in a browser, fetches nothing and
-believes no text of a run."""
+"""`jaxtrain report`: the page agrees with the files, is drawn in a browser, fetches nothing, and
+trusts no text of a run."""
 
 import html
 import json
@@ -24,8 +24,8 @@ LINK = '<a href="https:evil.example">b'  # for plotly.js
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with everything that a page can show, begun three times, with texts that would like to
-    be markup."""
+    """A run with everything that a page can show, started three times, with texts that look like
+    markup."""
     path = make(
         tmp_path_factory.mktemp("page") / "run",
         steps=5000,
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     head, rest = (path / "again" / "goodput" / "process-0.jsonl").read_text().split("\n", 1)
     head = json.loads(
         head
-    )  # it began later, though one process made them all, whose start the system tells by the 100th of a second
+    )  # it began later, though one process made them all, whose start the system reports to the 100th of a second
     head = json.dumps({**head, "began": head["began"] + 0.5, "source": "birds.py:/data", "overrides": {"optim.lr": "0.5"}})
     (path / "again" / "goodput" / "process-0.jsonl").write_text(f"{head}\n{rest}")
     for name in ("a", "b"):  # two more starts: of the same file
@@ -61,7 +61,7 @@ def run(tmp_path_factory):
     (path / "samples.jsonl").write_text(
         "".join(json.dumps({"step": s, "text": EVIL, "score": 0.25}) + "\n" for s in (500, 1000))
     )
-    for step in (500, 1000):  # of owls a third is taken for something evil
+    for step in (500, 1000):  # a third of the owls is taken for the class with the malicious name
         counts, confusions = counted(
             np.array([0] * 30 + [1] * 20), np.array([0] * (20 + step // 100) + [1] * (30 - step // 100)), 2
         )
@@ -121,7 +121,7 @@ def test_the_page_says_what_the_files_say(page):
         '<td class="code">optim.lr</td><td class="code">0.5</td><td class="code soft">0.0001</td><td>command</td>',
     ):
         assert part in text, part
-    # Of 50 rows, 30 owls and 20 others, 30 were answered with owl: all of them right.
+    # Of 50 rows, 30 owls and 20 others, the answer was owl for 30: all of them right.
     assert "Of 50 rows <b>100.0%</b> were answered right (95 % interval 92.9% to 100.0%)" in text
     assert "Of 50 rows <b>90.0%</b>" in text and "83% <span" in text and 'data-name="step 500"' in text
     matrix = re.search(r'<table class="matrix">(.*?)</table>', text)[1]
@@ -161,7 +161,7 @@ def test_several_runs_are_ranked_and_compared(sweep):
 
 
 def test_pictures_that_have_no_room_are_reported_in_one_line(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)  # 90 kB, of which each run has two
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)  # 90 kB, and each run has two
     for i in range(12):
         path = make(tmp_path / f"{i:02}")
         (path / "pictures").mkdir()
@@ -200,7 +200,7 @@ def test_numbers_without_end_and_samples_without_bottom_are_shown_as_such(tmp_pa
     path = make(tmp_path / "run", steps=10, reached=1)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "split": "data", "spread": 1.0, "spread_expected": 1e999}\n')
-    # Read up to some depth, and no further.
+    # It is read up to some depth, and no further.
     (path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "x": {"[" * n}{"]" * n}}}\n' for n in range(1, 1000)))
     assert cli.main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
     [chart] = [chart for chart in data_of(tmp_path / "page.html")["charts"] if chart["title"] == "spread"]

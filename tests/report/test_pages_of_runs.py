@@ -1,5 +1,5 @@
-"""Pages of real runs: each workload at a tiny size, and a run that ended fourteen times before its
-end."""
+"""Pages of real runs: each workload at a tiny size, and a run that was ended fourteen times before
+its last step."""
 
 import os
 import pathlib
@@ -50,8 +50,8 @@ def test_every_workload_has_its_page(name, tmp_path, corpus):
 
 
 def test_a_run_that_ended_fourteen_times(tmp_path):
-    """Twelve times by SIGKILL, twice by SIGTERM: the page shows each end, with its reason, and
-    where it was resumed."""
+    """The run is ended twelve times by SIGKILL and twice by SIGTERM. The page shows each end, with
+    its reason, and the step of each resume."""
     trm = small_runs.trm(tmp_path)
     command = (trm, "trm.py", f"--config.train.steps={EVERY * (KILLS + 2)}", f"--config.checkpoint.every={EVERY}")
     for i in range(1, KILLS + 1):
@@ -72,7 +72,7 @@ def test_a_run_that_ended_fourteen_times(tmp_path):
 
 
 def test_every_process_of_a_live_run_is_traced(folder, corpus, capsys):
-    """Each traces its own next steps; neither waits for the other's trace, and the page shows
+    """Each process traces its own next steps. None waits for the other's trace, and the page shows
     both."""
     both = cluster(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
     workdir = folder / "runs" / "tiny"

@@ -1,4 +1,5 @@
-"""`jaxtrain runs`: what a folder of workdirs tells of its runs, alive, ended, killed or odd."""
+"""`jaxtrain runs`: its list of the runs in a folder of workdirs, whether alive, ended, killed or
+odd."""
 
 import json
 import os
@@ -78,7 +79,8 @@ def test_a_run_that_trains_is_seen_and_one_that_was_killed(tmp_path, capsys):
 
 
 def test_jobs_that_wait_in_a_queue_are_listed_also_before_their_first_start(tmp_path, capsys, monkeypatch):
-    """With a stand-in for SLURM's squeue; tests/commands/test_launch_slurm.py asks a real one."""
+    """A stand-in for SLURM's squeue answers here. tests/commands/test_launch_slurm.py asks a real
+    one."""
     top, tools = tmp_path / "runs", tmp_path / "tools"
     make(top / "again", reached=40, end="ended by SIGTERM after step 40")
     make(top / "sweep" / "000", reached=40, end="disk full")

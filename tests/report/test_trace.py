@@ -1,4 +1,4 @@
-"""Traces, read without jax, against jax's own reader, and damaged."""
+"""Traces are read without jax, compared with jax's own reader, and damaged."""
 
 import os
 import pathlib
@@ -58,7 +58,7 @@ def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
 
 
 def test_programs_that_share_names_keep_their_scopes(tmp_path):
-    """Both programs have the same instructions, by name; each ran twice."""
+    """Both programs have instructions with the same names. Each ran twice."""
 
     def product(scope):
         def f(w, x):
@@ -97,8 +97,8 @@ with jax.profiler.trace(sys.argv[1]):
 
 
 def test_a_program_from_the_cache_keeps_its_scopes(tmp_path):
-    """Its operations have the number of the process that compiled it; here that is another
-    program's."""
+    """Its operations have the number of the process that compiled it. Here that number belongs to
+    another program."""
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for others in (0, 12):
         command = [sys.executable, "-c", FROM_THE_CACHE, str(tmp_path / str(others)), str(others)]

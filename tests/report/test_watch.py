@@ -1,5 +1,5 @@
-"""`jaxtrain watch`: the page of a run that trains, for whoever has the token, and for nobody
-else."""
+"""`jaxtrain watch`: the page of a run in training is shown to clients with the token, and to no
+others."""
 
 import contextlib
 import http.client

@@ -1,4 +1,5 @@
-"""A small run of the bird encoder, and what `jaxtrain detect` and `jaxtrain review` make of it."""
+"""A small run of the bird encoder, and the output of `jaxtrain detect` and `jaxtrain review` for
+it."""
 
 import contextlib
 import csv
@@ -66,5 +67,5 @@ def served(items, out):
 
 
 def shown(number) -> str:
-    """That a window is shown, as the page says it."""
+    """A JavaScript expression: whether a window is shown, according to the page."""
     return f"document.body.dataset.number === '{number}' && document.getElementById('picture').naturalWidth > 100"

@@ -39,8 +39,8 @@ def hears(url: str, answer: str, **part) -> dict:
 
 
 def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
-    """``n`` samples that share three recordings: every other one says a sound, the others hear
-    one."""
+    """``n`` samples that share three recordings. Every other one has a sound in its answer, and the
+    others in their prompt."""
     rvq().save(folder / "codec.npz")
     for i in range(3):
         soundfile.write(folder / f"{i}.wav", wave(i, 0.8 + 0.4 * i), 32_000)
@@ -57,7 +57,7 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
 
 
 def forget() -> None:
-    """What this process remembers of manifests and files."""
+    """Clears this process's caches of manifests and files."""
     for cached in (chat_audio._splits, chat_samples.tools_of):
         cached.cache_clear()
 
@@ -67,7 +67,7 @@ def base64_of(path: pathlib.Path) -> str:
 
 
 def loudness(samples: np.ndarray, rate: int) -> np.ndarray:
-    """A codec of one's own: two codebooks of levels, 25 a second."""
+    """A custom codec: two codebooks of levels, 25 a second."""
     n = -(-len(samples) * 25 // rate)
     level = [np.abs(part).mean() for part in np.array_split(samples, n)]
     return np.stack([np.minimum(np.array(level) * 20, SIZE - 1), np.arange(n) % SIZE]).astype(int)

@@ -1,5 +1,5 @@
-"""A headless Chromium, driven through its pipe (the DevTools protocol: JSON between zero bytes),
-without any driver."""
+"""A headless Chromium, driven through its pipe without a driver (the DevTools protocol: JSON
+between zero bytes)."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 class Browser:
-    """A context: one page of a browser that reaches no other machine."""
+    """A context: one page of a browser that can reach no other machine."""
 
     def __init__(self, *, width: int = 1000, height: int = 800):
         self._size, self._number, self._rest = (width, height), 0, b""
@@ -79,7 +79,7 @@ class Browser:
         raise TimeoutError(method)
 
     def value(self, expression: str):
-        """What an expression is in the page."""
+        """The value of an expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -91,7 +91,7 @@ class Browser:
             try:
                 if value := self.value(expression):
                     return value
-            except AssertionError:  # while one page takes the place of another
+            except AssertionError:  # while one page replaces another
                 pass
             assert time.monotonic() < end, expression
             time.sleep(0.02)
@@ -100,7 +100,7 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def press(self, key: str) -> None:
-        """A key, as a person presses it."""
+        """Presses a key, as a person does."""
         text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         code = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}.get(key, ord(key[0].upper()))
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)

@@ -17,7 +17,7 @@ AUDIO = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 
 def noise(seed: int, seconds: float, rate: int) -> np.ndarray:
-    """float32 [n]: noise under a slow swell, so that no two crops are alike."""
+    """float32 [n]: noise under a slow swell, so that all crops differ."""
     n = round(seconds * rate)
     swell = 0.2 + 0.1 * np.sin(np.arange(n) * (2 * np.pi * (0.3 + 0.1 * seed) / rate))
     return (np.random.default_rng(seed).standard_normal(n) * swell * 0.3).astype(np.float32)
@@ -30,8 +30,8 @@ def encode(wave: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None =
 
 
 def decoded(data: bytes, **options) -> tuple[np.ndarray, int]:
-    """What libsndfile reads, from a file: of MP3 in memory libsndfile 1.2.2 sometimes reads
-    nothing."""
+    """The samples that libsndfile decodes from a file. From MP3 in memory, libsndfile 1.2.2
+    sometimes reads nothing."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -66,7 +66,7 @@ def write(path: pathlib.Path, rows: pa.Table, *, file: bool = False, batch: int 
 
 
 def save_to_disk(folder: pathlib.Path, shards: Sequence[pa.Table]) -> pathlib.Path:
-    """What ``datasets.save_to_disk`` writes."""
+    """Writes shards as ``datasets.save_to_disk`` does."""
     files = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, rows in zip(files, shards, strict=True):
         write(folder / name, rows)
@@ -81,7 +81,7 @@ def write_parquet(path: pathlib.Path, rows: pa.Table, **options) -> pathlib.Path
     return path
 
 
-# Five recordings, some of them odd, whose bytes are their names.
+# Five recordings, some of them odd. The bytes of each are its name.
 ROWS = [b"first", b"", b"third recording", None, b"fifth"]
 LABELS = [0, None, 1, 1, 0]
 

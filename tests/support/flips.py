@@ -11,9 +11,9 @@ from jaxtrain.verify import Verifier
 
 
 def programs(calls: Any, monkeypatch: Any = None) -> None:
-    """Let the program of call n, counted from 0 in this process, have one bit wrong.
+    """Makes one bit wrong in the program of call n, counted from 0 in this process.
 
-    ``calls``: call -> place of the device among all devices.
+    ``calls``: maps a call to the place of the device among all devices.
     """
     change = setattr if monkeypatch is None else monkeypatch.setattr
     at, second, count = StepCompiler.at, Verifier._program, itertools.count()
@@ -35,7 +35,7 @@ def programs(calls: Any, monkeypatch: Any = None) -> None:
 
 def _flipped(x, device):
     parts = {shard.device: np.array(shard.data) for shard in x.addressable_shards}
-    if device in parts:  # else another process has it
+    if device in parts:  # otherwise another process has it
         parts[device].reshape(-1).view(np.uint32)[:1] ^= np.uint32(1 << 7)
     placed = [jax.device_put(part, d) for d, part in parts.items()]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)

@@ -1,11 +1,10 @@
-"""`python -m jaxtrain.main` as forks of one process, which has imported what takes two seconds of
-every start.
+"""`python -m jaxtrain.main` as forks of one process, which has already done two seconds of imports.
 
-A fork is a process of its own: it has its devices, environment, working directory and end. What a
-start does before (the interpreter, its imports, what is set by an environment alone) is tested
-where `starts` is false, and where tests call Python. As a script, with a socket's descriptor, this
-is that process: a request is JSON with the descriptor to write to; answers are a process's number
-and, later, the code or signal by which it has ended.
+A fork is a process of its own: it has its own devices, environment, working directory and end. The
+earlier part of a start (the interpreter, its imports, and settings that only an environment makes)
+is tested if `starts` is false, and by tests that call Python. As a script, with a socket's
+descriptor, this file is that process. A request is JSON with the descriptor to write to. The
+answers are a process's number and, later, the code or signal with which it ended.
 """
 
 import gc
@@ -25,7 +24,7 @@ IMPORTS = (
     "jax", "jax.experimental.multihost_utils", "orbax.checkpoint", "optax", "jaxtrain.loop", "jaxtrain.commands.train",
     "jaxtrain.commands.explain", "jaxtrain.plan.summary", "jaxtrain.workloads.bird", "loaders.audio.spectrogram",
 )  # fmt: skip
-OWN = ("LD_", "MALLOC_", "PYTHON")  # of an environment: what has to be there when a process starts
+OWN = ("LD_", "MALLOC_", "PYTHON")  # variables that must be set when a process starts
 SIZE = 1 << 20
 
 
@@ -35,7 +34,7 @@ def starts(environment: Mapping[str, str]) -> bool:
 
 
 class Process:
-    """As subprocess.Popen with both streams in one pipe."""
+    """A replacement for subprocess.Popen with both streams in one pipe."""
 
     _server: socket.socket | None = None
     _ended: dict[int, int] = {}
@@ -66,7 +65,7 @@ class Process:
 
     @classmethod
     def _answer(cls) -> dict:
-        """The next message about a start; what comes before it about ends is kept."""
+        """The next message about a start. Earlier messages about ends are stored."""
         while True:
             message = json.loads(cls._server.recv(SIZE))
             if "code" not in message:
@@ -95,9 +94,9 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What it wrote until its end. Raises subprocess.TimeoutExpired."""
+        """Its output until its end. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
-        self._reader.join(timeout)  # a process of its own may still write
+        self._reader.join(timeout)  # a child process may still write
         return self._text.decode(errors="replace"), None
 
     def send_signal(self, number: int) -> None:
@@ -112,7 +111,7 @@ class Process:
 
 
 def serve(descriptor: int) -> list[str] | None:
-    """Forks until the other side is gone. Returns the arguments of a start in each fork, None in
+    """Forks until the other side closes. Returns the arguments of a start in each fork, and None at
     the end."""
     server, children = socket.socket(fileno=descriptor), set()
     while True:

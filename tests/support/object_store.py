@@ -1,9 +1,9 @@
-"""A stand-in for an object store on loopback: what Google's JSON API does for the clients that
-checkpoints go through.
+"""A stand-in for an object store on loopback: the part of Google's JSON API that the checkpoints'
+clients use.
 
-Objects are whole or not there, there are no folders and no renames, a read may ask for a range, and
-a write may demand that nobody wrote in between. ``python object_store.py PORT FOLDER`` serves until
-it is killed; the objects outlive it.
+Objects are whole or absent, and there are no folders or renames. A read may ask for a range, and a
+write may require that nobody wrote in between. ``python object_store.py PORT FOLDER`` serves until
+it is killed. The objects outlive it.
 """
 
 import base64
@@ -19,8 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Store:
-    """Objects by (bucket, name): a file each, named by the hash of its name, with the name in its
-    first line."""
+    """Objects by (bucket, name). Each is a file, named by the hash of its name, with the name in
+    its first line."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that was killed, or knows enough
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that was killed, or has read enough
                 self.wfile.write(body)
 
     def _missing(self) -> None:
@@ -215,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
         return answer(200, self.store.put(bucket, name, body))
 
     def _batch(self, body: bytes) -> None:
-        """Several deletions in one request: all that gcsfs asks for so."""
+        """Several deletions in one request, which is gcsfs's only request of this form."""
         parts = []
         for i, found in enumerate(re.finditer(rb"DELETE \S*?/storage/v1/b/([^/]+)/o/(\S+) HTTP", body)):
             bucket, name = (urllib.parse.unquote(x.decode()) for x in found.groups())
@@ -232,8 +232,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def environment(port: int) -> dict[str, str]:
-    """What makes the clients ask the stand-in: those of Orbax's files, of its arrays, and of
-    Google's own library."""
+    """The environment that sends the clients to the stand-in: those of Orbax's files, of its
+    arrays, and of Google's own library."""
     return {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",

@@ -1,5 +1,4 @@
-"""Runs as a user starts them, in processes of their own: their start, their end, and what they
-leave."""
+"""Runs as a user starts them, in separate processes: their start, their end, and their files."""
 
 import hashlib
 import json
@@ -29,11 +28,11 @@ def xla_flags(devices: int) -> str:
 def command(
     folder: pathlib.Path, source: str, *overrides: str, devices: int = 1, inside: Sequence[str] = (), **environment: str
 ) -> subprocess.Popen | forked.Process:
-    """python -m jaxtrain.main, as a user would start it, on ``devices`` host devices; ``inside``
-    another command.
+    """The command python -m jaxtrain.main, as a user would start it, on ``devices`` host devices,
+    ``inside`` another command.
 
-    It is a fork that has its imports (forked.py), but inside another command, or where
-    JAXTRAIN_TESTS_FORK=0 says otherwise.
+    It is a fork with the imports done (forked.py). With another command around it, or with
+    JAXTRAIN_TESTS_FORK=0, it is a new process.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
@@ -67,7 +66,7 @@ def run(*args, code: int = 0, within: float = 300, **kwargs) -> str:
         output, _ = process.communicate(timeout=within)
     finally:
         if process.poll() is None:
-            process.kill()  # else it computes on beside the tests that follow
+            process.kill()  # otherwise it continues to compute during the next tests
     assert process.returncode == code, output
     return output
 
@@ -113,7 +112,7 @@ def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
 
 
 def unexplained(workdir: pathlib.Path) -> set[str]:
-    """Names in metrics.jsonl that the glossary has no meaning for."""
+    """The names in metrics.jsonl without an entry in the glossary."""
     workload = json.loads((workdir / "config.json").read_text())["workload"]
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -127,7 +126,7 @@ def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
     path = workdir.absolute() / "checkpoints" / str(step) / "state"
     checkpointer = ocp.PyTreeCheckpointer()
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), checkpointer.metadata(path).item_metadata.tree)
-    tree = checkpointer.restore(path, restore_args=as_numpy)  # whatever the devices that wrote it
+    tree = checkpointer.restore(path, restore_args=as_numpy)  # independent of the devices that wrote it
     return {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
         for path, x in jax.tree.leaves_with_path(tree)
@@ -135,8 +134,8 @@ def hashes(workdir: pathlib.Path, step: int) -> dict[str, str]:
 
 
 def ids(folder: pathlib.Path, name: str = "ids.jsonl") -> dict[int, list[int]]:
-    """Recordings of every global batch, in row order; what was read again after a kill must be the
-    same again."""
+    """The recordings of every global batch, in row order. A batch that is read again after a kill
+    must be the same."""
     found: dict[int, dict[tuple, list[int]]] = {}
     for line in (folder / name).read_text().splitlines():
         split, position, rows, index, *_ = json.loads(line)

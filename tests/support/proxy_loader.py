@@ -51,7 +51,7 @@ def disturbed(position, batch):
         del os.environ["KILL_AT"]  # a signal that a run survives is sent once
         os.kill(os.getpid(), int(os.environ.get("KILL_SIGNAL", signal.SIGKILL)))
     if str(position) in os.environ.get("POISON", "").split(","):
-        # In the last shard of rows only: one device sees it, all must skip.
+        # Only in the last shard of rows: one device sees it, and all must skip.
         name = "spectrogram" if "spectrogram" in batch else "x"
         parts = [np.array(x) for x in batch[name]]
         parts[-1][-1] = np.nan

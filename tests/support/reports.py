@@ -1,4 +1,4 @@
-"""Workdirs as runs leave them, without a run, and the pages of reports in a browser."""
+"""Workdirs as runs leave them, made without a run, and the pages of reports in a browser."""
 
 import json
 import re
@@ -11,7 +11,8 @@ from tests.support import chromium
 
 
 def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
-    """A workdir as a run leaves it; ``end`` None: without goodput, as an older version wrote it."""
+    """A workdir as a run leaves it. With ``end`` None it has no goodput, as an older version wrote
+    it."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"workdir": str(path), "train": {"steps": steps}, **config}))
     lines = [{"step": s, "split": "train", "loss": 1 / s, "eta_seconds": 65.0} for s in range(10, reached + 1, 10)]
@@ -27,8 +28,8 @@ def make(path, *, steps=100, reached=100, scores=(), end="ended", **config):
 
 
 def counted(own, answer, n):
-    """Rows, right ones and answers of each class, and the confusions, as an evaluation counts
-    them."""
+    """The rows, right answers and answers of each class, and the confusions, as an evaluation
+    counts them."""
     confusions = np.zeros((n, n))
     np.add.at(confusions, (own, answer), 1.0)
     return np.stack([confusions.sum(1), confusions.diagonal(), confusions.sum(0)]), confusions
@@ -39,7 +40,7 @@ def data_of(page):
 
 
 def assert_drawn(page, folder):
-    """Opens a page in a browser: every chart has marks, and the console is empty."""
+    """Opens a page in a browser. Every chart must have marks, and the console must be empty."""
     command = [chromium.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
     command += ["--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

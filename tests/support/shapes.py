@@ -19,14 +19,14 @@ SPECIAL = {"mask_bts": "#b t s"}
 
 
 def dimensions(name: str, parameter: inspect.Parameter) -> str | None:
-    """The dimensions that the suffix of an array's name says, None if it is another argument."""
+    """The dimensions in the suffix of an array's name, or None for another argument."""
     if parameter.annotation not in (jax.Array, jax.Array | None) or "_" not in name:
         return None
     return SPECIAL.get(name, " ".join(name.rpartition("_")[2]))
 
 
 class Checked:
-    """A function whose arguments and result are checked in each call."""
+    """Returns a function whose arguments and result are checked in each call."""
 
     def __init__(self, name: str, function: Callable[..., Any], result: str = ""):
         functools.update_wrapper(self, function)
@@ -58,8 +58,8 @@ class Checked:
 def check(
     modules: Sequence[types.ModuleType], monkeypatch: Any, results: Mapping[str, str] | None = None
 ) -> dict[str, Checked]:
-    """Put every function of some modules with such arguments in place of itself. ``results``: name
-    -> its result's shape."""
+    """Replaces every function of some modules with such arguments. ``results`` maps a name to its
+    result's shape."""
     found = {}
     for module in modules:
         for name, function in vars(module).items():

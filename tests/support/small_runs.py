@@ -1,4 +1,4 @@
-"""Folders with a config, and its data, of which each workload's run takes seconds."""
+"""Folders with a config and its data, in which each workload's run takes seconds."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""A workload for tests of the trainer, whose step is traced and compiled in a fraction of a real
+"""A workload for tests of the trainer. Its step is traced and compiled in a fraction of a real
 model's time.
 
 Two layers on 16 numbers: stacked parameters, noise by row, a metric, counts of classes.
@@ -21,7 +21,7 @@ from tests.support.toy_rows import CLASSES, WIDTH
 class Config(ModelSection):
     embed: int = 32  # [values] of a row's features
     depth: int = 2  # [layers]
-    noise: float = 0.1  # [1] standard deviation of what is added to a row in training
+    noise: float = 0.1  # [1] standard deviation of the noise added to a row in training
 
 
 def make_task(config, shard, batch):

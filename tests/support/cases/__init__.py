@@ -1,5 +1,5 @@
-"""A workload's real step on a mesh, for tests: put together as a run does it, compiled, and taken
-on numpy batches."""
+"""A workload's real step on a mesh, for tests: it is assembled as in a run, compiled, and taken on
+numpy batches."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
 from loaders.base import Field
 
-# Machine code that is soon there rather than fast; what XLA does to the program before is the same.
+# Options for machine code that compiles quickly rather than runs fast. XLA's earlier passes on the
+# program are the same.
 SOON = {"xla_backend_optimization_level": 0}
 
 
@@ -29,12 +30,12 @@ class Case(NamedTuple):
     batch: Any  # seed -> field -> numpy array [rows, …]
     adapters: config_lib.Lora = config_lib.Lora()
     ema: float = 0.0
-    begin: Any = lambda params: params  # of initial parameters, for a start that shows more
+    begin: Any = lambda params: params  # of initial parameters, for a start in which differences are larger
     steps: int = 10  # of the schedule
 
 
 def assembled(case, mesh, accumulate=1, *, rules=None):
-    """A case put together on a mesh."""
+    """A case assembled on a mesh."""
     batch = case.batch(0)
     config = config_lib.Config(
         model=case.model,
@@ -56,7 +57,7 @@ class Run:
         self.case, assembly = case, assembled(case, mesh, accumulate, rules=rules)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
         self.step = assembly.trace(stage).lower().compile(SOON)
-        cluster.barrier("compiled")  # the first collective waits for half a minute only
+        cluster.barrier("compiled")  # only the first collective waits for half a minute
         self.go_on = step_lib.put_stop(self.layout, False)
 
     def init(self):
@@ -77,8 +78,8 @@ class Run:
         return host(step.lower(variables, batch).compile(SOON)(variables, batch))
 
     def take(self, n):
-        """States and metrics after each of n steps, and what an evaluation of the last batch then
-        says."""
+        """The states and metrics after each of n steps, and then the metrics of an evaluation of
+        the last batch."""
         state, found = self.init(), []
         for seed in range(n):
             batch = self.put(self.case.batch(seed))
@@ -93,8 +94,8 @@ def host(tree):
 
 
 def assert_alike(expected, found, *, rtol=1e-3, share=1e-3, least=1e-3):
-    """Leaf by leaf: ``rtol`` of each number and ``share`` of its array's largest, which counts for
-    ``least`` at the least."""
+    """Compares leaf by leaf: ``rtol`` of each number plus ``share`` of its array's largest value,
+    which counts as at least ``least``."""
     for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         x, y = np.asarray(x, "f4"), np.asarray(y, "f4")
         np.testing.assert_allclose(y, x, rtol=rtol, atol=share * max(least, np.abs(x).max(initial=0)), err_msg=path)

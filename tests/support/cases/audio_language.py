@@ -38,7 +38,8 @@ def batch_of(rows, spare=3, pad=IDS["<|pad|>"]):
 
 
 def conversations(seed, n=BATCH):
-    """Rows of text and columns in turn, of any length, some without labels of one kind or both."""
+    """Rows of text and columns by turns, of any length. Some have no labels of one kind, or of
+    both."""
     rng, found = np.random.default_rng(seed), []
     for row in range(n):
         tokens, labels, audios = [], [], []
@@ -54,7 +55,7 @@ def conversations(seed, n=BATCH):
 
 
 def rows_of_all(seed):
-    """The same at every step: two means in the loss, and rows without either."""
+    """The same batch at every step: two means in the loss, and rows without either."""
     return {name: np.asarray(x) for name, x in batch_of(conversations(0), spare=1, pad=1).items() if name != "row"}
 
 

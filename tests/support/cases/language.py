@@ -76,7 +76,7 @@ OPTIM = config_lib.Optim(
 
 
 def packed_batch(seed, vocab=64):
-    """Rows of documents of any length, some with padding; the loss counts unevenly over rows."""
+    """Rows of documents of any length, some with padding. The loss counts unevenly over rows."""
     rng = np.random.default_rng(seed)
     batch = {name: np.zeros((BATCH, CONTEXT), "i4") for name in FIELDS}
     batch["tokens"], batch["targets"] = rng.integers(0, vocab, (2, BATCH, CONTEXT), dtype="i4")

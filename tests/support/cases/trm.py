@@ -17,8 +17,8 @@ TINY = trm.Config(
 )  # fmt: skip
 LAST = replace(TINY, contract="last", explore=0.1, explore_end=None, halt_steps=4, least_steps=2)
 GROUPS = (config_lib.Group("^puzzle/", lr=0.01, name="sign_sgd"),)
-# Lion and signs make rounding noise as large as any gradient; AdamATan2 divides by it: only the
-# table's own rule is by signs.
+# With Lion and signs, rounding noise is as large as any gradient. AdamATan2 divides by it, so only
+# the table's own rule is by signs.
 OPTIM = config_lib.Optim(lr=0.003, schedule="constant", clip=0.0, eps=1e-3, groups=GROUPS)
 WIDE = 32
 
@@ -30,8 +30,8 @@ def awake(params):
 
 
 def calm(params):
-    """Weights of a recursion that amplifies the rounding of numbers little: those of the last
-    products are halved."""
+    """Weights of a recursion that hardly amplifies rounding errors: those of the last products are
+    halved."""
     params = awake(params)
     halves = {name: x / 2 if name.endswith("down") else x for name, x in params["net"].items()}
     return {**params, "net": halves}
@@ -43,7 +43,7 @@ def random_batch(seed):
     return {
         "inputs": np.where(rng.random((WIDE, 16)) < 0.5, 1, labels).astype("i4"),
         "labels": np.where(rng.random((WIDE, 16)) < 0.1, trm.IGNORED, labels).astype("i4"),
-        "puzzle": rng.integers(0, 12, WIDE, dtype="i4"),  # of 24: half of the table is never touched
+        "puzzle": rng.integers(0, 12, WIDE, dtype="i4"),  # of 24: half of the table is never used
         "difficulty": rng.integers(0, 2, WIDE, dtype="i4"),
         "weight": np.ones(WIDE, "f4"),
     }
