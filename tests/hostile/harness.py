@@ -1,4 +1,4 @@
-"""Runs a command under limits, and reports what no input may cause.
+"""Runs a command under limits, and reports effects that no input may cause.
 
 A command may refuse any input. It may not end by a signal, print a traceback, hang, take memory
 without bound, leave descriptors open, or end with an undocumented code. It may not open a file that

@@ -5,7 +5,7 @@ A reader has a folder of small real files, and a function that reads them all. O
 other is changed, read and put back, drawn by a seed. The change is to its bytes, or to its unpacked
 content, which is packed again correctly. A reader may refuse a file, in one line that names it. It
 may not raise anything else, take long, take much memory, unpickle, or start a program. It may not
-open a file elsewhere, whatever path a file names: Python code may open only files in the reader's
+open a file elsewhere for any path in a file: Python code may open only files in the reader's
 folder, and no code may open the files next to that folder.
 """
 
@@ -322,8 +322,7 @@ def _replace(path: pathlib.Path, content: bytes) -> None:
 
 
 def attack(reader: Reader, folder: pathlib.Path, n: int) -> tuple[int, list[str]]:
-    """Reads ``n`` damaged files. Returns how many were refused, and those that should not have
-    been."""
+    """Reads ``n`` damaged files. Returns the number of refusals, and the wrong outcomes."""
     folder.mkdir()
     reader.make(folder)
     reader.read(folder)  # whole files are read

@@ -1,15 +1,15 @@
-"""Runs commands in processes of their own, under limits: `harness.Zygote` starts it once, and it
+"""Runs commands in separate processes, under limits: `harness.Zygote` starts it once, and it
 forks for every command.
 
-What takes seconds to import is imported before the first fork; nothing of it has begun to compute,
-so that forking is safe. A request is a line of JSON on standard input, and so is the answer on
+Modules that take seconds to import are imported before the first fork. None of them has begun to
+compute, so forking is safe. A request is a line of JSON on standard input, and so is the answer on
 standard output:
 
     {"argv": [...], "log": FILE, "folder": FOLDER, "input": FOLDER, "seconds": S, "cpu": S,
     "memory": BYTES, "descriptors": N} {"code": N or null, "signal": N or null, "hung": bool, "cpu":
     S, "peak": BYTES}
 
-``argv`` is that of jaxtrain; or ["call", NAME, ARGUMENT …], a function of probes.py.
+``argv`` is that of jaxtrain, or ["call", NAME, ARGUMENT …], a function of probes.py.
 """
 
 import gc

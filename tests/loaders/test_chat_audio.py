@@ -126,8 +126,8 @@ def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
 
 
 def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
-    """Each bucket's pass covers its samples, whichever process reads which rows. A seek leads to
-    the same batches."""
+    """Each bucket's pass covers its samples, for any split of the rows over processes. A seek leads
+    to the same batches."""
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
     facts = chat_audio.facts(config)

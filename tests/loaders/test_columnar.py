@@ -19,7 +19,7 @@ with columnar.native(pathlib.Path(sys.argv[1])) as file:
 
 
 def test_a_process_that_ends_as_soon_as_it_has_read_a_table_is_not_aborted(tmp_path):
-    """Two of five processes were aborted after they had read from a file that Python opened
+    """Two of five processes were aborted after a read from a file that Python opened
     (pyarrow 26)."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({name: range(7) for name in "abcdefghij"}), path)

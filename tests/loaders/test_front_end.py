@@ -41,7 +41,7 @@ def lists(encoded, labels, names=("a", "b", "c"), kind="Sequence"):
 @pytest.mark.parametrize("seconds", [0.11, 0.2, 0.37])
 @pytest.mark.parametrize("rate", [8_000, 22_050, 32_000, 44_100])
 def test_the_front_end_gives_the_bytes_of_a_test_split(tmp_path, seconds, rate):
-    """Shorter than the clip, as long, and longer; resampled or not."""
+    """Recordings are shorter than the clip, as long, and longer, resampled or not."""
     waves = [corpus.noise(i, seconds, rate) for i in range(3)]
     encoded = [corpus.encode(wave, rate, "WAV", "FLOAT") for wave in waves]
     corpus.save_to_disk(tmp_path / "d", [corpus.table(encoded, [0, 1, 0])])

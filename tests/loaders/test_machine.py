@@ -1,4 +1,4 @@
-"""Cores and memory that a process may use, whatever the machine has."""
+"""Cores and memory that a process may use, on any machine."""
 
 import math
 import os

@@ -1,5 +1,5 @@
-"""Windows of a stored film: the content of a row, what rows share, the haemodynamic response,
-errors and memory."""
+"""Windows of a stored film: the content of a row, the data that rows share, the haemodynamic
+response, errors and memory."""
 
 import json
 import math

@@ -270,8 +270,8 @@ def test_every_source_gives_the_same_rows_of_recordings_of_two_hours(tmp_path, c
 
 
 def test_raven_tables_over_several_recordings(recordings, tmp_path, capsys):
-    """Times count from the first recording; Begin File and File Offset say where a selection
-    lies."""
+    """Times count from the first recording. Begin File and File Offset state the place of a
+    selection."""
     lines = ["Selection\tBegin Time (s)\tEnd Time (s)\tBegin File\tFile Offset (s)\tAnnotation"]
     lines += ["1\t1.0\t1.5\ta.wav\t1.0\tx", "2\t6.0\t6.5\tc.mp3\t3.0\ty"]
     (tmp_path / "all.selections.txt").write_text("\n".join(lines))

@@ -9,7 +9,7 @@ RECORDS = [b"a line\n", b"x" * 9000, b"another\n", b"the last"]
 
 
 def make(path, made_of, stop=None):
-    """Writes the records that are missing; returns how many there were."""
+    """Writes the missing records. Returns the number of those that were there."""
     with records.file(path, made_of) as file:
         assert list(file.kept()) == RECORDS[: file.n]
         for i, record in enumerate(RECORDS[file.n :], file.n):

@@ -1,5 +1,5 @@
-"""A tokenizer.json gives every token of a text, whatever else the file says, and ids stay the
-same."""
+"""A tokenizer.json gives every token of a text, for any other content of the file, and ids stay
+the same."""
 
 import ast
 import json

@@ -2,9 +2,9 @@
 
     python attention_programs.py VERSIONS < cases.json
 
-A process of its own, where the compiler is on the path; `test_attention_compiled` starts it and
-reads its answer, one JSON line for each case of a list of dictionaries, of which `CASE` has the
-defaults. VERSIONS are the compiler's: what it says is kept.
+It runs in a separate process with the compiler on the path. `test_attention_compiled` starts it and
+reads its answer: one JSON line for each case of a list of dictionaries. `CASE` has their defaults.
+VERSIONS are the compiler's, and its answers are cached.
 """
 
 import collections

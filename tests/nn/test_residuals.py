@@ -1,5 +1,5 @@
-"""The arrays that a training step keeps for its backward pass, and those that no device may hold
-whole."""
+"""The arrays that a training step keeps for its backward pass, and the arrays that no device may
+hold whole."""
 
 import functools
 import re

@@ -26,7 +26,7 @@ def table(tree):
 
 
 def run(optim, params, grads):
-    """The parameters after each of n updates; ``grads`` leaves are [n, ...]."""
+    """The parameters after each of n updates. ``grads`` leaves are [n, ...]."""
     tx = make_optimizer(optim, table(params), steps=100)
 
     @jax.jit

@@ -75,7 +75,7 @@ def save_to_disk(folder: pathlib.Path, shards: Sequence[pa.Table]) -> pathlib.Pa
 
 
 def write_parquet(path: pathlib.Path, rows: pa.Table, **options) -> pathlib.Path:
-    """One Parquet shard; ``options`` are those of ``pyarrow.parquet.write_table``."""
+    """Writes one Parquet shard. ``options`` are those of ``pyarrow.parquet.write_table``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path, **options)
     return path

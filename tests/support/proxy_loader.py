@@ -1,11 +1,11 @@
-"""A loader in front of another, which does to a run what a test's environment asks for.
+"""A loader in front of another, with the faults that a test's environment asks for.
 
 PROXIED            the module of the loader behind it; default: loaders.audio.spectrogram
-IDS                a file for what it hands out, a JSON line for each range of rows
+IDS                a log of its batches, a JSON line for each range of rows
 PAUSE              seconds that each training batch takes longer
 KILL_AT, KILL_AFTER, KILL_SIGNAL   a training position, a folder that is waited for there, and the
                                    signal; default: SIGKILL
-STALL_AT, STALLED  a training position, and a file that is made there before nothing comes any more
+STALL_AT, STALLED  a training position, and a file that is made there, after which no batch comes
 POISON             training positions, by commas, whose last row is not a number
 """
 

@@ -1,4 +1,4 @@
-"""Runs the benchmark in its smallest form: what it prints, and that what it compares is the same
+"""Runs the benchmark in its smallest form: its output, and that the compared results are the same
 thing."""
 
 import re

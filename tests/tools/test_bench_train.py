@@ -1,5 +1,5 @@
-"""The table of steps compared with PyTorch: its figures, and that the page's is one of this form.
-No PyTorch is needed."""
+"""The table of steps compared with PyTorch: its figures, and that the page's table has this form.
+PyTorch is not needed."""
 
 import pathlib
 import subprocess
@@ -47,7 +47,7 @@ def test_losses_that_differ_are_reported_and_end_the_command_with_1(capsys, monk
     assert "losses of 20 steps, 3.0000 to 1.1000, are within 1.9e-04" in capsys.readouterr().out
     assert not bench_train.agree(steps(1), steps(1.001), within=1e-3, steps=20)
     assert "of the first 20 within 1.9e-02, more than 0.001" in capsys.readouterr().out
-    assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)  # where rounding grows, only the first are held
+    assert bench_train.agree(steps(1), steps(1.001), within=2.5e-3, steps=3)  # rounding errors grow, so only the first are held
 
     ours, others = steps(1.01), {"PyTorch, eager": lambda: steps(1)}
     ours.flops = 1e9

@@ -1,10 +1,10 @@
-"""The tables of what was compiled, from answers that a compiler could have given."""
+"""The tables of compiled programs, from answers that a compiler could have given."""
 
 from jaxtrain import plan
 from jaxtrain.plan import hlo, worker
 from tools import compile_table
 
-# A product of 1,000 × 1,000 in bfloat16, beside which 2 MB are gathered.
+# A product of 1,000 × 1,000 in bfloat16, during which 2 MB are gathered.
 PROGRAM = """HloModule step, is_scheduled=true, num_partitions=8
 
 ENTRY %main (x: bf16[1000,1000], s: bf16[125,1000]) -> bf16[1000,1000] {

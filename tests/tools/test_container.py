@@ -1,4 +1,4 @@
-"""The image and the Kubernetes job: read by their linters, and the job's pods find each other.
+"""The image and the Kubernetes job are read by their linters, and the job's pods find each other.
 Neither was run on a cluster."""
 
 import importlib.util
@@ -61,7 +61,7 @@ def test_the_pods_of_the_job_are_the_processes_of_one_run():
 
 
 def test_the_commands_that_the_page_shows_fit_the_image_and_the_job():
-    """Without Docker or a cluster: the commands are compared with the files that they name."""
+    """No Docker or cluster is needed: the commands are compared with the files that they name."""
     page = (FOLDER.parents[1] / "docs" / "install.md").read_text()
     build, run, secret, apply = [shlex.split(line) for line in re.findall(r"^(?:docker|kubectl) .*", page, re.M)]
     assert build[:2] == ["docker", "build"] and FOLDER.parents[1] / build[build.index("--file") + 1] == DOCKERFILE

@@ -27,7 +27,7 @@ def test_there_is_a_config_for_every_objective_and_none_for_others():
 
 
 def test_the_folds_leave_out_every_recording_once():
-    """test/ is fold 5 and comes first; the shards of train/ are folds 1 to 4."""
+    """test/ is fold 5 and comes first. The shards of train/ are folds 1 to 4."""
     left_out = [CONFIG["get_config"](f"/esc10,diet,{fold}").data.exclude for fold in range(6)]
     assert left_out[0] == () and sorted(sum(left_out, ())) == list(range(400))
     assert left_out[5][0] == 0 and left_out[1][0] == 80 and left_out[4][-1] == 399
@@ -49,8 +49,8 @@ def test_a_run_with_other_overrides_is_not_reused(tmp_path, capsys):
 
 
 def test_a_margin_is_of_the_same_recordings():
-    """Two classifiers that are right on nearly the same recordings differ by less than either's own
-    interval is wide."""
+    """Two classifiers that are right on nearly the same recordings differ by less than the width of
+    either's own interval."""
     rng = np.random.default_rng(0)
     random = rng.random(400) < 0.6
     better = random | (rng.random(400) < 0.1)

@@ -1,5 +1,5 @@
-"""The targets of `make fuzz`: their seeds are what they say, and in the long form they are built
-and find nothing."""
+"""The targets of `make fuzz`: their seeds match their descriptions. In the long form the targets
+are built and find nothing."""
 
 import pathlib
 import shutil
@@ -54,7 +54,7 @@ if {crashes}:
 
 @pytest.fixture
 def target(tmp_path):
-    """Makes a program in place of libFuzzer's: it takes so much CPU time, and crashes or not."""
+    """Makes a program that replaces libFuzzer's: it uses a given CPU time, and crashes or not."""
 
     def make(cpu, crashes=False):
         path = tmp_path / "target"
@@ -66,14 +66,14 @@ def target(tmp_path):
 
 
 def test_a_crash_that_comes_again_is_found_again(tmp_path, target):
-    """Its input has the same name each time."""
+    """The crash's input has the same name each time."""
     for _ in range(2):
         result = fuzz.fuzz("wav", target(0.0, crashes=True), tmp_path / "corpus", tmp_path / "found", seconds=1)
         assert [path.name for path in result.found] == ["crash-1"] and result.runs == 10
 
 
 def test_a_target_is_fuzzed_until_its_cpu_time_is_used(tmp_path, target):
-    """However little of it a busy machine gives by the clock."""
+    """The CPU time counts, however long that takes by the clock on a busy machine."""
     result = fuzz.fuzz("wav", target(0.4), tmp_path / "corpus", tmp_path / "found", seconds=1.0)
     asked = [int(line) for line in (tmp_path / "asked").read_text().split()]
     assert result.seconds >= 1.0 and 2 <= len(asked) <= 3 and asked == [1] * len(asked)

@@ -1,5 +1,5 @@
-"""tools.gpu_check in its small form, and what decides in it: bounds, traces, processes that fail,
-what README may say."""
+"""tools.gpu_check in its small form, and the parts that decide its result: bounds, traces,
+processes that fail, claims in README."""
 
 import json
 import math
@@ -132,7 +132,7 @@ def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
     assert found.longest_gap == pytest.approx(5e-9)
     assert found.matrix == pytest.approx(60 / 120)
     assert found.kinds["copy to the device"] == pytest.approx(30 / 120) and found.kinds["other"] == pytest.approx(30 / 120)
-    assert found.overlap == pytest.approx(25 / 30)  # 20 ns beside the products, 5 of the other 10 beside a fusion
+    assert found.overlap == pytest.approx(25 / 30)  # 20 ns during the products, and 5 of the other 10 during a fusion
     assert found.top[0][:3] == ("nvjet_hsh_128x256", "scope/nvjet_hsh_128x256", "product")
     assert ("loop_fusion", "scope/loop_fusion_3", "other", pytest.approx(20 / 120), 2) in found.top
     assert "outside matrix units" in trace.advice(found)
@@ -144,10 +144,11 @@ def test_of_a_cpus_operations_the_products_are_products():
 
 
 def test_ynnpacks_operations_are_in_its_scope(tmp_path):
-    """Its fusions have one name, whether of a product or a sum.
+    """Its fusions have one name, for a product as for a sum.
 
-    The programs have names of their own: of two with one name, the trace of a program that came
-    from the compilation cache has the number it was compiled under, and may be taken for the other.
+    The programs have different names. If two have the same name and one came from the compilation
+    cache, its trace has the number under which it was compiled, so it may be confused with the
+    other.
     """
 
     def product(x):

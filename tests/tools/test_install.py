@@ -1,4 +1,4 @@
-"""What make installs with: uv, and pip where that cannot be."""
+"""The installers of make: uv, or pip if uv cannot be used."""
 
 import os
 import pathlib
@@ -24,8 +24,8 @@ PYTHON = """#!/bin/sh
 
 @pytest.fixture
 def environment(tmp_path):
-    """One that has the pip of the Python below it, which may have none, and a wheel to install
-    there."""
+    """An environment that has the pip of the Python below it, which may have none, and a wheel to
+    install there."""
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=True)
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
@@ -37,7 +37,7 @@ def environment(tmp_path):
 
 
 def a_uv(folder, settings="", code=0):
-    """A folder with an environment like uv's: it notes what it is asked."""
+    """A folder with an environment like uv's, which logs its calls."""
     (folder / "bin").mkdir(parents=True)
     for name, text in (("uv", UV.format(said=folder / "said", code=code)), ("python", PYTHON.format(settings=settings))):
         (folder / "bin" / name).write_text(text)
@@ -100,7 +100,7 @@ def test_a_wheel_that_neither_installer_finds_is_an_error(environment, tmp_path)
 
 
 def test_the_real_uv_installs(environment, tmp_path):
-    """The one of this checkout's make, where there is one."""
+    """The test uses the uv of this checkout's make, if it is installed."""
     made = machine.cache_folder("uv")
     if not (made / "bin" / "uv").exists():
         pytest.skip(f"no uv in {made}: this environment was made with LOCKED=1, or by pip")

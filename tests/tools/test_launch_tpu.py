@@ -12,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "launch_tpu.sh"
 
-# Answers are files: <nth call of its kind>, or <kind>; the last line is the exit code, the others
-# are printed.
+# Answers are files: <nth call of its kind>, or <kind>. The last line is the exit code, and the
+# other lines are printed.
 GCLOUD = f"""#!{sys.executable}
 import json, os, pathlib, sys
 here = pathlib.Path(os.environ["FAKE"])
@@ -80,7 +80,8 @@ def test_a_run_from_creation_to_deletion(launch):
 
 
 def test_the_runs_arguments_reach_the_workers_as_they_are(launch, tmp_path):
-    """Through gcloud's one string and the worker's shell: quotes, blanks, dollars, globs."""
+    """The command passes through gcloud's one string and the worker's shell: quotes, blanks,
+    dollars, globs."""
     rest = (
         "--config=configs/a b.py:/data/$x",
         "--config.warm_start.skip=('^head/',)",
@@ -201,7 +202,7 @@ def test_errors_are_reported_before_anything_is_called(launch, arguments, told):
 
 
 def test_every_worker_installs_the_wheel_and_has_the_files(launch, tmp_path):
-    """With the workers' own Python where it is new enough, else with one that uv fetches; no worker
+    """The workers use their own Python if it is new enough, or one that uv fetches. No worker
     compiles anything."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own.py").write_text("1")

@@ -1,5 +1,5 @@
-"""The crates that are compiled into the extension, and the packages that pip installs with it: the
-licences that they state."""
+"""The licences of the crates that are compiled into the extension, and of the packages that pip
+installs with it."""
 
 import importlib.metadata
 import json
@@ -17,12 +17,12 @@ from tools.sbom import licence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUST = ROOT / "rust"
-# They ask for no more than their notice; MPL-2.0 also for changes to its own files.
+# These licences require only their notice. MPL-2.0 also covers changes to its own files.
 FREE = {
     "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "MIT", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "Zlib", "CC0-1.0",
     "Unlicense", "Unicode-3.0", "MPL-2.0", "ISC", "MIT-0", "MIT-CMU", "PSF-2.0",
 }  # fmt: skip
-NAMES = {  # of older metadata, which have no SPDX expression
+NAMES = {  # of older metadata without an SPDX expression
     "Apache Software License": "Apache-2.0", "Apache License": "Apache-2.0", "Apache 2.0": "Apache-2.0",
     "Apache License 2.0": "Apache-2.0", "BSD License": "BSD-3-Clause", "BSD 3-Clause License": "BSD-3-Clause",
     "3-Clause BSD License": "BSD-3-Clause", "MIT License": "MIT", "Python Software Foundation License": "PSF-2.0",
@@ -31,7 +31,7 @@ NAMES = {  # of older metadata, which have no SPDX expression
 
 
 def is_free(expression: str) -> bool:
-    """Of an SPDX expression, or of an older one with "/" for OR."""
+    """Whether an SPDX expression, or an older one with "/" for OR, is free."""
     if inner := re.fullmatch(r"(.*)\(([^()]*)\)(.*)", expression):
         return is_free(f"{inner[1]}{'MIT' if is_free(inner[2]) else 'no'}{inner[3]}")
     alternatives = re.split(r" OR |/", expression)
@@ -50,7 +50,7 @@ def test_every_crate_has_a_licence_that_allows_it():
 
 
 def not_free(crates):
-    """Of those with one name, each version may have a licence of its own."""
+    """Crates may share a name. Each version of one may have its own licence."""
     assert len(crates) > 1
     return {(crate["name"], crate["version"]): crate["license"] for crate in crates if not is_free(crate["license"] or "")}
 
@@ -61,8 +61,8 @@ def test_each_version_of_a_crate_is_looked_at():
 
 
 def installed_with(requirements):
-    """The packages, by name, that pip installs for some requirements: those, what they require, and
-    so on."""
+    """The packages, by name, that pip installs for some requirements: the required ones, their own
+    requirements, and so on."""
     found, waiting = {}, [(Requirement(text), "") for text in requirements]
     while waiting:
         requirement, extra = waiting.pop()
@@ -76,7 +76,7 @@ def installed_with(requirements):
 
 
 def test_every_package_that_comes_along_has_a_licence_that_allows_it():
-    """Those of the wheel's requirements, not of its extras, as they are installed here."""
+    """The test covers the wheel's requirements as installed here, without its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     packages = installed_with(needs(project, []))
     assert {"jax", "jaxlib", "numpy", "scipy", "pycparser"} <= set(packages) and "pytest" not in packages

@@ -1,5 +1,5 @@
-"""`make train` and `make test`: a mistake is one line before anything is installed, and the console
-is for who reads it."""
+"""`make train` and `make test`: an error is one line before anything is installed, and the console
+is readable."""
 
 import os
 import pathlib
@@ -9,8 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Stands for a Python: it does nothing, but says its version where that is asked, and that it
-# trains.
+# Replaces a Python: it does nothing, but prints its version if asked, and reports that it trains.
 PYTHON = """#!/bin/sh
 case "$2" in
     *print*) echo "{version}" ;;
@@ -27,7 +26,7 @@ def python(path, version):
     return path
 
 
-# What `make test` was called with: make hands it on to every process below it.
+# The variables that `make test` was called with: make passes them on to every process below it.
 GIVEN = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS", "CONFIG", "LOCKED", "PYTHON", "VENV"}
 
 
@@ -52,8 +51,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_an_environment_of_another_python_is_one_line(tmp_path, stamped):
-    """Also where everything has been installed in it, and the tests would run with the other
-    Python."""
+    """This is also an error if everything is installed in it, since the tests would run with the
+    other Python."""
     python(tmp_path / "env" / "bin" / "python", "(3, 11)")
     other = python(tmp_path / "other" / "python3.13", "(3, 13)")
     if stamped:
@@ -70,7 +69,7 @@ def test_an_environment_of_an_old_python_is_one_line(tmp_path):
 
 
 def test_the_console_of_a_first_training_is_readable(tmp_path):
-    """What is installed, what is trained, and no line of the recipe."""
+    """The console shows the installation and the training, and no line of the recipe."""
     python(tmp_path / "env" / "bin" / "python", "(3, 11)")
     done = make("train", f"VENV={tmp_path}/env", JAXTRAIN_CACHE=str(tmp_path / "cache"))
     assert (done.returncode, done.stderr) == (0, "")
@@ -82,15 +81,15 @@ def test_the_console_of_a_first_training_is_readable(tmp_path):
 
 
 def test_the_python_of_the_tests_is_the_one_that_make_takes():
-    """The stand-ins above answer what the Makefile asks of a real one."""
+    """The stand-ins above answer the Makefile's questions to a real one."""
     asked = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("VERSION := ")]
     said = subprocess.run([sys.executable, "-c", asked[0].removeprefix("VERSION := ")], capture_output=True, text=True)
     assert said.stdout == f"{sys.version_info[:2]}\n"
 
 
 def test_locked_packages_are_installed_into_an_environment_of_their_own():
-    """In that of the unlocked ones everything is there, and the tests would run without the
-    lock."""
+    """The environment of the unlocked packages is complete, so the tests would run there without
+    the lock."""
     recipe = make("-n", "test", "LOCKED=1").stdout
     assert ".venv-locked/bin/python -m pytest" in recipe and ".venv/" not in recipe
     assert "environment/bin/python -m pytest" in make("-n", "test", "LOCKED=1", "VENV=environment").stdout

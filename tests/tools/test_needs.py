@@ -1,4 +1,4 @@
-"""What `make` asks pip for."""
+"""The packages that `make` requests from pip."""
 
 import pathlib
 import re
@@ -30,8 +30,7 @@ def test_this_package_is_never_among_its_needs_nor_a_compiler_for_plans_in_an_en
 
 
 def test_the_lock_holds_what_the_checkout_needs():
-    """A requirement that was added or raised without `make lock` would be missed by make test
-    LOCKED=1."""
+    """Without `make lock`, make test LOCKED=1 would miss a requirement that was added or raised."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     text = (ROOT / "requirements.lock").read_text()
     entry = r"^([a-z0-9.-]+)==(\S+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"

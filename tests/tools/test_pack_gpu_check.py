@@ -1,5 +1,5 @@
-"""tools.pack_gpu_check: what a folder holds, and that it installs from itself alone. pip's resolver
-is not asked here."""
+"""tools.pack_gpu_check: the contents of a folder, and that it installs from itself alone. pip's
+resolver is not used here."""
 
 import hashlib
 import subprocess

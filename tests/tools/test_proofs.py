@@ -1,4 +1,4 @@
-"""The parts of the slow proofs: each slow test is in one of them, and their results are kept in the
+"""The parts of the slow proofs: each slow test is in one of them, and their results are on the
 page."""
 
 import ast
@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def slow_tests(path: pathlib.Path) -> set[str]:
-    """The names of a file's tests of which some case is slow: marked so itself, or by a constant of
-    its module that is."""
+    """The names of a file's tests with some slow case: marked slow itself, or by a constant of its
+    module that is."""
     tree = ast.parse(path.read_text())
 
     def is_slow(node: ast.AST, names: set[str]) -> bool:
@@ -24,7 +24,7 @@ def slow_tests(path: pathlib.Path) -> set[str]:
         )
 
     names: set[str] = set()
-    for _ in range(2):  # a constant may be made of another
+    for _ in range(2):  # a constant may be built from another
         for node in tree.body:
             if isinstance(node, ast.Assign) and is_slow(node.value, names):
                 names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -66,7 +66,8 @@ def test_a_part_that_takes_too_long_says_what_it_has_found(tmp_path, monkeypatch
 
 
 def test_a_row_names_the_commit_that_was_run(tmp_path, monkeypatch):
-    """Not one that was made meanwhile; and a file that is not committed is named."""
+    """The row does not name a commit that was made meanwhile, and it names a file that is not
+    committed."""
 
     def git(*arguments):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

@@ -1,4 +1,4 @@
-"""The list of what a wheel brings with it: its crates, and the packages of Python."""
+"""The list of the parts that come with a wheel: its crates, and the packages of Python."""
 
 import json
 import zipfile

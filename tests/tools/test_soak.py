@@ -1,5 +1,5 @@
-"""`make soak`: what a lap left is compared with the first one's; in the long form, real faults in a
-real run."""
+"""`make soak`: the files of a lap are compared with those of the first one. In the long form, a
+real run has real faults."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_a_fault_behind_the_last_step_needs_no_hand(tmp_path):
 
 @pytest.mark.parametrize(("said", "wrong"), [(soak.LATE.decode(), 0), ("Segmentation fault", 1)])
 def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(tmp_path, monkeypatch, said, wrong):
-    """The first start makes no step and ends with 70; the second, if there is one, ends well."""
+    """The first start takes no step and exits with 70. A second one, if there is any, succeeds."""
     (tmp_path / soak.DISK / "lap1").mkdir(parents=True)
     codes = iter([70, 0])
 
@@ -79,7 +79,8 @@ def test_a_start_that_a_busy_machine_ended_is_a_fault_and_another_end_is_wrong(t
 
 @pytest.mark.parametrize(("checkpoints", "kind"), [(0, "kill"), (1, "kill"), (2, "damage")])
 def test_a_damage_that_nothing_could_survive_is_a_kill(tmp_path, checkpoints, kind):
-    """And is counted as one: of the only checkpoint. Else a bit of the newest one changes."""
+    """A damage of the only checkpoint counts as a kill. Otherwise a bit of the newest checkpoint
+    changes."""
     files = [tmp_path / "lap1" / "checkpoints" / str(8 + 4 * i) / "array" for i in range(checkpoints)]
     for path in files:
         path.parent.mkdir(parents=True)
@@ -112,8 +113,8 @@ def test_a_link_is_slow_by_what_the_kernel_can_do(monkeypatch, can, how):
 
 
 def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
-    """The language model has text; either has checkpoints enough for damage, and is split over four
-    processes."""
+    """The language model has text. Each model has enough checkpoints for damage, and is split over
+    four processes."""
     assert len(soak.pages()) > 100_000
     (tmp_path / "text.txt").write_text(soak.pages())
     workloads = set()

@@ -1,4 +1,4 @@
-"""tools.trm_table: its table, from runs that are played; what is done is not done again."""
+"""tools.trm_table: its table, from simulated runs. Finished runs are not repeated."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from tools import trm_table
 
 @pytest.fixture
 def played(monkeypatch):
-    """Commands that are recorded, with their cores."""
+    """Records commands with their cores."""
     commands = []
 
     def start(command):

@@ -1,5 +1,5 @@
-"""The audio language model against the original's numbers, on meshes, with adapters, and as it
-generates."""
+"""The audio language model is compared with the original's numbers, on meshes, with adapters, and
+in generation."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ def numbers():
 
 
 def laid_out(g):
-    """The conversations as this project lays them out."""
+    """The conversations in the layout of this project."""
     found = []
     for i in range(len(g["expanded.tokens"])):
         audios = np.split(g[f"sample{i}.codes"], np.cumsum(g[f"sample{i}.code_lengths"])[:-1], axis=1)
@@ -92,7 +92,7 @@ def laid_out(g):
 
 
 def of_transformers(folder, changes=None, without=()):
-    """The golden weights under the names, and with the config, that transformers has."""
+    """The golden weights under transformers' names, and with its config."""
     weights = safetensors.numpy.load_file(DATA / "weights.safetensors")
     renamed = {
         "audio_codebook_embeddings.weight": "model.embed_audio_tokens.embed_audio_tokens.weight",
@@ -111,7 +111,7 @@ def of_transformers(folder, changes=None, without=()):
 
 
 def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
-    """The release was published again under other names, with other fields."""
+    """The release was published a second time, with other names and fields."""
     c, params = open_folder(of_transformers(tmp_path / "a"))
     expected, theirs = open_folder(folders["llama3_rope"])
     assert c == expected
@@ -128,7 +128,8 @@ def test_a_folder_of_transformers_is_the_same_model(folders, tmp_path):
 
 @pytest.mark.slow
 def test_transformers_computes_the_same_audio(folders, numbers, tmp_path):
-    """With transformers and torch (dependency group "peers"): audio logits of a conversation."""
+    """This test needs transformers and torch (dependency group "peers"): audio logits of a
+    conversation."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     ids = {"audio_token_id": IDS["<|AUDIO_OUT|>"], "audio_delay_token_id": IDS["<|AUDIO|>"]}
     folder = of_transformers(tmp_path / "a", ids)
@@ -173,7 +174,7 @@ def test_logits_equal_the_originals(folders, numbers, run):
 
 @pytest.mark.parametrize("run", [*RUNS, "ragged", "first_column_labelled"])
 def test_losses_equal_the_originals_corrected(folders, numbers, run):
-    """And not those of logits against labels that stand where their own input does."""
+    """The losses are not those of logits against labels at the places of their own input."""
     c, params = open_folder(folders[run if run in RUNS else "plain_rope"])
     rows = laid_out(numbers)
     if run not in RUNS:
@@ -209,7 +210,7 @@ def test_gradients_equal_the_originals(folders, numbers):
 
 
 def exported(c, params):
-    """Arrays under their exported names and shapes, by plain numpy."""
+    """Exports arrays under their names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
         names = higgs.export_names(section, path)
@@ -219,8 +220,8 @@ def exported(c, params):
 
 
 def test_the_published_size():
-    """5.77 billion; without the audio's part, the text model's; and what the published adapters
-    train."""
+    """The sizes: 5.77 billion parameters in total, the text model's size without the audio's part,
+    and that of the published adapters."""
     c = config_lib.section(audio_language.Config, {**higgs.PRESETS["v2"], "context": 0})
     assert not list(c.problems()) and not (c.average_codes or c.audio_attention)
     table = audio_language.make_specs(c)
@@ -234,8 +235,8 @@ def test_the_published_size():
 
 
 def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
-    """Logits that say, with certainty, what each place itself is: right wherever a label stood at
-    its own place."""
+    """Logits that state, with certainty, the token at each place itself: right wherever a label is
+    at its own place."""
     rows = laid_out(numbers)
     n = IDS["<|begin_of_text|>"] + 1
     width = n + K * (SIZE + 2)
@@ -260,7 +261,7 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
 
 @pytest.mark.parametrize("changes", [{}, {"average_codes": True}, {"audio_attention": True}])
 def test_switches_change_what_is_computed(folders, numbers, changes):
-    """The release's choices are the defaults; each of the others gives other logits, and tables of
+    """The release's choices are the defaults. Each of the others gives other logits, and tables of
     their own sizes."""
     c, params = open_folder(folders["audio_attention" if "audio_attention" in changes else "plain_rope"])
     c = dataclasses.replace(c, **changes)
@@ -283,8 +284,8 @@ def test_a_step_is_the_same_in_parts(mesh):
 
 
 def test_adapters_move_and_the_base_keeps_its_bytes():
-    """In bfloat16, split over fsdp and model; adapters are float32, and what is reduced over data,
-    once a step, is theirs."""
+    """The base is in bfloat16, split over fsdp and model. Adapters are float32, and only their
+    gradients are reduced over data, once a step."""
     adapters = config_lib.section(config_lib.Lora, {**higgs.ADAPTERS, "rank": 2})
     run = Run(CASE._replace(adapters=adapters), (2, 2, 2), 2)
     before = run.init().variables
@@ -323,8 +324,8 @@ def prompts(rows, n):
 
 @pytest.mark.parametrize("run", ["llama3_rope", "audio_attention"])
 def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run):
-    """From a cache, begun within text and behind a recording, of rows of different lengths in one
-    batch."""
+    """Generation from a cache, begun within text and behind a recording, with rows of different
+    lengths in one batch."""
     c, params = open_folder(folders[run])
     rows, starts = laid_out(numbers), (15, 40)
     whole = jax.jit(lambda p, b: audio_language.decode(c, p, b, alone()))(params, batch_of(rows))
@@ -342,8 +343,8 @@ def test_place_by_place_gives_the_logits_of_the_whole_row(folders, numbers, run)
 
 
 def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
-    """Greedy: laid out again and run through the training forward, each place is what its logits
-    say. Ends come delayed."""
+    """Greedy generation: laid out again and run through the training forward, each place matches
+    its logits. Ends come delayed."""
     c, params = open_folder(folders["plain_rope"])
     rows, starts = laid_out(numbers), (47, 47)
     # Both prompts end with the token that opens a recording.
@@ -408,15 +409,15 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
     assert (written(rows, free, seed=1) != both).any()
     cold = [decoding.Streams(1.0, 0, (1.0, 1.0, 1.0, t), (0, 0, 0, k)) for t, k in ((0.0, 0), (1.0, 1))]
     first, second = (written(rows, streams) for streams in cold)
-    np.testing.assert_array_equal(first, second)  # the likeliest of one is the likeliest
+    np.testing.assert_array_equal(first, second)  # the likeliest of a single one is the likeliest
     np.testing.assert_array_equal(first[:, :4, 0], both[:, :4, 0])
     assert (first[..., 3] != both[..., 3]).any()
 
 
 @pytest.mark.slow
 def test_the_plan_of_the_published_size_says_its_tokens_a_second(tmp_path, monkeypatch):
-    """At 40 % of the peak; eight GPUs make eight times as many of one's, and the weights are an
-    eighth on each."""
+    """The plan assumes 40 % of the peak: eight GPUs generate eight times as many tokens/s as one,
+    and each holds an eighth of the weights."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     rates = {}

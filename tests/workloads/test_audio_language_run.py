@@ -26,8 +26,7 @@ def folder(tmp_path):
 
 
 def base_of(folder):
-    """A base in the original's format: what a first run made, as it is exported, and its
-    config.json."""
+    """A base in the original's format: the export of a first run, and its config.json."""
     processes.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
     assert export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
     text = dict(
@@ -41,8 +40,8 @@ def base_of(folder):
 
 
 def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, capsys):
-    """The same bytes at the end; what was trained goes out as adapters and merged, under the
-    original's names."""
+    """The final bytes are the same. The trained weights are exported as adapters and merged, under
+    the original's names."""
     monkeypatch.chdir(folder)
     base = base_of(folder)
     bytes_before = (folder / "weights" / "model.safetensors").read_bytes()
@@ -78,7 +77,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
         else:
             np.testing.assert_array_equal(merged[name], base[name], err_msg=name)
 
-    # What was exported is a start again: as a folder of weights, without a word about it.
+    # The export can be the start of a run: as a folder of weights, without further options.
     model, start = higgs.from_hugging_face(folder / "merged")
     table = audio_language.make_specs(config_lib.section(audio_language.Config, model))
     shapes = dict(
@@ -89,7 +88,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
     assert loaded.keys() == shapes.keys() and start == {"source": str(folder / "merged")}
     np.testing.assert_array_equal(loaded["embed"].stored.read(()), merged["embed_tokens.weight"])
 
-    # Trained on from there, by nothing, it is exported as the same bits again.
+    # A run that continues from it with a learning rate of nearly zero exports the same bits again.
     changes = {"workdir": "more", "train.steps": "1", "train.eval_every": "0", "checkpoint.every": "1", "optim.lr": "1e-30"}
     loop.run(config_lib.load(f"{folder / 'higgs.py'}:merged", list(changes.items())))
     assert export.main(["more", "--out", "again"]) == 0
@@ -124,8 +123,8 @@ def lines(folder, i):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_several_processes_share_the_samples_and_one_writes(folder, number, monkeypatch):
-    """Training and evaluation cover each sample once over all devices; the slow one is waited for;
-    one file of each kind."""
+    """Training and evaluation cover each example once over all devices, wait for the slow one, and
+    write one file of each kind."""
     monkeypatch.setenv("PROXIED", "loaders.chat.chat_audio")
     overrides = ("--config.train.eval_every=0", "--config.train.accumulate=2", "--config.loader=tests.support.proxy_loader")
     slow = {"only1": {"PAUSE": "0.3"}}
@@ -157,7 +156,7 @@ def test_several_processes_share_the_samples_and_one_writes(folder, number, monk
     for split, position, _, index, _, epoch in single:
         if split == "train" and position <= 8:
             assert sorted(zip(index, epoch, strict=True)) == sorted(trained[position]), "whatever the number of number"
-    # One writer: no line twice, and one folder of each step.
+    # There is one writer: no line appears twice, and each step has one folder.
     ours, theirs = (processes.records(w, "train") for w in (workdir, folder / "alone"))
     assert sorted(ours) == list(range(1, 9))
     numbers = lambda record: {name: x for name, x in record.items() if name != "split"}  # noqa: E731

@@ -1,5 +1,5 @@
-"""The autoencoder against the original's numbers; its batch norm and its shards on meshes and in
-parts; its size."""
+"""The autoencoder is compared with the original's numbers. The tests also cover its batch norm, its
+shards on meshes and in parts, and its size."""
 
 import functools
 import json
@@ -31,8 +31,8 @@ WHOLE = giblet.Config(
 OUTPUTS = {"bottleneck": "bottleneck", "fmri": "predicted_fmri", "video": "video_recon", "text": "text_recon"}
 FIELDS = ("video", "audio", "text", "fmri")
 
-# Ours <- the original's, encoder and decoder; "." ends a name that its matrix and its norm continue
-# differently.
+# Maps our names to the original's, encoder and decoder. "." ends a name with different
+# continuations for its matrix and its norm.
 NAMES = {
     **{f"encoder/{m}/{i}": (f"encoder.{m}_encoder.fc{i + 1}", f"encoder.{m}_encoder.bn{i + 1}")
        for m, n in (("video", 3), ("audio", 2), ("text", 2)) for i in range(n)},
@@ -160,7 +160,7 @@ def test_evaluation_equals_the_originals(head):
 
 @pytest.mark.parametrize(("head", "remat"), [("first_frame", "none"), ("first_frame", "full"), ("full_window", "none")])
 def test_training_equals_the_originals_and_statistics_move_once(head, remat):
-    """With rematerialisation too, where the original's video norms moved twice."""
+    """This also holds with rematerialisation. The original's video norms moved twice there."""
     c = tiny(head, remat=remat)
     task = task_of(c)
     variables = golden_variables(task, head)
@@ -197,7 +197,8 @@ def test_training_equals_the_originals_and_statistics_move_once(head, remat):
 
 
 def check_grads(task, head, prefix, grads):
-    """Ours equal all golden gradients with this prefix, of which biases before a norm are zero."""
+    """Our gradients equal all golden gradients with this prefix. Those of biases before a norm are
+    zero."""
     left, n = {name for name in GRADS if name.startswith(prefix)}, 0
     for path, g in zip(specs_lib.paths(task.specs.params), jax.tree.leaves(grads), strict=True):
         name, turned = original(path)
@@ -213,7 +214,7 @@ def check_grads(task, head, prefix, grads):
 
 
 def test_each_term_alone_has_the_originals_gradient():
-    """In the total the audio's hides the others, which are 1e5 times smaller."""
+    """In the total, the audio's gradient hides the others, which are 1e5 times smaller."""
     task = task_of(tiny())
     variables, batch = golden_variables(task, "first_frame"), batch_of("train1")
 
@@ -237,7 +238,8 @@ def test_weights_of_the_losses_and_shapes_that_do_not_match():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_the_null_pairs_rows_that_count_of_other_moments(n):
-    """Also where a batch is not full: r of each prediction with another moment's measurement."""
+    """This also holds if a batch is not full: r of each prediction with another moment's
+    measurement."""
     rng = np.random.default_rng(n)
     y, t = rng.standard_normal((2, 8, 50)).astype("f4")
     weight, volume = (np.arange(8) < n).astype("f4"), np.array([5, 6, 5, 7, 5, 1, 2, 3])
@@ -261,8 +263,8 @@ def averages(y, t, other, has):
 
 
 def test_r_of_voxels_is_of_those_that_vary_and_the_null_of_its_own_rows():
-    """Predictions far from zero, a voxel that is constant, one whose prediction is: against numpy's
-    correlations."""
+    """Predictions far from zero, a constant voxel, and one with a constant prediction are compared
+    with numpy's correlations."""
     rng = np.random.default_rng(0)
     t = rng.standard_normal((60, 30)).astype("f4")
     y = (0.5 * t + rng.standard_normal(t.shape) + 30).astype("f4")
@@ -314,8 +316,8 @@ def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
 
 
 def test_statistics_of_groups_are_those_of_as_many_devices():
-    """Two groups, on any mesh, are what two devices compute alone, with the mean of their running
-    values."""
+    """Two groups, on any mesh, equal the results of two devices that compute alone, with the mean
+    of their running values."""
     c = replace(SMALL, dropout=0.0)
     table = giblet_loss.make_task(config_lib.Config(model=c), same, ROWS).specs
     params, carry = (specs_lib.materialise(t, jax.random.key(0)) for t in (table.params, table.carry))
@@ -334,7 +336,7 @@ def test_statistics_of_groups_are_those_of_as_many_devices():
 
 @pytest.mark.slow
 def test_groups_are_the_same_on_every_mesh():
-    """Also where a device of "data" has less than a group."""
+    """This also holds if a device of "data" has less than a group."""
     c = replace(SMALL, groups=2)
     for mesh in ((2, 2, 2), (4, 2, 1)):
         assert_alike(trained((1, 1, 1), model=c), trained(mesh, model=c))

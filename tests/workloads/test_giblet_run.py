@@ -1,5 +1,5 @@
-"""The autoencoder as a user runs it: it ends when it learns no more, keeps its best step, draws
-what it predicts."""
+"""The autoencoder as a user runs it: it ends when it stops improving, keeps its best step, and
+draws its predictions."""
 
 import json
 
@@ -18,7 +18,7 @@ def folder(tmp_path):
 
 def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     output = processes.run(folder, "giblet.py")
-    # The first evaluation is progress; three more, at steps 4, 6 and 8, are none.
+    # The first evaluation is progress. The three more, at steps 4, 6 and 8, are not.
     assert "ended at step 8: no progress of fmri_r for 3 evaluations" in output
     workdir = folder / "runs" / "giblet"
     tests = processes.records(workdir, "test")

@@ -1,5 +1,5 @@
-"""The autoencoder at its full size, of which nothing is ever made: what it holds where, and that
-its step compiles."""
+"""The autoencoder at its full size, without creating it: the memory of each device, and that its
+step compiles."""
 
 import pathlib
 
@@ -32,8 +32,8 @@ def load(tmp_path, monkeypatch):
 
 
 def per_device(config, target):
-    """Bytes of one device for parameters, gradients and moments: the rest is small at a batch of
-    16."""
+    """The bytes of one device for parameters, gradients and moments. The rest is small at a batch
+    of 16."""
     assembly = plan_lib.abstractly(config, target)
     parts = plan_lib.held(assembly.abstract, assembly.layout, tiled=False)
     assert sum(parts.values()) - parts["parameters"] - parts["optimizer"] < 0.2e9
@@ -50,7 +50,7 @@ def test_bytes_are_the_known_ones(load):
     for overrides, expected in (
         (BFLOAT16, 66.88e9),
         ((NARROW,), 100.32e9),  # float32 moments
-        ((NARROW, ("optim.masters", "true")), 133.76e9),  # and float32 masters beside
+        ((NARROW, ("optim.masters", "true")), 133.76e9),  # and float32 masters as well
         ((NARROW, ("optim.moments", "int8")), 50.17e9),
         ((("optim.name", "adafactor"),), 66.88e9),
         ((NARROW, ("optim.name", "adafactor")), 33.44e9),
@@ -74,7 +74,7 @@ def test_bytes_are_the_known_ones(load):
     ],
 )
 def test_state_and_gradients_fit_where(load, target, overrides, fits):
-    """A necessary condition, with which the plan's report begins. The update needs more."""
+    """A necessary condition, with which the plan's report begins. The update needs more memory."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
     assert (plan_lib.least(plan_lib.held(assembly.abstract, assembly.layout, tiled=False)) <= where.memory) == fits
@@ -89,7 +89,7 @@ def test_state_and_gradients_fit_where(load, target, overrides, fits):
     ],
 )
 def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrides, peak):
-    """State and gradients: the compiler's figure below is little more."""
+    """The bound counts state and gradients. The compiler's figure below is only slightly larger."""
     where = plan_lib.parse_target(target)
     assembly = plan_lib.abstractly(load(*overrides), where)
     needed = plan_lib.bound(assembly, assembly.trace(None), where)
@@ -100,7 +100,7 @@ def test_the_lower_bound_of_a_step_is_the_known_arithmetic(load, target, overrid
 @pytest.mark.parametrize(
     ("target", "overrides", "verdict"),
     [
-        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients fit; what a step needs beside them, a compiler says
+        ("gpu:h100x1", BFLOAT16, ""),  # state and gradients fit; a compiler reports the rest of a step's memory
         ("gpu:h200x1", (), ""),
         ("gpu:a6000x8", (), ""),
         ("gpu:h100x1", (NARROW,), "optim.moments=bfloat16 would make it at least 66.91 GB"),
@@ -134,10 +134,10 @@ def test_without_a_compiler_the_command_says_what_certainly_does_not_fit(
     ids=["float32", "bfloat16", "masters", "int8", "adafactor", "remat"],
 )
 def test_the_real_step_compiles_for_eight_tpus_without_a_second_copy_of_anything(load, overrides, beside):
-    """On 31 GiB chips: the state is donated, no matrix is gathered, and beside it is little more
+    """On 31 GiB chips, the state is donated, no matrix is gathered, and the rest is little more
     than the gradients.
 
-    beside: the compiler's temporaries in units of the parameters, whose type gradients have.
+    ``beside``: the compiler's temporaries in units of the parameters. Gradients have their type.
     """
     target = plan_lib.parse_target("tpu:v4:2x2x2")
     mesh = layout_lib.make_mesh(1, 8, 1, devices=plan_lib.tpu_devices(target))
@@ -166,8 +166,8 @@ def test_the_start_makes_every_part_where_it_stays(load):
 
 
 def test_the_first_matrix_is_split_wherever_it_lives(load):
-    """Parameter, moments and batch on 8 devices: an eighth of the rows each, and of every array as
-    large."""
+    """The parameter, moments and batch on 8 devices: each has an eighth of the rows, and of every
+    array as large."""
     assembly = plan_lib.abstractly(load(), plan_lib.parse_target("gpu:h100x8"))
     large = [x for x in jax.tree.leaves(assembly.abstract.state) if x.size >= FIRST]
     assert len(large) == 3

@@ -1,5 +1,5 @@
-"""The language model against transformers' numbers, on meshes, and its way from Hugging Face and
-back."""
+"""The language model is compared with transformers' numbers, on meshes, and on its way from Hugging
+Face and back."""
 
 import dataclasses
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_transformers(golden):
 
 
 def exported(c, params):
-    """Arrays under their exported names and shapes, by plain numpy."""
+    """Exports arrays under their names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
         names = language_files.export_names(section, path)
@@ -116,7 +116,7 @@ def alone_two():
     ],
 )
 def test_a_step_is_the_same_in_parts(alone_two, mesh, accumulate, rules):
-    """Rows in parts; and the sequence, on a ring of devices."""
+    """The test covers rows in parts, and the sequence on a ring of devices."""
     assert_alike(alone_two, Run(CASE, mesh, accumulate, rules=rules).take(2), share=2e-4)
 
 
@@ -124,8 +124,8 @@ def test_a_step_is_the_same_in_parts(alone_two, mesh, accumulate, rules):
     "changes", [{}, dict(norm="layer", activation="gelu", tied=True, kv_heads=0), dict(window=48)], ids=str
 )
 def test_flops_are_those_that_the_compiler_counts(changes):
-    """Of loss and gradients, within 5 %; XLA computes masked places too. What it does besides
-    matrix products is the rest."""
+    """FLOPs of loss and gradients agree within 5 %, since XLA computes masked places too. Its work
+    besides matrix products is the rest."""
     c = dataclasses.replace(
         TINY, embed=128, depth=2, heads=4, kv_heads=2, head_dim=32, mlp=384, vocab=1000, context=128, qk_norm=False, unroll=2,
         chunk=10_000,
@@ -149,8 +149,8 @@ def test_flops_are_those_that_the_compiler_counts(changes):
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize(("mesh", "kernels"), [((1, 2, 2), 4), ((1, 4, 1), 4), ((2, 2, 1), 0), ((4, 1, 1), 0)])
 def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(mesh, kernels):
-    """The real one, by XLA for four chips that are not here: forward, recomputed, and the two
-    kernels backward."""
+    """XLA compiles the real kernel for four chips that are not here: forward, recomputed, and the
+    two kernels backward."""
     devices = list(topologies.get_topology_desc("v5e:2x2", platform="tpu").devices)
     sizes = dict(embed=256, heads=4, head_dim=64, mlp=512, vocab=1024, context=256, depth=2)
     c = dataclasses.replace(TINY, **sizes, dtype="bfloat16", remat="full")
@@ -165,7 +165,7 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
 
 
 def test_prompts_bind_the_context_where_there_are_prompts():
-    """Lengths of texts that nobody writes are no mistake."""
+    """Lengths of texts that are never written are not an error."""
     facts = {"vocab": 256, "context": 64}
     c = language.Config(vocab=256, context=64, samples=language.Samples(tokens=64))
     assert not list(c.data_problems(facts))
@@ -182,7 +182,8 @@ def test_prompts_bind_the_context_where_there_are_prompts():
 
 
 def test_a_vocabulary_that_no_data_use_is_worth_a_word():
-    """Shrunk from a preset, nearly all of the model would be rows that are never read."""
+    """If the model were shrunk from a preset, nearly all of it would be rows that are never
+    read."""
     small = dict(language_files.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
     c = config_lib.section(language.Config, small)
     ((name, text),) = c.data_notes({"vocab": 512})

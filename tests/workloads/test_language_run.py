@@ -1,5 +1,5 @@
-"""The language model as a user runs it: on from weights of Hugging Face, with adapters, stopped and
-resumed, and out again."""
+"""The language model as a user runs it: from weights of Hugging Face, with adapters, stopped and
+resumed, and exported."""
 
 import json
 import pathlib
@@ -24,8 +24,8 @@ def folder(tmp_path):
 
 
 def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
-    """The frozen weights, which no checkpoint holds, are read again; the end is the same bit for
-    bit."""
+    """The frozen weights, which no checkpoint holds, are read again. The final weights are the same
+    bit for bit."""
     whole = processes.run(folder, "lm.py", "--config.workdir=whole")
     assert "parameters loaded" in whole
     processes.run(folder, "lm.py", "--config.workdir=parts", "--config.train.steps=3")
@@ -58,7 +58,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
 def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     """`configs/lm.py:FOLDER`, of a folder from elsewhere and of an export.
 
-    The second run moves by nothing: what it is exported as is what it began with, bit for bit.
+    The second run has a learning rate of nearly zero: its export equals its start, bit for bit.
     """
     monkeypatch.chdir(folder)
     fields = {

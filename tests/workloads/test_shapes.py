@@ -1,5 +1,5 @@
-"""The shapes of the five models' functions, checked against the suffixes of their names in a traced
-step and evaluation."""
+"""The shapes of the five models' functions are checked against the suffixes of their names in a
+traced step and evaluation."""
 
 import importlib
 import pkgutil

@@ -1,5 +1,5 @@
-"""The recursive model against the original's numbers, its halting, and its carry on meshes and in
-parts."""
+"""The recursive model is compared with the original's numbers. The tests also cover its halting,
+and its model state on meshes and in parts."""
 
 import json
 import pathlib
@@ -50,7 +50,7 @@ def golden_config(variant):
 
 
 def from_original(c, w, prefix=""):
-    """Our parameters from arrays under the original's names: its matrices are (out, in), one per
+    """Our parameters from arrays under the original's names. Its matrices are (out, in), one per
     layer."""
     d, h, k = c.embed, c.heads, c.embed // c.heads
 
@@ -213,7 +213,7 @@ def test_the_q_head_starts_closed():
 def test_stablemax_equals_float64_within_1e_6(name):
     g = np.load(DATA / f"{name}.npz")
     logits, expected = g["logits"].astype("f4"), g["cross_entropy" if "trm" in name else "stablemax_ce"]
-    if "ce/" in name:  # stored in float64: what float32 makes of the logits is not the loss's doing
+    if "ce/" in name:  # stored in float64: the loss does not cause float32's rounding of the logits
         expected = reference(logits.astype("f8"), g["labels"])
         np.testing.assert_allclose(expected, g["stablemax_ce"], rtol=1e-6, atol=1e-6)
     found = trm_loss.cross_entropy(jnp.asarray(logits), jnp.asarray(g["labels"]), "stablemax")
@@ -222,7 +222,7 @@ def test_stablemax_equals_float64_within_1e_6(name):
 
 
 def reference(logits, labels):
-    """float64, from the definition."""
+    """The float64 value, from the definition."""
     s = np.where(logits >= 0, logits + 1, 1 / (1 - np.minimum(logits, 0)))
     p = np.take_along_axis(s, np.maximum(labels, 0)[..., None], -1)[..., 0] / s.sum(-1)
     return np.where(labels == trm.IGNORED, 0, -np.log(p))
@@ -233,7 +233,7 @@ def test_stablemax_of_extreme_logits_and_certain_answers():
     logits, labels = g["extreme_logits"].astype("f4"), g["extreme_labels"]
     found = trm_loss.cross_entropy(jnp.asarray(logits), jnp.asarray(labels), "stablemax")
     np.testing.assert_allclose(found, reference(logits.astype("f8"), labels), rtol=1e-6, atol=1e-6)
-    certain = np.array([[1e6, -1e6, -1e6], [3e5, 0, -7]], "f4")  # -log p of 1e-12: a difference of logs would lose it whole
+    certain = np.array([[1e6, -1e6, -1e6], [3e5, 0, -7]], "f4")  # -log p of 1e-12: a difference of logs would lose it
     found = trm_loss.cross_entropy(jnp.asarray(certain), jnp.zeros(2, jnp.int32), "stablemax")
     s = np.where(certain >= 0, certain + 1.0, 1 / (1 - np.minimum(certain, 0).astype("f8")))
     np.testing.assert_allclose(found, np.log1p(s[:, 1:].sum(-1) / s[:, 0]), rtol=1e-6)
@@ -313,8 +313,8 @@ def test_only_touched_rows_of_the_table_move(alone):
 
 
 def test_cycles_without_gradient_keep_no_activations():
-    """Bytes that a step needs besides its arguments, as XLA plans them: the same for 2 and for 6
-    high cycles."""
+    """The bytes that a step needs besides its arguments, as XLA plans them, are the same for 2 and
+    for 6 high cycles."""
 
     def bytes_of(**cycles):
         run = Run(CASE._replace(model=replace(TINY, **cycles)), (1, 1, 1))

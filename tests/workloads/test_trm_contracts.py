@@ -61,7 +61,8 @@ def loss_of(c, p, batch, z):
 
 
 def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
-    """Against finite differences in float64, with all that comes before the last cycle held."""
+    """The gradients match finite differences in float64, with all values before the last cycle held
+    fixed."""
     c = replace(LAST, least_steps=0, halt_steps=3)
     run = config_lib.Config(model=c, train=config_lib.Train(batch=32))
     task = trm_loss.make_task(run, stored_params.one_device().shard, 32)
@@ -118,7 +119,7 @@ def alone():
 
 
 def test_steps_are_the_same_in_parts(alone):
-    """On a mesh, of microbatches, with what is recomputed."""
+    """The test runs on a mesh, with microbatches and recomputation."""
     model = replace(LAST, remat="full")
     assert_alike(alone, Run(CALM._replace(model=model), (4, 2, 1), 2).take(4), share=5e-4)
     depths = {float(metrics["steps"].total / metrics["steps"].weight) for _, metrics in alone[0]}

@@ -1,5 +1,5 @@
-"""Rollouts of the recursive model: noise, stops, the choice, on any number of devices; confidence
-and intervals."""
+"""Rollouts of the recursive model: noise, stops, the choice, on any number of devices, and
+confidence with its intervals."""
 
 import functools
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.support.cases.trm import CASE, TINY, WIDE, calm, random_batch
 @pytest.fixture(scope="module")
 def variables():
     found = Run(CASE._replace(begin=calm), (1, 1, 1)).init().variables
-    # Heads that are sure of some boards at some steps.
+    # The heads are sure of some boards at some steps.
     return jax.device_get(found._replace(params={**found.params, "w_q": 3 * jax.random.normal(jax.random.key(5), (16, 2))}))
 
 
@@ -74,7 +74,7 @@ def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
 
 
 def test_noise_follows_from_the_board_and_the_rollout_alone(variables, whole):
-    """In another batch, with more rollouts, over eight devices."""
+    """The noise is the same in another batch, with more rollouts, over eight devices."""
     alone = explore(variables, Search(6, 6), rows=slice(3, 5))
     np.testing.assert_allclose(alone.q[:, :4], whole.q[3:5], atol=1e-2)
     layout = make_layout(make_mesh(8, 1, 1), {})
@@ -100,7 +100,8 @@ def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
 
 
 def test_a_rollout_answers_the_board_as_it_sees_it(variables, whole):
-    """Each but the first is the model's own pass over another board, put back."""
+    """Each rollout except the first is the model's own pass over a transformed board, transformed
+    back."""
     found = explore(variables, Search(4, 6, symmetry=True), 0.0)
     np.testing.assert_allclose(found.logits[:, 0], whole.logits[:, 0], atol=2e-3)
     assert len({q.tobytes() for q in found.q[0, :, 0]}) == 4
@@ -187,8 +188,8 @@ def test_options_are_refused_by_name():
 
 
 def test_a_confidence_is_as_often_right():
-    """Of logits that are too sure: the scale that made the answers is found, and the error of the
-    rest is small."""
+    """The logits are too sure: the scale that made the answers is found, and the error of the rest
+    is small."""
     rng = np.random.default_rng(0)
     q = rng.normal(0, 6, 4000)
     right = rng.random(4000) < 1 / (1 + np.exp(-(0.4 * q - 1)))

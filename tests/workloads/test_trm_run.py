@@ -1,5 +1,5 @@
 """The recursive model as a user runs it: a curriculum and an annealed exploration, killed and
-resumed; pictures."""
+resumed, with pictures."""
 
 import json
 import signal
@@ -15,8 +15,8 @@ def folder(tmp_path):
 
 
 def test_a_run_killed_between_two_stages_resumes_exactly(folder):
-    """Its slots' states too, and the probability of exploring: bit for bit what the undisturbed run
-    has at the end."""
+    """The states of its slots and the probability of exploring also equal those of the undisturbed
+    run at the end, bit for bit."""
     whole = processes.run(folder, "trm.py", "--config.workdir=whole")
     assert "2 programs, by (stage, bucket), are compiled ahead; their first steps: {((1, 1), 0): 0, ((2, 2), 0): 10}" in whole
     killed = (folder, "trm.py", "--config.workdir=killed")
@@ -28,8 +28,8 @@ def test_a_run_killed_between_two_stages_resumes_exactly(folder):
     assert any("z_h" in path for path in processes.hashes(folder / "whole", 16))
     for split in ("train", "test"):
         assert processes.records(folder / "killed", split) == processes.records(folder / "whole", split)
-    # On the way 8 of the 9 held-out boards, at the end all of them; a class that no board is in has
-    # no accuracy.
+    # Before the end, evaluations have 8 of the 9 held-out boards. At the end they have all. A class
+    # without a board has no accuracy.
     lines = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["split"] == "test"][-1]
     assert round(last["exact_accuracy"] * 9, 6) % 1 == 0 and last["exact_accuracy_difficulty_4"] is None

@@ -1,4 +1,4 @@
-"""Augmentation: what each does, on which axis, and what it depends on."""
+"""Augmentation: the effect of each transform, its axis, and the values that it depends on."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ ROWS = 6
 ALL = lib.Config(
     crop=0.3, shift=20, background=0.5, mixup=0.4, gain=0.2, noise=0.05, time_masks=2, time_mask=20, mel_masks=1, mel_mask=8
 )
-# Machine code that is soon there rather than fast.
+# Machine code that compiles quickly rather than runs fast.
 augment = jax.jit(lib.augment, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -36,7 +36,7 @@ def many(batch, n, c, name="spectrogram"):
 
 
 def test_depends_on_seed_epoch_recording_and_view_alone(batch):
-    """Pairs change their place whole: a partner is the neighbour."""
+    """Pairs change their place as a whole: a partner is the neighbour."""
     full = augment(ALL, 0, batch)
     order = np.array([2, 3, 4, 5, 0, 1])
     moved = augment(ALL, 0, {k: x[order] for k, x in batch.items()})
@@ -65,7 +65,7 @@ def test_nothing_by_default(batch):
 
 @pytest.mark.parametrize(("kind", "axis", "longest"), [("time", 1, 20), ("mel", 2, 8)])
 def test_masks_lie_on_their_axis(batch, kind, axis, longest):
-    """Time is the first axis of a spectrogram and mel the second; the original swaps them."""
+    """Time is the first axis of a spectrogram and mel the second. The original swaps them."""
     before, after = many(batch, 400, lib.Config(**{f"{kind}_masks": 1, f"{kind}_mask": longest}))
     different = before[None] != after
     changed = different.all(axis=3 - axis)  # a whole frame, or a whole band
@@ -73,7 +73,7 @@ def test_masks_lie_on_their_axis(batch, kind, axis, longest):
     np.testing.assert_allclose(after[different], before.mean(), rtol=1e-5, atol=1e-6)
     assert set(changed.sum(1)) == set(range(longest + 1))
     assert (np.abs(np.diff(changed, axis=1, prepend=False, append=False)).sum(1) <= 2).all()  # one span
-    assert changed.any(0).all()  # anywhere, the edges too
+    assert changed.any(0).all()  # anywhere, including the edges
 
 
 def test_shift_rotates_in_time_gain_is_one_number_and_noise_is_new_everywhere(batch):
@@ -88,14 +88,14 @@ def test_shift_rotates_in_time_gain_is_one_number_and_noise_is_new_everywhere(ba
 
 
 def test_a_crop_is_a_box_stretched_to_the_whole(batch):
-    """Of a picture of its own coordinates: corners tell the box, and everything between is a
-    straight line."""
+    """Crops of a picture of its own coordinates: the corners show the box, and all values between
+    lie on a straight line."""
     t, w = np.meshgrid(np.arange(64.0), np.arange(32.0), indexing="ij")
     crops = []
     for plane in (t, w):
         rows = {**batch, "spectrogram": jnp.broadcast_to(jnp.asarray(plane, jnp.float32), (ROWS, 2, 64, 32))}
         crops.append(many(rows, 300, lib.Config(crop=0.25, crop_ratio=(0.5, 2.0)))[1])
-    middle = np.stack([crops[0][:, 20:44, 16], crops[0][:, 20:44, 3]])  # away from the edges, where values are repeated
+    middle = np.stack([crops[0][:, 20:44, 16], crops[0][:, 20:44, 3]])  # away from the edges, at which values are repeated
     steps_t, steps_w = np.diff(middle[0], axis=1), np.diff(crops[1][:, 32, 8:24], axis=1)
     np.testing.assert_allclose(middle[0], middle[1], atol=1e-3)
     assert np.ptp(steps_t, axis=1).max() < 1e-2 and np.ptp(steps_w, axis=1).max() < 1e-2
@@ -130,7 +130,7 @@ def test_a_background_is_weaker_by_so_many_decibels(batch):
     share = added.sum((1, 2)) / energy(y).sum()
     decibels = 10 * np.log10(energy(x).sum() / (share * energy(y).sum()))
     assert 2.9 < decibels.min() < 4 and 8 < decibels.max() < 9.1
-    loud = energy(y) > energy(x)  # elsewhere the sum has been rounded away
+    loud = energy(y) > energy(x)  # elsewhere rounding removed the sum
     np.testing.assert_allclose(added[:, loud], (share[:, None, None] * energy(y)[None])[:, loud], rtol=0.05)
 
 

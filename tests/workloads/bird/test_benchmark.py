@@ -70,7 +70,8 @@ def test_a_set_of_birdset_as_its_archive_publishes_it(run, tmp_path, capsys):
     assert "the published HSN has 21 classes" in told
     found = json.loads((tmp_path / "own" / "results.json").read_text())
 
-    # By hand: the logits of the classes by their names, all segments, and what the formula says.
+    # Computed by hand: the logits of the classes by their names, all segments, and the formula's
+    # result.
     out = tmp_path / "own" / "embeddings" / "test_5s"
     logits, y = np.load(out / "scores.npy"), np.load(out / "labels.npy")
     assert json.loads((out / "embeddings.json").read_text())["class_names"] == ["chiffchaff", "owl", "wren"]

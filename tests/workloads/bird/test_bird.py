@@ -1,4 +1,4 @@
-"""The bird workload: FLOPs, what reaches which gradient, its formulas, and steps with every
+"""The bird workload: FLOPs, the inputs of each gradient, its formulas, and steps with every
 objective on every mesh."""
 
 import functools
@@ -27,7 +27,7 @@ from loaders.base import Field
 from tests.support.cases import Run
 from tests.support.cases.bird import CASE, DECODER, EVERY, ROWS, TINY, every_batch
 
-# Machine code that is soon there rather than fast.
+# Machine code that compiles quickly rather than runs fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 BATCH = 6
 
@@ -64,8 +64,8 @@ def variables():
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_flops_are_those_that_xla_counts(pool):
-    """Depth 1, since XLA counts the body of a scan once; wide, so that products outweigh norms and
-    softmax."""
+    """The depth is 1, since XLA counts the body of a scan once. The model is wide, so that products
+    outweigh norms and softmax."""
     c = bird.Config(n_classes=16, n_frames=128, n_mels=64, embed=256, depth=1, heads=4, n_cls=2, pool=pool, dtype="float32")
     task = make_task(c)
     abstract = jax.eval_shape(lambda: specs.materialise(task.specs, jax.random.key(0)))
@@ -109,7 +109,7 @@ def test_rows_without_weight_do_not_count(variables, batch):
 
 
 def test_a_weight_counts_as_so_many_rows(variables, batch):
-    """Sums over single rows, times their weights, are the sums over the batch."""
+    """Sums over single rows, times their weights, equal the sums over the batch."""
     task = make_task(TINY)
     single = dict(batch, weight=jnp.ones(BATCH))
     each = [task.evaluate(variables, {k: x[i : i + 1] for k, x in single.items()}) for i in range(BATCH)]
@@ -204,8 +204,8 @@ def test_a_model_that_goes_with_its_data_has_no_problems():
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 4, 1)])
 def test_an_evaluation_draws_rows_for_every_device(mesh):
-    """Four rows of one view do not divide over eight: the first evaluation of a masked autoencoder
-    ended the run there."""
+    """Four rows of one view do not divide over eight devices: the first evaluation of a masked
+    autoencoder ended the run there."""
     model = replace(TINY, mask=Mask(0.5, 2), mae=Mae(1.0, DECODER))
     rows = {name: x[:, 0] if name == "spectrogram" else x for name, x in every_batch(0).items()}
     fields = {name: Field(x.shape[1:], x.dtype) for name, x in rows.items()}
@@ -281,8 +281,8 @@ def test_the_probe_reads_any_objective_and_trains_none():
 
 @pytest.mark.parametrize(("norm", "temperature"), [("batch", 0.1), ("layer", 0.0), ("none", 0.0)])
 def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, temperature):
-    """diet's loss against its formula, whole: hundreds of thousands of logits at once, smoothing,
-    both recordings."""
+    """The loss of diet is compared with its whole formula: hundreds of thousands of logits at once,
+    smoothing, both recordings."""
     n = 300_001
     c = replace(
         TINY,
@@ -329,7 +329,7 @@ def test_asymmetric_loss_equals_the_formula():
 
 
 def test_an_evaluation_reports_metrics_that_need_no_training_batch():
-    """And the whole objective where that is all of it; scores are means over the views."""
+    """The whole objective is reported if that is all of it. Scores are means over the views."""
     c = replace(EVERY, lejepa=Lejepa(), diet=Diet(), drop_path=0.0)
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
     made = specs.materialise(task.specs, jax.random.key(0))
@@ -384,7 +384,7 @@ def test_several_classes_in_a_recording():
     each = classes.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
     assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)
     assert {"labels"} <= set(task.axes) and "label" not in task.axes
-    # Right is who scores one of the classes best.
+    # An answer is right if one of the row's classes has the best score.
     logits = variables.params["probe"]["b"] * 0 + jnp.arange(5.0)
     sure = {**variables.params, "probe": {**variables.params["probe"], "w": 0 * variables.params["probe"]["w"], "b": logits}}
     found = task.evaluate(Variables(sure), batch)["probe_accuracy"]

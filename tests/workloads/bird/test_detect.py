@@ -1,5 +1,5 @@
-"""jaxtrain detect: scores equal the head's, tables that come back as the same rows, resuming,
-broken files, refusals."""
+"""jaxtrain detect: scores equal the head's, tables read back as the same rows, resuming, broken
+files, refusals."""
 
 import json
 import os
@@ -38,7 +38,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of one step, as it would be saved."""
+    """A run of one step, as a run would save it."""
     return make_run(tmp_path_factory.mktemp("run"))
 
 
@@ -58,7 +58,7 @@ def contents(out) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def found(run, recordings, tmp_path_factory):
-    """Every window, and a threshold that half of the windows of a class reach."""
+    """Detections of every window, with a threshold that half of the windows of a class reach."""
     out = tmp_path_factory.mktemp("found") / "out"
     run_detect(run, recordings, "--out", out, "--overlap", CLIP - HOP, "--threshold", 0)
     return out
@@ -75,7 +75,7 @@ def test_scores_are_the_heads_of_each_window(run, recordings, found):
     for row in rows:
         wave, rate, _ = spectrogram.decode((recordings / row["file"]).read_bytes())
         if row["file"] == "c.ogg":
-            continue  # resampled with what surrounds a window, which no front end of one window sees
+            continue  # resampled with the samples around the window, which a front end of one window does not see
         part = wave[round(row["start_time"] * rate) : round(row["end_time"] * rate)]
         if rate == RATE:
             x.append((row, spectrogram.front_end(part, rate, clip_seconds=CLIP, n_frames=64)))
@@ -96,8 +96,8 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
     before = contents(found / "scores")
     run_detect(run, recordings, "--out", found, "--overlap", CLIP - HOP, "--threshold", tmp_path / "bounds.csv")
     assert contents(found / "scores") == before, "another threshold needs no other scores"
-    # By hand: neighbouring windows above the threshold are one detection, whose score is the best
-    # of theirs.
+    # Computed by hand: neighbouring windows above the threshold are one detection, whose score is
+    # their best.
     expected = []
     for file in sorted({row["file"] for row in rows}):
         for name in NAMES:
@@ -137,8 +137,8 @@ def test_tables_come_back_as_the_same_rows(run, recordings, found, tmp_path):
 
 
 def test_a_killed_command_resumes_to_the_same_bytes(run, recordings, found, tmp_path, monkeypatch):
-    """SIGKILL in the middle; a part that was cut off is made again; three processes without each
-    other's knowledge."""
+    """SIGKILL in the middle. A part that was cut off is rebuilt, and three processes work without
+    knowledge of each other."""
     run_detect(run, recordings, "--out", tmp_path / "whole", "--overlap", 0.4, "--threshold", 0.3)
     small = "from jaxtrain.workloads.bird.inference import detect; detect.PART = 8"
     small += "; import sys; from jaxtrain import cli; sys.exit(cli.main())"
@@ -312,7 +312,7 @@ def test_a_run_without_a_head_is_named(run, tmp_path, capsys):
 
 
 def test_a_front_end_that_is_not_the_encoders_is_refused(run, recordings, tmp_path, capsys):
-    """A run that says two things of it, and a head that was fitted on other spectrograms."""
+    """A run whose config contradicts itself, and a head that was fitted on other spectrograms."""
     other = shutil.copytree(run, tmp_path / "run")
     (other / "checkpoints" / "1" / "manifest.json").unlink()
     meta = other / "checkpoints" / "1" / "meta" / "metadata"

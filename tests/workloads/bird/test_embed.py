@@ -1,4 +1,4 @@
-"""Embeddings of a dataset: what they are of, resuming, refusals; the exported encoder on one
+"""Embeddings of a dataset: their source, resuming, refusals, and the exported encoder on one
 recording."""
 
 import json
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, corpus):
-    """A run of one step, with a front end of its own choice."""
+    """A run of one step, with its own choice of front end."""
     workdir = tmp_path_factory.mktemp("run")
     data = dict(train=str(corpus), n_frames=256, clip_seconds=2.5, threads=2, **FRONT_END)
     config = config_lib.from_dict(
@@ -135,8 +135,8 @@ def test_the_command_names_what_is_wrong(trained, corpus, tmp_path, capsys):
 
 
 def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, capsys):
-    """By embed's data section, by a config that says two things, by an export of it, and between
-    folders of a probe."""
+    """The refusal covers embed's data section, a config that contradicts itself, an export of it,
+    and the folders of a probe."""
     model = encoder.load(str(trained))
     assert model.config.n_mels == 64 and model.config.front_end == spectrogram.FrontEnd(**FRONT_END)
     with pytest.raises(InferenceError, match="on other spectrograms than are asked for: n_mels 64 and 128, f_max"):
@@ -166,7 +166,8 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
 
 @pytest.mark.parametrize("source", ["run", "export"])
 def test_a_start_from_an_encoder_of_another_front_end_is_refused(trained, corpus, tmp_path, source):
-    """Its shapes are the same, so nothing else would say so; who means it says so."""
+    """Its shapes are the same, so nothing else would report the difference. A user who intends it
+    sets `other_front_end`."""
     if source == "export":
         safetensors.export(str(trained), str(tmp_path / "export"))
     warm = dict(source=str(trained if source == "run" else tmp_path / "export"), skip=("^(objective|probe)/",))
@@ -191,8 +192,8 @@ BLOCKED = ("flax", "optax", "orbax", "tensorstore", "pyarrow", "etils", "ml_coll
 
 
 def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, tmp_path):
-    """Its example, alone in a process with nothing else, prints what `jaxtrain embed` writes; embed
-    reads the export too."""
+    """The export's example, alone in a process with nothing else, prints the output of `jaxtrain
+    embed`. Embed reads the export, too."""
     line = safetensors.export(str(trained), str(tmp_path / "export"), ema=True, only="^encoder/")
     assert "ema of step 1" in line
     header = (tmp_path / "export" / "model.safetensors").read_bytes()
@@ -214,8 +215,8 @@ def test_an_exported_encoder_needs_numpy_jax_and_the_front_end(trained, corpus, 
 
 
 def test_shards_next_to_each_other_have_a_training_split(corpus, tmp_path):
-    """No folder train/ or test/: the command that such a run names as the next one takes them
-    all."""
+    """Without a folder train/ or test/, the command that such a run names as the next one takes all
+    recordings."""
     flat = tmp_path / "flat"
     flat.mkdir()
     for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):

@@ -1,5 +1,5 @@
-"""jaxtrain fit: a head from few examples that detect takes; what it says of held-out rows; labels
-of tables; refusals."""
+"""jaxtrain fit: a head from few examples that detect accepts, its report on held-out rows, labels
+of tables, and refusals."""
 
 import csv
 import json
@@ -32,8 +32,8 @@ def call(name: str, seconds: float, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A run; recordings of 4 s in which each window of 0.5 s holds a tone, the other, or none;
-    their embeddings."""
+    """A run, and the embeddings of its recordings of 4 s, in which each window of 0.5 s holds one
+    tone, the other, or none."""
     folder = tmp_path_factory.mktemp("world")
     run = birds.make_run(folder, embed=64, patch=(16, 16))
     truth = []
@@ -54,7 +54,7 @@ def world(tmp_path_factory):
 
 
 def labels(path, truth, per_class: int):
-    """So many examples of each class from the old recordings, one a recording at a time."""
+    """This number of examples of each class from the old recordings, one a recording at a time."""
     lines = [("file", "start", "end", "label")]
     for what in (*TONES, ""):
         rows = [row for row in truth if row[3] == what and int(row[0][0]) < 5]
@@ -81,7 +81,7 @@ def test_a_head_of_few_examples_detects_in_new_recordings(world, tmp_path, metho
     z = np.array([[row[what] for what in ("high", "low")] for row in rows])
     average = [measures.average_precision(z[:, c], y[:, c], np.ones((1, len(y))))[0] for c in range(2)]
     assert min(average) > 0.95, average
-    # The thresholds that the head brings keep what it was asked for.
+    # The thresholds in the head keep the requested precision.
     found = [row for row in birds.table(tmp_path / "out" / "detections.csv") if row["Common name"] in TONES]
     right = [expected[row["File"].rpartition("/")[2], float(row["Start (s)"])] == row["Common name"] for row in found]
     assert len(right) >= 8 and np.mean(right) >= 0.85
@@ -110,8 +110,8 @@ def test_a_full_disk_leaves_no_head(world, tmp_path, capsys, small_disk):
 
 
 def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
-    """fit INDEX --run embeds its rows, each the part that was annotated; the embeddings stay, and
-    are not made again."""
+    """fit INDEX --run embeds its rows: of each recording, the annotated part. The embeddings stay,
+    and are not recomputed."""
     folder, run, truth = world
     rows = [("file", "start", "end", "label"), *((f"old/{f}", a, b, what) for f, a, b, what in truth if what and int(f[0]) < 5)]
     with open(tmp_path / "events.csv", "w", newline="") as file:
@@ -126,7 +126,7 @@ def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
     places = made.places()
     told = {(f"old/{f}", a): what for f, a, _, what in truth}
     assert [told[each] for each in zip(places.paths, places.start, strict=True)] == [given.names[c] for c in given.y.argmax(1)]
-    # As the window of the same seconds was embedded with the whole recording.
+    # The row is embedded like the window of the same seconds in the whole recording.
     windows = embeddings.read(folder / "emb")
     where = {each: i for i, each in enumerate(zip(windows.places().paths, windows.places().start, strict=True))}
     same = [where[path.removeprefix("old/"), start] for path, start in zip(places.paths, places.start, strict=True)]
@@ -175,8 +175,8 @@ def fake(folder, x, y, names, groups=None, **about):
 
 
 def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
-    """Two classes that overlap: scores are chances, and a threshold reaches the precision on rows
-    that nothing saw."""
+    """Two classes that overlap: scores are probabilities, and a threshold reaches the precision on
+    unseen rows."""
     rng = np.random.default_rng(0)
     n = 1200
     label = rng.integers(0, 2, n)
@@ -187,7 +187,7 @@ def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
     assert fitted.head.scores == "softmax" and fitted.folds == 5
     z = x[600:] @ fitted.head.arrays["w"] + fitted.head.arrays["b"]
     p = np.exp(z[:, 1]) / np.exp(z).sum(1)
-    # The best possible: the likelihood ratio of the two normals.
+    # The best possible score: the likelihood ratio of the two normals.
     best = 1 / (1 + np.exp(-(0.9 * x[600:, 0] - 0.405)))
     assert np.abs(p - best).mean() < 0.06
     said = p >= fitted.head.thresholds[1]
@@ -197,10 +197,11 @@ def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
 
 
 def test_a_threshold_between_classes_that_are_apart_lies_in_the_gap():
-    """Not among the scores of the others, some of which a precision of 0.9 would allow."""
+    """The threshold does not lie among the scores of the others, some of which a precision of 0.9
+    would allow."""
     scores, y = np.concatenate([np.linspace(1e-9, 1e-5, 60), np.linspace(0.8, 1, 40)]), np.repeat([0, 1], [60, 40])
     assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8
-    scores[0] = 0.9  # one of the others is not told apart
+    scores[0] = 0.9  # one of the others has the score of a positive
     assert 0.3 < fit.threshold(scores, y, 0.9) < 0.8 < fit.threshold(scores, y, 1.0)
 
 
@@ -255,8 +256,7 @@ def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y
 
 
 def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
-    """A table of other names of its columns, half of which is about recordings that the embeddings
-    do not have."""
+    """A table with other column names. Half of it is about recordings without embeddings."""
     x = np.random.default_rng(0).normal(size=(6, 3))
     folder = fake(tmp_path / "e", x, np.eye(2)[[0] * 6], ["a", "b"], [0] * 6)
     lines = ["Begin File,Start (ms),End (ms),Species", "0.wav,0,1000,owl", "0.wav,2000,3000,wren"]
@@ -318,7 +318,7 @@ def test_search_finds_what_sounds_alike(world, tmp_path, capsys):
     order = np.argsort(-(x @ x[at]), kind="stable")
     assert int(again[0]["row"]) == at and len(again) == len(x)
     np.testing.assert_allclose([float(row["score"]) for row in again], (x @ x[at])[order], atol=2e-4)
-    # By a head: what it says of each row, the highest first.
+    # The head's score of each row, the highest first.
     table = labels(tmp_path / "labels.csv", truth, 5)
     assert cli.main(["fit", emb, "--labels", str(table), "--out", str(tmp_path / "h.npz"), "--method", "patches"]) == 0
     assert (
@@ -359,7 +359,7 @@ def test_an_approximate_search_finds_the_same_rows_or_says_what_it_needs(tmp_pat
     monkeypatch.undo()
     pytest.importorskip("usearch")
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    for name in ("first.csv", "second.csv"):  # made, and read again
+    for name in ("first.csv", "second.csv"):  # created, and read again
         assert cli.main([*argv, str(tmp_path / name), "--approximate"]) == 0
     assert ("rows are in the index" in capsys.readouterr().err) and len(list((tmp_path / "cache" / "search").iterdir())) == 1
     exact, first, second = (birds.table(tmp_path / f"{name}.csv") for name in ("exact", "first", "second"))
@@ -396,7 +396,7 @@ def by_keys(items, out, judge) -> None:
     ids=["answers", "keys in a browser"],
 )
 def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
-    """fit, detect, review, fit: with answers to what was found, average precision on new recordings
+    """Fit, detect, review, fit: with answers to the detections, average precision on new recordings
     rises."""
     folder, run, truth = world
     emb, old, new = str(folder / "emb"), folder / "recordings" / "old", folder / "recordings" / "new"
@@ -438,7 +438,7 @@ def test_answers_of_a_review_make_the_head_better(world, tmp_path, page):
     assert cli.main([*argv, str(tmp_path / "second.npz"), "--labels", str(tmp_path / "answers.csv")]) == 0
     first, second = precision("first.npz"), precision("second.npz")
     assert second > first and second > 0.9, (first, second)
-    # `jaxtrain index` reads the answers, too: what was denied is no label.
+    # `jaxtrain index` reads the answers, too: a rejected detection is not a label.
     assert (
         cli.main(
             ["index", str(tmp_path / "answers.csv"), "--audio", str(old), "--out", str(tmp_path / "i"), "--on", "all=keep"]

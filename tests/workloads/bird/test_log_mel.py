@@ -1,5 +1,5 @@
-"""Spectrograms made on the device: Kaldi's numbers, the loader's, on any mesh, and a whole run that
-is fed waveforms."""
+"""Spectrograms made on the device: Kaldi's numbers, the loader's numbers, on any mesh, and a whole
+run that reads waveforms."""
 
 import json
 import math
@@ -37,8 +37,8 @@ def load(case):
 
 @pytest.mark.parametrize("case", TOLERANCES)
 def test_it_is_kaldis_filter_bank_and_the_loaders(case):
-    """Within the tolerances that the loader's filter bank has, to Kaldi's reference and to the
-    loader's rows."""
+    """The result is within the tolerances of the loader's filter bank, both to Kaldi's reference
+    and to the loader's rows."""
     wave, reference = load(case)
     assert wave.dtype == np.int16
     off = np.abs(np.asarray(jax.jit(log_mel.log_mel)(wave[None]))[0] - reference)
@@ -81,7 +81,7 @@ def test_views_lengths_and_frames_that_are_left_out():
 
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2)])
 def test_rows_stay_on_their_device(sizes):
-    """Split over devices, the numbers are those of one, and nothing moves."""
+    """Split over devices, the numbers equal those of one device, and nothing is communicated."""
     layout = make_layout(make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]), {})
     wave = np.random.default_rng(0).integers(-9000, 9000, (8, 2, 4000), dtype=np.int16)
     split = layout.sharding(("batch", None, None), wave.shape)

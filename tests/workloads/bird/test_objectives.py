@@ -1,5 +1,5 @@
-"""Objectives: their folder; and against reference values: SIGReg and LeJEPA, masks, errors, the
-cross-entropy of recordings."""
+"""Objectives: their folder, and comparisons with reference values: SIGReg and LeJEPA, masks,
+errors, the cross-entropy of recordings."""
 
 import ast
 import functools
@@ -22,7 +22,7 @@ from jaxtrain.workloads.bird import masked, objectives, vit
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird.objectives import lejepa
 
-# Machine code that is soon there rather than fast.
+# Machine code that compiles quickly rather than runs fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FOLDER = pathlib.Path(objectives.__file__).parent
 DATA = pathlib.Path(__file__).parents[2] / "data"
@@ -51,8 +51,8 @@ def test_sigreg_and_lejepa_equal_the_reference(name):
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_sigreg_is_of_the_global_batch_where_data_is_split(name):
-    """Two groups with half the rows each: the value of all rows, and not the mean of their own
-    values; gradients too."""
+    """Two groups have half the rows each. The value is that of all rows, not the mean of the
+    groups' values. So are the gradients."""
     g = golden(f"sigreg/{name}.npz")
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
 
@@ -131,8 +131,8 @@ def test_rank_is_the_place_in_order_and_ties_keep_theirs():
 
 
 def test_the_decoder_sees_its_masks():
-    """A prediction hangs on which patches are masked, and on what is visible; what is masked was
-    never seen."""
+    """A prediction depends on the choice of masked patches and on the visible ones. The content of
+    masked patches was never seen."""
     c = vit.Config(n_frames=64, n_mels=64, embed=16, depth=1, heads=2, dtype="float32")
     d = masked.Decoder(16, 2, 2)
     params = specs.materialise(masked.decoder_specs(c, d, 5), jax.random.key(0))
@@ -149,7 +149,7 @@ def test_the_decoder_sees_its_masks():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4)])
 def test_smoothed_labels_over_a_part_of_a_table(mesh):
-    """Loss and gradients over the first 37 of 40 rows, in chunks, and with the table split, against
+    """Loss and gradients over the first 37 of 40 rows, in chunks and with the table split, match
     the formula in float64."""
     shard = make_layout(make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]), {}).shard
     rng = np.random.default_rng(0)
@@ -238,8 +238,8 @@ def run_in(folder, program):
 
 
 def test_a_new_file_is_a_new_objective(tmp_path):
-    """It has a section of the config, parameters, a metric and a share of the loss, and nothing
-    else was edited."""
+    """The new file has a section of the config, parameters, a metric and a share of the loss, and
+    no other file was edited."""
     root = FOLDER.parents[3]
     for name in ("jaxtrain", "loaders"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc.*"))

@@ -32,10 +32,10 @@ SIZES = dict(
     embed=32, depth=2, heads=2, patch=(16, 16), n_frames=64, n_mels=32, dtype="float32", class_names=NAMES, n_classes=3
 )
 MODELS = {
-    # A head of its own that gives a softmax; everything that timm's transformers have.
+    # A head of its own with a softmax, and all features of timm's transformers.
     "supervised": dict(pool="patches", n_registers=2, qk_norm=True, layer_scale=0.5, mlp="gelu"),
-    # Several classes, by the probe; what timm's have not, and a front end that hears nothing above
-    # 6 kHz.
+    # Several classes, from the probe, the features that timm's models lack, and a front end without
+    # bands above 6 kHz.
     "probe": dict(n_cls=2, positions="rope", mlp="swiglu", supervised=dict(weight=0.0), diet=dict(weight=1.0)),
     "pooled": dict(norm="pooled", mlp="gelu_exact", eps=1e-6, pool="patches"),
 }
@@ -93,7 +93,7 @@ def ours(folder: pathlib.Path, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Name of a model -> its run, and the export of that."""
+    """Maps the name of a model to its run and the run's export."""
 
     @functools.cache
     def case(name: str) -> tuple[pathlib.Path, pathlib.Path]:
@@ -124,7 +124,7 @@ def test_the_file_gives_our_features_and_scores(case, name):
 
 
 def test_the_folder_is_an_export_like_others(case):
-    """The way back in, its checksums, and its card."""
+    """The import of an export, its checksums, and its card."""
     made, out = case("supervised")
     assert encoder.load(str(out)).digest == encoder.load(str(made)).digest
     assert {"model.onnx", "example_onnx.py", "model.safetensors"} <= {
@@ -164,7 +164,7 @@ def test_models_that_onnx_cannot_represent_are_reported(case, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_gives_the_same_and_the_example_runs(case, name, tmp_path):
-    """With onnxruntime (dependency group "peers")."""
+    """This test needs onnxruntime (dependency group "peers")."""
     runtime = pytest.importorskip("onnxruntime")
     made, out = case(name)
     session = runtime.InferenceSession(str(out / "model.onnx"))

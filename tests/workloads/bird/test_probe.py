@@ -1,5 +1,5 @@
-"""Measures against their definitions, row by row; classifiers on features whose answer is known;
-reports."""
+"""Measures match their definitions, row by row. Classifiers run on features with known answers.
+Reports."""
 
 import importlib.util
 import json
@@ -45,14 +45,14 @@ def test_measures_equal_their_definitions_for_every_bootstrap_draw(fast, slow, t
     score = np.round(score) if ties else score
     weight = measures.bootstrap(40, 20)
     for w, found in zip(weight, fast(score, y, weight), strict=True):
-        rows = np.repeat(np.arange(40), w.astype(int))  # a draw is its rows, as often as they were drawn
+        rows = np.repeat(np.arange(40), w.astype(int))  # a draw has its rows as often as they were drawn
         assert found == pytest.approx(slow(score[rows], y[rows]))
     assert (weight[0] == 1).all() and (weight.sum(1) == 40).all()
 
 
 def test_classes_without_a_positive_do_not_count_and_no_call_rows_do():
-    """As BirdSet has it: a recording without a bird is a negative of each class, and no row of the
-    accuracy."""
+    """As in BirdSet, a recording without a bird is a negative of each class, and is not a row of
+    the accuracy."""
     score = np.array([[0.9, 0.1, 0.5], [0.8, 0.7, 0.5], [0.3, 0.2, 0.5], [0.95, 0.1, 0.5]])
     y = np.array([[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]], "u1")
     found = {name: v[0] for name, v in measures.measure(score, y, np.ones((1, 4))).items()}

@@ -1,5 +1,5 @@
-"""jaxtrain review: who may ask, what is shown, answers that are there at each key; the page in a
-real browser."""
+"""jaxtrain review: access, the windows shown, answers that are stored at each key, and the page in
+a real browser."""
 
 import contextlib
 import csv
@@ -47,7 +47,7 @@ def serving(table, out, **options):
 
 
 def ask(server, path, body=None, token=None, host="127.0.0.1"):
-    """Status and content of a request."""
+    """The status and content of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     token = server.token if token is None else token
     headers = {"Host": f"{host}:{server.server_port}", **({"X-Token": token} if body is not None else {})}
@@ -96,8 +96,8 @@ def test_sound_and_picture_are_of_the_window(table, tmp_path):
 
 @pytest.mark.parametrize(("rate", "tone"), [(8_000, 1_000.0), (44_100, 20_000.0), (384_000, 150_000.0)])
 def test_a_picture_holds_all_that_the_recording_does(tmp_path, rate, tone):
-    """Bats, too: what is drawn does not end where an encoder stops to hear. A window of 20 ms has a
-    picture."""
+    """The picture includes bats, too: it is not limited to the bands that an encoder hears. A
+    window of 20 ms has a picture."""
     soundfile.write(tmp_path / "x.wav", 0.5 * np.sin(2 * np.pi * tone / rate * np.arange(rate // 2)), rate)
     for end in (0.5, 0.02):
         item = review.Item(str(tmp_path / "x.wav"), "x.wav", 0.0, end, "bat", 0.5, "")
@@ -117,7 +117,7 @@ def test_each_answer_is_saved_and_a_review_can_be_resumed(table, tmp_path):
         ask(server, "/answer", {"number": 1, "answer": "no", "label": ""})
         shown = ask(server, "/answer", {"number": 2, "answer": "yes", "label": " barn  owl "})[1]
         assert shown["item"]["number"] == 3 and "barn owl" in shown["labels"]
-        ask(server, "/answer", {"number": 0, "answer": "skip", "label": ""})  # another mind
+        ask(server, "/answer", {"number": 0, "answer": "skip", "label": ""})  # a changed answer
     rows = {(row["start"], row["answer"]): row["label"] for row in answers(out)}
     assert rows == {("1.0", "no"): "", ("2.0", "yes"): "barn owl", ("0.0", "skip"): ""}
     with serving(table, out, order="table") as server:
@@ -139,8 +139,8 @@ def test_windows_come_in_the_order_of_the_option(table):
 
 
 def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
-    """By the cosine of embeddings of the same recordings, cut into other windows; no part of the
-    window itself."""
+    """Similarity is the cosine of embeddings of the same recordings, cut into other windows. No
+    part of the window itself is shown."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(24, 8))
     paths = [name for name in ("a/x.wav", "b/y.flac") for _ in range(12)]
@@ -175,7 +175,7 @@ def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
 
 
 def test_a_hundred_thousand_windows(table, tmp_path):
-    """A request looks at each window a few times, and not at every pair."""
+    """A request reads each window a few times, and does not compare every pair."""
     looks = [0]
 
     class Items(list):
@@ -234,7 +234,7 @@ def test_the_page_is_used_by_keys(table, tmp_path):
         assert [row["answer"] for row in answers(out)] == ["yes", "no", "skip"]
         browser.press("c")
         browser.until("document.activeElement.id === 'name'")
-        for key in "tit":  # letters of the name are no answers
+        for key in "tit":  # letters of the name do not count as answers
             browser.press(key)
         browser.press("Enter")
         browser.until(shown(4))

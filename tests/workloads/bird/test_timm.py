@@ -1,5 +1,5 @@
-"""timm's vision transformers in and out: the same features, misfits with their remedy, and back in
-as a start."""
+"""timm's vision transformers in and out: the same features, errors with their remedy for
+unsupported models, and import as a start."""
 
 import json
 import pathlib
@@ -35,7 +35,7 @@ FRONT_END = dict(sample_rate=16_000, n_mels=32)
 
 
 def exported(folder: pathlib.Path, **model) -> pathlib.Path:
-    """The export of a run whose weights a key decides."""
+    """The export of a run whose weights depend on a key."""
     shard = corpus.table([corpus.wav(i, 0.7) for i in range(4)], [i % 3 for i in range(4)], NAMES)
     corpus.write(folder / "shards" / "data-train.arrow", shard)
     data = dict(
@@ -72,8 +72,8 @@ def features(c, params, x):
 
 @pytest.mark.parametrize("name", ["image", "pooled"])
 def test_features_of_weights_from_elsewhere_are_timms(name, tmp_path):
-    """Registers, positions of CLS, queries' norms, scales, exact GELU; and the norm behind the
-    pooling, as Bird-MAE has it."""
+    """Registers, positions of CLS, queries' norms, scales, exact GELU, and the norm behind the
+    pooling, as in Bird-MAE."""
     folder = shutil.copytree(DATA / name, tmp_path / name)
     (folder / "front_end.json").write_text(json.dumps({"sample_rate": 16_000, "clip_seconds": 0.65}))
     model = encoder.load(str(folder))
@@ -86,7 +86,7 @@ def test_features_of_weights_from_elsewhere_are_timms(name, tmp_path):
 
 
 def test_an_export_has_the_features_that_timm_computed_of_it(out):
-    """The names, shapes and config.json that timm loaded once, and the numbers that it gave."""
+    """The names, shapes and config.json that timm loaded once, and its numbers."""
     golden = np.load(DATA / "out.npz")
     arrays = safetensors.numpy.load_file(out / "model.safetensors")
     assert {name: list(x.shape) for name, x in arrays.items()} == json.loads(str(golden["shapes"]))
@@ -100,7 +100,7 @@ def test_an_export_has_the_features_that_timm_computed_of_it(out):
 
 
 def test_a_run_of_its_architecture_takes_every_array_of_it(out, tmp_path):
-    """Without our own file, as a folder from elsewhere is taken."""
+    """Our own file is removed, so the folder is taken as one from elsewhere."""
     bare = shutil.copytree(out, tmp_path / "bare")
     (bare / "jaxtrain.json").unlink()
     model, start = timm.from_folder(bare)
@@ -168,8 +168,8 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     ):
         timm.from_folder(folder)
 
-    # A run that would compute something else of the arrays, and one whose positions are of another
-    # grid.
+    # One run would compute another function of the arrays. The positions of the other belong to
+    # another grid.
     wrong = dict(BIRD, model=dict(MODEL, heads=4, n_frames=32, n_mels=64))
     wrong["data"] = dict(train=str(out.parent / "shards"), label="label")
     wrong["warm_start"] = dict(source=str(DATA / "image"), skip=("^(objective|probe)/",))
@@ -202,7 +202,7 @@ def test_positions_of_as_many_patches_are_resampled_to_another_grid():
 
 @pytest.mark.slow
 def test_timm_itself_loads_an_export_and_its_example_runs(out, tmp_path):
-    """With timm, torch, torchaudio (dependency group "peers")."""
+    """This test needs timm, torch and torchaudio (dependency group "peers")."""
     pytest.importorskip("timm")
     torch = pytest.importorskip("torch")
     make = runpy.run_path(str(DATA / "make.py"), run_name="made")

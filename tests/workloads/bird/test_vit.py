@@ -1,4 +1,5 @@
-"""The encoder against a plain one in numpy, its sizes, and what each option does."""
+"""The encoder is compared with a plain one in numpy. The tests also cover its sizes, and the effect
+of each option."""
 
 import re
 from dataclasses import replace
@@ -20,7 +21,7 @@ FULL = replace(
 
 
 def quickly(f, *args):
-    """f(*args) by machine code that is soon there."""
+    """Runs f(*args) with machine code that compiles quickly."""
     return jax.jit(f).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
@@ -29,7 +30,7 @@ def encode(c, params, x, **options):
 
 
 def params_of(c, seed=0):
-    """Everything random, also what begins at ones and zeros."""
+    """Random parameters, also in place of initial ones and zeros."""
     table = vit.make_specs(c)
     rng = np.random.default_rng(seed)
     return specs.map_specs(lambda path, s: (("scale" in path) + 0.3 * rng.normal(size=s.shape)).astype("f4"), table)
@@ -40,7 +41,8 @@ def frames(c, n, seed=0):
 
 
 def reference(c, params, x, visible=None):
-    """One spectrogram [F, W] -> tokens [T, D] in float64, one head and one token after another."""
+    """Maps one spectrogram [F, W] to tokens [T, D] in float64, one head and one token after
+    another."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
     def norm(z, scale, bias):
@@ -188,8 +190,8 @@ def test_half_precision_keeps_norms_in_float32():
 
 
 def test_every_parameter_has_its_place_in_the_optimizer():
-    """Decay for matrices alone, the rate of the lowest layer for what is below the layers, Muon for
-    each layer's matrices."""
+    """Only matrices decay, parameters below the layers have the rate of the lowest layer, and each
+    layer's matrices use Muon."""
     table = vit.make_specs(replace(FULL, positions="learned"))
     for name in ("adamw", "muon"):
         make_optimizer(Optim(name=name, layer_decay=0.75), table, steps=2)
