@@ -113,8 +113,8 @@ def test_values_that_should_be_lists_are_named(tmp_path):
 
 
 def test_a_background_comes_in_an_order_of_its_own(tmp_path):
-    """Views are a function of the position alone. Other recordings have as many views. In testing
-    nothing is drawn at random."""
+    """The background is a function of the position alone. It has other recordings, with as many
+    views. In testing nothing is drawn at random."""
     corpus.save_to_disk(
         tmp_path / "birds", [corpus.table([corpus.wav(i, 0.25) for i in range(10)], [i % 2 for i in range(10)])]
     )

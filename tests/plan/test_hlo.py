@@ -170,8 +170,8 @@ ENTRY %main (x: (f32[8], u32[])) -> (f32[8], u32[]) {
 
 
 def test_a_ring_that_counts_by_twos_has_half_the_rounds():
-    """With as many rounds as its bound, the loop's content was counted twice: 1.5 times a v5e's
-    products, and all data that its rings send."""
+    """With as many rounds as the loop's bound, its whole content was counted twice: 1.5 times a
+    v5e's products, and all data that its rings send."""
     assert [c.times for c in hlo.collectives(RING)] == [4, 4]
     assert [c.times for c in hlo.collectives(RING.replace("constant(2)", "constant(3)"))] == [3, 3]
 

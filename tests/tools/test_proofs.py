@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def slow_tests(path: pathlib.Path) -> set[str]:
-    """The names of a file's tests with some slow case: marked slow itself, or by a constant of its
-    module that is."""
+    """The names of a file's tests with some slow case: marked slow itself, or by a slow constant
+    of its module."""
     tree = ast.parse(path.read_text())
 
     def is_slow(node: ast.AST, names: set[str]) -> bool:

@@ -210,7 +210,7 @@ def test_gradients_equal_the_originals(folders, numbers):
 
 
 def exported(c, params):
-    """Exports arrays under their names and shapes, by plain numpy."""
+    """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
         names = higgs.export_names(section, path)
@@ -261,8 +261,8 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
 
 @pytest.mark.parametrize("changes", [{}, {"average_codes": True}, {"audio_attention": True}])
 def test_switches_change_what_is_computed(folders, numbers, changes):
-    """The release's choices are the defaults. Each of the others gives other logits, and tables of
-    their own sizes."""
+    """The release's choices are the defaults. Each other choice gives other logits, and tables
+    of its own sizes."""
     c, params = open_folder(folders["audio_attention" if "audio_attention" in changes else "plain_rope"])
     c = dataclasses.replace(c, **changes)
     batch = batch_of(laid_out(numbers)[:1])

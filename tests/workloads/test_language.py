@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_transformers(golden):
 
 
 def exported(c, params):
-    """Exports arrays under their names and shapes, by plain numpy."""
+    """Arrays under their exported names and shapes, by plain numpy."""
     section, found = dataclasses.asdict(c), {}
     for path, x in zip(specs_lib.paths(params), map(np.asarray, jax.tree.leaves(params)), strict=True):
         names = language_files.export_names(section, path)
@@ -182,8 +182,7 @@ def test_prompts_bind_the_context_where_there_are_prompts():
 
 
 def test_a_vocabulary_that_no_data_use_is_worth_a_word():
-    """If the model were shrunk from a preset, nearly all of it would be rows that are never
-    read."""
+    """A model shrunk from a preset would consist almost only of rows that are never read."""
     small = dict(language_files.PRESETS["qwen3-0.6b"], embed=64, depth=2, heads=4, head_dim=16, kv_heads=2, mlp=128, context=64)
     c = config_lib.section(language.Config, small)
     ((name, text),) = c.data_notes({"vocab": 512})

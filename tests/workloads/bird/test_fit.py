@@ -54,7 +54,7 @@ def world(tmp_path_factory):
 
 
 def labels(path, truth, per_class: int):
-    """This number of examples of each class from the old recordings, one a recording at a time."""
+    """Labels some examples of each class from the old recordings, one a recording at a time."""
     lines = [("file", "start", "end", "label")]
     for what in (*TONES, ""):
         rows = [row for row in truth if row[3] == what and int(row[0][0]) < 5]

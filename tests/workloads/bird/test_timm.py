@@ -168,8 +168,7 @@ def test_every_misfit_is_listed_with_what_would_allow_it(out, tmp_path, capsys):
     ):
         timm.from_folder(folder)
 
-    # One run would compute another function of the arrays. The positions of the other belong to
-    # another grid.
+    # A run that would compute another function of the arrays, with positions on another grid.
     wrong = dict(BIRD, model=dict(MODEL, heads=4, n_frames=32, n_mels=64))
     wrong["data"] = dict(train=str(out.parent / "shards"), label="label")
     wrong["warm_start"] = dict(source=str(DATA / "image"), skip=("^(objective|probe)/",))
