@@ -78,8 +78,8 @@ def buffered():
 
 
 def test_a_split_is_judged_by_its_own_rows():
-    """Two shards of three have every other row of the split. A split of one shard has no
-    measure."""
+    """The split is every other row of two shards of three. One of a single shard has no measure
+    of shards."""
     rows = np.arange(0, N, 2)[: N // 3]
     rng = np.random.default_rng(0)
     starts = np.array([0, N // 3, 2 * N // 3])
