@@ -1,5 +1,5 @@
-"""Eight CPU devices for every test; broadcasts between ranks are errors; compiled programs are kept
-between runs."""
+"""Give every test eight CPU devices, make broadcasts between ranks errors, and keep compiled
+programs between runs."""
 
 import ctypes
 import gc
@@ -19,16 +19,16 @@ pytest.register_assert_rewrite("tests.support")
 
 from tests.support.xla import SOON  # noqa: E402
 
-# Before jax is imported: afterwards neither has an effect.
+# These are set before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {SOON}"
-# XLA runs independent collectives of a program at once, each on a thread of a pool that has as many
-# as there are cores (or NPROC): with few, eight devices can wait for each other in different ones
-# for ever (jax 0.10.2: it aborts after 40 s).
+# XLA runs independent collectives of a program at once, each on a thread of a pool. The pool has as
+# many threads as there are cores (or NPROC). With few threads, eight devices can wait for each
+# other in different collectives for ever (jax 0.10.2 aborts after 40 s).
 os.environ.setdefault("NPROC", "32")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background: the tests' runs would ignore it too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: the tests' runs would ignore SIGINT, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs, on whatever machine, ask no metadata server
+os.environ["NO_GCE_CHECK"] = "true"  # the tests' runs ask no metadata server on any machine
 
 import jax  # noqa: E402
 
@@ -39,8 +39,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 cluster.use_compilation_cache()
 
 
-# A file is one worker's: those that take more than 20 s of CPU time begin first, the longest of
-# them before the others.
+# One worker runs all tests of a file. The files that take more than 20 s of CPU time begin first,
+# with the longest at the front.
 LONGEST = (
     "test_hosts.py",
     "test_steps.py",
@@ -87,8 +87,9 @@ def pytest_addoption(parser):
 
 
 def fetched(kind):
-    """The environment of a compiler, fetched once into the cache. Without it the test skips."""
-    from jaxtrain import plan  # here: most tests' workers need no planner
+    """The environment of a compiler, fetched once into the cache. Without it the test is
+    skipped."""
+    from jaxtrain import plan  # imported here: most workers need no planner
 
     try:
         plan.set_up(kind)
@@ -109,7 +110,7 @@ def tpu_compiler():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Recordings of 12 synthetic birds: 24 to train, 13 to test."""
+    """Recordings of 12 synthetic birds: 24 recordings to train, 13 to test."""
     from loaders.audio import demo
 
     return demo.ensure(tmp_path_factory.mktemp("corpus"), n_train=24, n_test=13)
@@ -126,8 +127,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Makes a disk of so many kilobytes. It is unmounted afterwards, or ``lazily``: once no process
-    has it open."""
+    """Make a disk of a number of kilobytes. It is unmounted after the test, or with ``lazily`` as
+    soon as no process has it open."""
     mounted = []
 
     def make(kilobytes, *, lazily=False):
@@ -139,15 +140,15 @@ def small_disk(tmp_path):
         return disk
 
     yield make
-    gc.collect()  # Python 3.12 keeps the frames of an error that a context manager changed, and what a test mapped in them
+    gc.collect()  # Python 3.12 keeps the frames of an error that a context manager changed, and a test's mapped files in them
     for command in mounted:
         subprocess.run(command, check=True)
 
 
 @pytest.fixture
 def hosts():
-    """Two hosts: network namespaces, joined by a cable that can be pulled. Their names, and a
-    function that pulls it."""
+    """The names of two hosts, and a function that pulls the cable between them. A host is a network
+    namespace."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     name = f"jt{os.getpid()}"
@@ -167,8 +168,8 @@ def hosts():
             ip("-n", n, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             for device in ("lo", "cable"):
                 ip("-n", n, "link", "set", device, "up")
-            # `ip netns exec` shows these as /etc/hosts: each host is known by its own address,
-            # which collectives publish.
+            # `ip netns exec` shows these files as /etc/hosts: each host is known by its own
+            # address, which collectives publish.
             folders.append(pathlib.Path("/etc/netns") / n)
             folders[-1].mkdir(parents=True)
             (folders[-1] / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
@@ -182,8 +183,8 @@ def hosts():
 
 @pytest.fixture(autouse=True)
 def handlers_of_this_test():
-    """A command that a test calls sets up a console on the stream that pytest closes after that
-    test."""
+    """Restore the log handlers after each test: a command sets up a console on a stream that pytest
+    then closes."""
     root, level = logging.getLogger(), logging.getLogger("jaxtrain").level
     before = list(root.handlers)
     yield
@@ -193,13 +194,13 @@ def handlers_of_this_test():
 
 @pytest.fixture
 def libtpu(tpu_compiler, monkeypatch):
-    """XLA's compiler for TPUs in this very process, where JAX looks for it first."""
+    """XLA's compiler for TPUs in this very process, in the place that JAX searches first."""
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tpu_compiler / "libtpu" / "libtpu.so"))
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """After each file, memory that its tests freed goes back to the system: commands that run here
-    have malloc keep it."""
+    """Return freed memory to the system after each file: commands that run here make malloc keep
+    it."""
     if sys.platform == "linux" and (nextitem is None or nextitem.path != item.path):
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)
@@ -211,8 +212,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """A line for each promise that was tried: tests are named test_promise_N_…; a loop says its
-    trials by record_property."""
+    """Print a line for each promise that was tried. The tests are named test_promise_N_…, and a
+    loop gives its number of trials by record_property."""
     if path := terminalreporter.config.getoption("skipped"):
         path.write_text("".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("skipped", [])))
     rows: dict[str, list[float]] = {}

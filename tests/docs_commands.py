@@ -4,19 +4,19 @@ how a test runs it.
     python -m tests.docs_commands FOLDER [--only=REGEX] [--quick]      in FOLDER, with the data of
                                                                        tests/docs_data.py
 
-runs them in the order of the pages, prints a line for each, and ends with 1 when one did not do
-what its rule says (`lacks`). What has passed in FOLDER is not run again.
+runs them in the order of the pages, prints a line for each, and ends with 1 if one did not do as
+its rule says (`lacks`). A command that has passed in FOLDER is not run again.
 
 A command without a rule fails tests/test_docs_commands.py. To add one, append a row to `RULES`: a
 regular expression that the command matches, and one of
 
-    Run("--config.… …")     it is run, with these arguments behind it: the sizes below make every
+    Run("--config.… …")     it is run with these arguments appended: the sizes below make every
                             model and run tiny
-    Run(says=REGEX)         what a reader would look for in its output; of a run, of --out and of
-                            --help that is asked anyway
-    Run(leaves=(PATH,))     files that must be there afterwards
-    Run(quick=True)         it takes seconds and no jax: `make test` runs it, too
-    Why("…")                it is not run, and why
+    Run(says=REGEX)         the text that a reader would look for in its output; the outputs of
+                            runs, --out and --help are checked anyway
+    Run(leaves=(PATH,))     files that must exist afterwards
+    Run(quick=True)         it takes seconds and needs no jax: `make test` runs it, too
+    Why("…")                it is not run, for this reason
 
 The first row that matches counts. Paths of the docs (/path/to/XCM) are replaced by those of small
 data: `PLACES`.
@@ -43,7 +43,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"), key=lambda p: (p.stem == "bird-infe
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
-# Sizes, by what the command trains: appended to it, so that they count.
+# The sizes for each kind of training are appended to the command, so that they count.
 RUN = (
     "--config.train.steps=2 --config.train.batch=4 --config.train.accumulate=1 --config.train.eval_every=1 "
     "--config.train.eval_batches=1 --config.checkpoint.every=1 --config.metrics.every=1"
@@ -73,9 +73,10 @@ GIBLET = (
     "'--config.model.decode_video_widths=(16, 16)' '--config.model.decode_audio_widths=(16, 16)' "
     "'--config.model.decode_text_widths=(16, 16)' --config.model.dtype=float32 --config.data.hrf_seconds=6"
 )
-SMALL_DATA = "--config.data.train=data/XCM"  # instead of the demo birds, which take a minute to make
+SMALL_DATA = "--config.data.train=data/XCM"  # replaces the demo birds, which take a minute to make
 
-# What the docs call a path -> what is there (tests/docs_data.py), and steps that a run of two has.
+# The paths of the docs and their replacements (tests/docs_data.py), and steps, replaced by those of
+# a run of two steps.
 PLACES = {
     "/path/to/XCM": "data/XCM",
     "/path/to/XCL": "data/XCM",
@@ -94,26 +95,26 @@ PLACES = {
 
 
 class Run(NamedTuple):
-    """It is run, with ``more`` behind it."""
+    """The command is run, with ``more`` appended."""
 
     more: str = ""
-    code: int = 0  # that it ends with
-    quick: bool = False  # whether `make test` runs it, too
-    instead: tuple[tuple[str, str], ...] = ()  # (text of the command, what takes its place)
-    says: str = ""  # regular expression of what its output has
-    leaves: tuple[str, ...] = ()  # paths that are there afterwards
+    code: int = 0  # the exit code
+    quick: bool = False  # True if `make test` runs it, too
+    instead: tuple[tuple[str, str], ...] = ()  # (text of the command, its replacement)
+    says: str = ""  # regular expression that its output matches
+    leaves: tuple[str, ...] = ()  # paths that must exist afterwards
 
 
 class Why(NamedTuple):
-    """It is not run."""
+    """The command is not run."""
 
     reason: str
 
 
 PLAN = r"--plan|jaxtrain plan"
 RULES: tuple[tuple[str, Run | Why], ...] = (
-    # Not run: what installs, tests or measures, what needs a cluster or a network, and patterns
-    # that stand for many commands.
+    # Not run: commands that install, test or measure, that need a cluster or a network, and
+    # patterns that stand for many commands.
     (r"^make train$", Run(f"{BIRD} {SMALL_DATA}", instead=(("make train", "jaxtrain train --config=xcm"),))),
     (
         r"^make ",
@@ -145,7 +146,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"my_config\.py", Why("tests/test_docs.py trains the files of CONTRIBUTING")),
     (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of CONTRIBUTING")),
     (r"^tests/slurm_up\.sh$", Why("it starts a SLURM as root; the gate does so")),
-    # Mentions of a command, without arguments or with a flag alone.
+    # Mentions of a command, without arguments or with only a flag.
     (r"^jaxtrain( [a-z-]+)?( --[a-z-]+)*$", Run("--help", quick=True)),
     (r"^python -m tools\.orbax_to_safetensors$", Run("--help", quick=True)),
     (r"--help$", Run()),
@@ -159,7 +160,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"tools\.packing_report",
         Run(instead=(("corpus/train", "tokens/train"),), quick=True, says=r"\n +1024  \w+ +\d"),
     ),
-    # Clusters: what would be submitted.
+    # Clusters: the job that would be submitted.
     (
         r"launch_slurm .*--dry-run|jaxtrain launch .*--dry-run",
         Run(quick=True, says=r"#SBATCH --gpus-per-node=8\n(.*\n)*#SBATCH --nodes=2\n(.*\n)*#SBATCH --time=720\n(.*\n)*srun "),
@@ -248,7 +249,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"^jaxtrain export runs/xcm --format timm", Run(leaves=("xcm-timm/model.safetensors", "xcm-timm/example.py"))),
     (r"^jaxtrain export runs/xcm --format onnx", Run(leaves=("xcm-onnx/model.onnx", "xcm-onnx/example_onnx.py"))),
     (r"^jaxtrain probe ", Run(says="(?i)linear probe|linear")),
-    (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, as it says
+    (r"^jaxtrain checkpoint diff ", Run(code=1, says=r"encoder/")),  # they differ, and the command says so
     (r"^jaxtrain checkpoint inspect ", Run(says=r"encoder/blocks/")),
     (r"^jaxtrain checkpoint verify ", Run(says=r"checkpoints/1")),
     (r"^jaxtrain export .*encoder", Run(leaves=("xcm-encoder/model.safetensors", "xcm-encoder/example.py"))),
@@ -291,15 +292,15 @@ class Command(NamedTuple):
         return next((rule for pattern, rule in RULES if re.search(pattern, self.text)), None)
 
     def line(self) -> str:
-        """What is typed: with the rule's arguments, and small data in the place of what the docs
-        name."""
+        """The command as it is typed: with the rule's arguments, and with small data in place of
+        the docs' paths."""
         rule, text = self.rule, self.text
         assert isinstance(rule, Run)
         for old, new in rule.instead:
             text = text.replace(old, new)
         if text.startswith("--config"):
             text = f"jaxtrain train --config=configs/xcm.py:/path/to/XCM --config.workdir=runs/objective-{len(text)} {text}"
-        if (at := text.find(" -- ")) >= 0:  # what follows is another program's
+        if (at := text.find(" -- ")) >= 0:  # the rest is another program's
             text = f"{text[:at]} {rule.more}{text[at:]}"
         else:
             text = f"{text} {rule.more}"
@@ -319,7 +320,7 @@ INLINE = re.compile(r"(jaxtrain|make|python -m|python tools/|pytest|tools/\S+\.s
 
 @functools.cache
 def shown() -> tuple[Command, ...]:
-    """Every command, once, in the order of the pages."""
+    """List every command once, in the order of the pages."""
     found: dict[str, Command] = {}
     for page in PAGES:
         text = page.read_text()
@@ -346,8 +347,8 @@ def _add(found: dict[str, Command], page: pathlib.Path, lines: list[str]) -> Non
 
 
 def start(folder: pathlib.Path) -> None:
-    """Makes ``folder`` what a reader has in front of them: the checkout's folders, and data.
-    Nothing if it is that already."""
+    """Make ``folder`` a reader's folder, with the checkout's folders and data, unless it is one
+    already."""
     if (folder / "configs").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -357,7 +358,7 @@ def start(folder: pathlib.Path) -> None:
 
 
 def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
-    """Types a command in ``folder``."""
+    """Type a command in ``folder``."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
     cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
     environment = inherited | cache | {
@@ -380,11 +381,11 @@ def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
 
 
 def lacks(command: Command, done: subprocess.CompletedProcess, folder: pathlib.Path) -> str:
-    """What a reader who has typed the command would miss: empty where all is as the rule says, and
-    as every page promises.
+    """Name the first thing that a reader of the command would miss. It is empty if all is as the
+    rule says and as every page promises.
 
-    A run says that it has ended, and what it says that it left is there, with the loss of its last
-    step; what --out names is there; --help has a usage.
+    A run reports that it has ended, its files exist, and they have the loss of its last step. The
+    path of --out exists, and --help prints a usage.
     """
     rule, text, output = command.rule, command.line(), f"{done.stdout}{done.stderr}"
     assert isinstance(rule, Run)

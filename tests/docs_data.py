@@ -1,5 +1,4 @@
-"""Small data of every kind that the docs' commands name, in one folder: what a reader would have
-under those paths."""
+"""Small data of every kind that the docs' commands name, in one folder, under a reader's paths."""
 
 import io
 import json
@@ -23,7 +22,7 @@ WORDS = "the wren sings at dawn and the owl hears it far away over wet fields of
 
 
 def make(folder: pathlib.Path) -> None:
-    """Fills ``folder``, which may hold nothing of the names below."""
+    """Fill ``folder``, which must not contain the names below yet."""
     birds(folder)
     encoder(folder / "path" / "to" / "Bird-MAE-Base")
     recordings(folder)
@@ -51,8 +50,8 @@ def table(n: int, label: str, *, lists: bool = False) -> pa.Table:
 
 
 def birds(folder: pathlib.Path) -> None:
-    """data/XCM and data/XCL: one folder; data/HSN: lists of classes and its splits; data/esc10:
-    five folds."""
+    """Write data/XCM and data/XCL as one folder, data/HSN with lists of classes and its splits, and
+    data/esc10 with five folds."""
     corpus.save_to_disk(folder / "data" / "XCM", [table(20, "ebird_code"), table(20, "ebird_code")])
     for split, n in (("train", 24), ("test", 12), ("test_5s", 12)):
         corpus.save_to_disk(folder / "data" / "HSN" / split, [table(n, "ebird_code_multilabel", lists=True)])
@@ -62,8 +61,8 @@ def birds(folder: pathlib.Path) -> None:
 
 
 def encoder(folder: pathlib.Path) -> None:
-    """A vision transformer as Bird-MAE is published: its names and its image, in a width of 32 and
-    one layer."""
+    """Write a vision transformer in the published form of Bird-MAE: its names and its image, with a
+    width of 32 and one layer."""
     import safetensors.numpy
 
     d, rng = 32, np.random.default_rng(0)
@@ -82,8 +81,8 @@ def encoder(folder: pathlib.Path) -> None:
 
 
 def recordings(folder: pathlib.Path) -> None:
-    """recordings/ with two folders of WAVs, events.csv and tables/ of Raven about them; an archive
-    as BirdSet's."""
+    """Write recordings/ with two folders of WAVs, events.csv and Raven's tables/ about them, and an
+    archive in BirdSet's form."""
     header = "Selection\tBegin Time (s)\tEnd Time (s)\tSpecies"
     (folder / "tables").mkdir()
     lines = ["file,start,end,label"]
@@ -105,14 +104,14 @@ def recordings(folder: pathlib.Path) -> None:
 
 
 def texts(folder: pathlib.Path) -> None:
-    """texts/*.parquet with tokenizer.json, tokens/ made of them, input.txt."""
+    """Write texts/*.parquet with tokenizer.json, tokens/ made from them, and input.txt."""
     import tokenizers
 
     rng = np.random.default_rng(0)
     lines = [" ".join(rng.choice(WORDS, 60)) for _ in range(300)]
     (folder / "texts").mkdir()
     pq.write_table(pa.table({"text": lines}), folder / "texts" / "birds.parquet")
-    (folder / "input.txt").write_text("\n".join(f"ROMEO:\n{line}" for line in lines))  # a prompt of the config's begins so
+    (folder / "input.txt").write_text("\n".join(f"ROMEO:\n{line}" for line in lines))  # a prompt of the config begins like this
     words = ["[unk]", "<|endoftext|>", *sorted(set(WORDS))]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[unk]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -122,7 +121,7 @@ def texts(folder: pathlib.Path) -> None:
 
 
 def sounds(folder: pathlib.Path) -> None:
-    """sounds/ and manifest.json, as `jaxtrain train-codec` and configs/higgs.py read them."""
+    """Write sounds/ and manifest.json as `jaxtrain train-codec` and configs/higgs.py read them."""
     (folder / "sounds").mkdir()
     for i in range(6):
         file = io.BytesIO()
@@ -130,7 +129,7 @@ def sounds(folder: pathlib.Path) -> None:
         (folder / "sounds" / f"{i}.wav").write_bytes(file.getvalue())
     samples = [chat.says(f"sounds/{i % 6}.wav", duration=0.4 + 0.1 * (i % 3)) for i in range(24)]
     (folder / "manifest.json").write_text(json.dumps(samples))
-    # What another codec would have written: 4 codebooks of 32, as path/to/weights has them.
+    # The output of another codec: 4 codebooks of 32, as in path/to/weights.
     rng = np.random.default_rng(0)
     np.savez(folder / "codes.npz", **{f"sounds/{i}.wav": rng.integers(0, 32, (4, 25), np.int16) for i in range(6)})
 

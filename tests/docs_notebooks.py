@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks: run, and written as pages with their output and pictures.
+"""Run the notebooks of docs/notebooks, and write them as pages with their output and pictures.
 
     python -m tests.docs_notebooks [NAME …]      # writes docs/notebooks/NAME.md and NAME-N.png
 
@@ -36,8 +36,7 @@ def cells(name: str) -> list[Cell]:
 
 
 def run(name: str, folder: pathlib.Path, pictures: pathlib.Path) -> str:
-    """Runs a notebook in ``folder``. Returns its page, whose pictures are written into
-    ``pictures``."""
+    """Run a notebook in ``folder``, write its pictures into ``pictures``, and return its page."""
     import matplotlib
 
     matplotlib.use("agg")

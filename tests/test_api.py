@@ -1,4 +1,4 @@
-"""The public names, in a plain script and in the kernel of a notebook."""
+"""The public names work in a plain script and in the kernel of a notebook."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The workload, config, loader and script of docs/your-model.md."""
+    """A folder with the workload, config, loader and script of docs/your-model.md."""
     folder = tmp_path_factory.mktemp("own")
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_script.py"):
         (folder / name).write_text(examples()[name])

@@ -1,4 +1,4 @@
-"""What a run says of the state that it resumes from."""
+"""The messages of a run about the state that it resumes from."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from jaxtrain.config import Config, Optim, Train
 
 
 def resumed(tmp_path, caplog, before, now, *, step):
-    """The warnings of a run with the config ``now`` that resumes from ``step`` of one with
+    """The warnings of a run with the config ``now``, resumed from ``step`` of a run with
     ``before``."""
     (tmp_path / "meta").mkdir(exist_ok=True)
     (tmp_path / "meta" / "metadata").write_text(json.dumps({"config": dataclasses.asdict(before)}))
@@ -37,8 +37,8 @@ def test_a_longer_cosine_is_reported_as_another_schedule(tmp_path, caplog):
     [
         (config(100), config(100), 60),
         (config(100, schedule="constant"), config(200, schedule="constant"), 100),
-        (config(100), config(60), 60),  # it has ended
-        (config(100, schedule="wsd"), config(300, schedule="wsd"), 50),  # no decay: stable in both
+        (config(100), config(60), 60),  # this run has ended
+        (config(100, schedule="wsd"), config(300, schedule="wsd"), 50),  # no decay yet: both are in the stable phase
     ],
 )
 def test_an_unchanged_schedule_is_not_mentioned(tmp_path, caplog, before, now, step):

@@ -1,4 +1,4 @@
-"""`jaxtrain COMMAND`: the table, --help, and mistakes, of every command and without jax."""
+"""`jaxtrain COMMAND`: the table, --help, and errors of every command, all without jax."""
 
 import ast
 import dataclasses
@@ -32,7 +32,8 @@ CONFIGURED = ("train", "plan", "explain", "launch", "doctor")  # the commands th
 
 @pytest.fixture(autouse=True)
 def logging_as_before():
-    """A command's console writes to a stream that is closed when its test has ended."""
+    """Restore the log handlers: a command's console writes to a stream that is closed after the
+    test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -52,7 +53,7 @@ def test_the_table_lists_every_file_once():
 
 
 def test_a_command_that_keeps_compiled_programs_says_so_in_the_table():
-    """By which the cache folder is looked at before it imports jax."""
+    """The command line looks at the cache folder by this entry before it imports jax."""
     for name, command in commands.table().items():
         text = (ROOT / f"{command.module.replace('.', '/')}.py").read_text()
         assert command.caches or "use_compilation_cache" not in text, name
@@ -89,9 +90,10 @@ def test_the_listing_has_a_line_for_each_command_in_its_group(capsys):
 
 
 def test_help_imports_no_jax():
-    """Neither the listing, nor any command's help, nor a mistake; so that each is there at once."""
+    """The listing, every command's help and every error appear at once, because none of them
+    imports jax."""
     given = [[], ["--help"], ["--version"], ["tran"], *([name, flag] for name in NAMES for flag in ("--help", "--nonsense"))]
-    words = ("--config=xmc", "--config=none/xcm.py:x", "--config")  # the doctor reports a config that is missing, with the rest
+    words = ("--config=xmc", "--config=none/xcm.py:x", "--config")  # the doctor reports a missing config together with the rest
     given += [[name, *each.split()] for name in CONFIGURED for each in words if name != "doctor" or each == "--config"]
     given += [["train", *words.split()] for words in ("--config=xcm --none", "--config=xmc --plan", "--config=xcm --config.x")]
     given += [["plan", "--setup", "tpux"], ["plan", "--config=xcm", "--setup=tpux"], ["train", "--plan-setup=tpux"]]
@@ -118,7 +120,7 @@ def test_help_imports_no_jax():
 def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
     try:
         code = cli.main([name, "--help"])
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # argparse's own exit
         code = end.code or 0
     text = capsys.readouterr().out
     assert code == 0 and text.startswith(f"usage: jaxtrain {name}")
@@ -223,7 +225,7 @@ STORES = [
 )
 def test_a_store_that_cannot_be_read_is_reported(argv, run, text, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if gcsfs were not installed
     assert cli.main(argv.format(run=run).split()) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {run} {text}") and len(said.splitlines()) == 1
@@ -239,7 +241,7 @@ def test_a_store_in_a_config_that_cannot_be_read_is_reported(field, path, text, 
 
 
 def test_arguments_without_a_command_are_those_of_train(capsys, monkeypatch):
-    """`jaxtrain --config=…` trained before there were commands."""
+    """`jaxtrain --config=…` trained a model before there were commands."""
     seen = []
     monkeypatch.setattr("jaxtrain.commands.train.main", lambda argv: seen.append(argv) or 0)
     for argv in (
@@ -323,8 +325,8 @@ def test_a_reader_may_close_the_output_early():
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_output_is_not_an_error(words, reader, unbuffered, tmp_path):
-    """A pipe that nobody reads any longer breaks when it is written to, which a buffer may put off
-    to Python's end."""
+    """A pipe breaks when it is written to after its reader has gone. A buffer may delay that until
+    Python exits."""
     command = f"{{ sleep 0.3; {sys.executable} -m jaxtrain.cli {words}; }} | {reader}; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -379,7 +381,7 @@ def test_help_behind_an_unknown_command_is_the_list(capsys):
 
 
 def run_in(folder, *argv, **environment):
-    """A command in a process of its own, with ``folder`` before all else that it imports from."""
+    """Run a command in a process of its own, which imports from ``folder`` before all else."""
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **environment}
     command = [sys.executable, "-X", "importtime", "-m", "jaxtrain.cli", *argv]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
@@ -424,7 +426,7 @@ def test_a_cache_without_a_home_folder_is_reported(monkeypatch):
     ],
 )
 def test_packages_that_are_missing_or_too_old_are_reported_before_jax_is_imported(needed, text, tmp_path):
-    """As pip leaves them when somebody installs another version afterwards."""
+    """The packages are as pip leaves them if another version is installed afterwards."""
     about = tmp_path / "jaxtrain-0.1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: jaxtrain\nVersion: 0.1.0\nRequires-Dist: {needed}\n")
@@ -468,7 +470,7 @@ def test_an_extension_that_was_not_built_is_reported(tmp_path):
     "argv", [["train", "--config=xcm"], ["index", "recordings", "--out=x"], ["encode-audio", "a", "--codec=b"], ["sudoku", "x"]]
 )
 def test_a_debug_build_is_reported_before_jax_is_imported(argv, tmp_path):
-    """The extension of this test is the real one, but for what it says of itself."""
+    """The extension of this test is the real one, with a changed description of its build."""
     stand_in = "import sys, loaders._rust as m\nm.build_profile = lambda: 'debug'\n"
     (tmp_path / "sitecustomize.py").write_text(stand_in)
     code, said, imported = run_in(tmp_path, *argv)
@@ -493,8 +495,8 @@ def test_a_config_may_allow_a_debug_build(words, allows, monkeypatch):
 
 
 def test_the_version_needs_no_installation(monkeypatch, capsys):
-    """A checkout on PYTHONPATH, as the tasks of `jaxtrain launch --container` have it, has no
-    metadata."""
+    """A checkout on PYTHONPATH has no metadata. The tasks of `jaxtrain launch --container` use
+    one."""
     of_a_package = importlib.metadata.version
 
     def version(name):
@@ -525,7 +527,7 @@ def test_the_version_of_a_checkout_names_its_commit(capsys):
 
 
 def test_a_python_that_is_too_old_is_reported():
-    """Before any syntax that it does not know."""
+    """The report comes before any syntax that the old Python does not know."""
     program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -533,8 +535,8 @@ def test_a_python_that_is_too_old_is_reported():
 
 
 def test_the_installed_command_finds_a_folder_of_the_users_modules(tmp_path):
-    """`python -m jaxtrain.main` has the working directory on its path; the installed `jaxtrain` has
-    it, too."""
+    """`python -m jaxtrain.main` has the working directory on its path, and so has the installed
+    `jaxtrain`."""
     (tmp_path / "my_config.py").write_text("import my_words\n\n\ndef get_config():\n    raise ValueError(my_words.TEXT)\n")
     (tmp_path / "my_words.py").write_text("TEXT = 'found'\n")
     program = "import sys; sys.path.remove(''); from jaxtrain.cli import start; sys.exit(start())"
@@ -559,8 +561,8 @@ def test_a_folder_of_others_is_no_place_for_modules(monkeypatch):
 
 
 def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
-    """Whatever quotes the words need; and what a run that keeps weights alone cannot do is not
-    offered."""
+    """The words are quoted as needed. After a run that keeps only weights, commands that need more
+    are not suggested."""
     (tmp_path / "metrics.jsonl").touch()
     words = [
         "--config=lm:qwen3-0.6b",
@@ -583,7 +585,7 @@ def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
 
 @pytest.mark.parametrize(("body", "code", "said"), [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")])
 def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
-    """The interpreter would: a mistake that is found while a checkpoint is read would keep a job
+    """The interpreter itself would wait: an error in reading a checkpoint would keep a job alive
     for minutes."""
     program = (
         "import sys, time, concurrent.futures\n"

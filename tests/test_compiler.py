@@ -1,5 +1,5 @@
-"""Options of the compilers: known to those that are installed, refused by name where they are not,
-and passed on."""
+"""Options of the compilers: an installed compiler checks them, unknown ones are refused by name,
+and the rest is passed on."""
 
 import pathlib
 
@@ -49,11 +49,11 @@ GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 class Lowered:
-    """A program which its compiler refuses with one option, as libtpu 0.0.51 does for v4 where
-    products gather.
+    """A program that its compiler refuses with one option, as libtpu 0.0.51 does for v4 if products
+    gather.
 
-    The libtpu that jax asks for does not (0.0.42), and no option is known that it takes for a small
-    program alone.
+    The libtpu that jax asks for (0.0.42) does not refuse it. No option is known that this libtpu
+    accepts only for a small program.
     """
 
     def __init__(self):
@@ -62,18 +62,18 @@ class Lowered:
     def compile(self, *, compiler_options):
         if compiler_options.get(GATHERS):
             raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: fusing all-gather is not supported\nand more lines")
-        return self._program.compile()  # this machine's, which knows no option for TPUs
+        return self._program.compile()  # the compiler of this machine, which knows no option for TPUs
 
 
 def test_options_of_the_table_never_keep_a_step_from_being_compiled(caplog):
-    """Nobody asked for them: it is compiled without."""
+    """The user did not ask for these options, so the step is compiled without them."""
     with caplog.at_level("WARNING", "jaxtrain"):
         assert xla_options.compile(Lowered(), {GATHERS: True, SCHEDULER: True}, {}).as_text()
     assert f"compiled without {GATHERS}" in caplog.text and SCHEDULER in caplog.text and "not supported" in caplog.text
 
 
 def test_an_error_of_compilation_names_the_options():
-    """And those of the table are not blamed for it."""
+    """Options of the table are not blamed for the error."""
     own = {GATHERS: True}
     with pytest.raises(config.ConfigError, match="config.compiler is .*fuse_all_gather.*: .*not supported") as error:
         xla_options.compile(Lowered(), {**own, SCHEDULER: True}, own)
@@ -89,13 +89,13 @@ def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
         loop.run(config.load(f"{ROOT}/configs/trm_sudoku.py:4x4", overrides))
 
 
-@pytest.mark.slow  # it compiles all anew: programs in the cache leave no dump
+@pytest.mark.slow  # it compiles everything again: programs in the cache leave no dump
 def test_a_run_compiles_its_step_with_them(folder):
     run(
         folder,
         "toy.py",
         f"--config.compiler.xla_dump_to={folder / 'hlo'}",
-        "--config.compiler.xla_tpu_scoped_vmem_limit_kib=98304",  # another platform's
+        "--config.compiler.xla_tpu_scoped_vmem_limit_kib=98304",  # an option of another platform
         "--config.compiler.xla_backend_optimization_level=0",
         "--config.model.depth=1",
         "--config.train.steps=1",
@@ -115,5 +115,5 @@ def test_sums_for_cpus_are_one_pass_and_products_ynnpacks_where_a_process_has_se
         norm = xla_options.compile(jax.jit(lambda x: jnp.sum(jnp.square(x))).lower(x), options, {})
         assert "__ynn_fusion" in norm.as_text() and "reduce-window" not in norm.as_text() and norm(x) == 512 * 512
         [name] = options
-        for value in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):  # a config's comes over it
+        for value in ("LIBRARY_FUSION_TYPE_REDUCE", "LIBRARY_FUSION_TYPE_DOT"):  # the config's options override the table's
             assert xla_options.options({name: value}, "cpu", count=1, device=cpu) == {name: value}

@@ -1,4 +1,4 @@
-"""The console: its progress line, its messages, its log file."""
+"""The console: its progress line, messages and log file."""
 
 import io
 import logging
@@ -39,7 +39,7 @@ def logger():
 
 
 def screen(text):
-    """What a terminal shows of the text: rows, after carriage returns and clears."""
+    """The rows that a terminal shows of the text, after carriage returns and clears."""
     rows = [""]
     for part in re.split(r"(\n|\r\x1b\[2K)", text):
         if part == "\n":
@@ -79,8 +79,8 @@ def test_a_terminal_is_not_written_to_at_every_step(clock):
 
 
 def test_a_progress_line_does_not_wrap(clock, monkeypatch):
-    """A line of two rows could not be cleared: its first row would stay on the screen, once for
-    each step."""
+    """A line of two rows could not be cleared: its first row would stay on the screen at every
+    step."""
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
     console.Console(terminal).progress("x" * 100)
@@ -109,8 +109,8 @@ def test_the_last_line_of_a_log_file_is_there_once(clock):
 
 
 def test_a_run_logs_through_one_console(monkeypatch):
-    """Started twice (by main, then by the run), and after a library has set up a handler of its
-    own: one line each."""
+    """A message is printed once, although main and the run both start a console and a library has
+    set up a handler of its own."""
     root, err = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler(err)])
     monkeypatch.setattr(sys, "stderr", err)

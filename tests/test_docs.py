@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, and what a command writes is what it would write now."""
+"""The pages: their links lead somewhere, and the output of commands in them is up to date."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ MODEL = ROOT / "docs" / "examples" / "my_model.py"
 
 
 def anchors(path: pathlib.Path) -> set[str]:
-    """The headings of a page, as forges spell them in a link."""
+    """The anchors of a page's headings, in the spelling of GitHub and other forges."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
-    """A module, test or config that a page names in code is there: `jaxtrain/loop.py`,
+    """A module, test or config that a page names in code exists, such as `jaxtrain/loop.py` or
     `tests/test_kills.py`."""
     named = set(
         re.findall(r"(?<![\w/.-])((?:jaxtrain|loaders|rust|configs|tests|tools)/[\w/]+\.(?:py|rs|sh|png))", page.read_text())

@@ -1,4 +1,4 @@
-"""The commands that the pages show: each has a rule of `docs_commands`, and does what the rule
+"""The commands that the pages show: each has a rule in `docs_commands` and does as the rule
 says."""
 
 import os
@@ -19,7 +19,7 @@ HOW = f"append a row to RULES in {pathlib.Path(docs_commands.__file__).name}, wh
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a reader has in front of them."""
+    """A folder as a reader has it."""
     here = tmp_path_factory.mktemp("reader") / "checkout"
     docs_commands.start(here)
     return here
@@ -42,7 +42,8 @@ def test_a_reason_names_what_is_there():
 
 
 def test_the_commands_that_take_seconds(folder):
-    """As they are typed, one after the other: later ones read what earlier ones made."""
+    """The commands run one after the other, as they are typed. Later ones read the files of earlier
+    ones."""
     quick = [command for command in RUNS if command.rule.quick]
     assert len(quick) > 8
     for command in quick:
@@ -52,7 +53,7 @@ def test_the_commands_that_take_seconds(folder):
 
 
 def test_a_command_that_does_nothing_is_found_out(tmp_path):
-    """Exit code 0 is not enough."""
+    """Exit code 0 alone does not pass."""
     for command in RUNS:
         silent = subprocess.CompletedProcess([], command.rule.code, stdout="", stderr="")
         assert docs_commands.lacks(command, silent, tmp_path) or "write_reference" in command.text, command.name
@@ -66,12 +67,12 @@ def test_a_command_that_does_nothing_is_found_out(tmp_path):
 
 
 def test_the_python_of_the_pages_runs(folder):
-    """The others are in test_docs.py (README, your-model) and test_docs_notebooks.py; that of
-    ARCHITECTURE is not a program."""
+    """The other programs are in test_docs.py (README, your-model) and test_docs_notebooks.py. The
+    code of ARCHITECTURE is not a program."""
     records = folder / "runs" / "xcm-demo" / "metrics.jsonl"
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_text('{"step": 2, "split": "test", "accuracy": 0.5}\n')
-    env = os.environ | {"XLA_FLAGS": SOON}  # one device, as a reader has
+    env = os.environ | {"XLA_FLAGS": SOON}  # one device, like a reader's machine
     for page in docs_commands.PAGES:
         if page.stem not in ("README", "your-model", "ARCHITECTURE") and page.parent.name != "notebooks":
             for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
@@ -83,5 +84,5 @@ def test_the_python_of_the_pages_runs(folder):
 
 @pytest.mark.slow
 def test_all_commands(tmp_path, capsys):
-    """The pages from the first to the last, in one folder: half an hour of CPU time."""
+    """All pages are run in order, in one folder. This takes half an hour of CPU time."""
     assert docs_commands.main([str(tmp_path / "checkout")]) == 0, capsys.readouterr().out

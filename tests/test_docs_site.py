@@ -1,4 +1,4 @@
-"""The site: it is built without a network, strictly, and loads nothing from elsewhere."""
+"""The site is built strictly and without a network, and loads nothing from elsewhere."""
 
 import os
 import pathlib

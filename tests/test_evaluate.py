@@ -1,4 +1,4 @@
-"""An evaluation as somebody sees it who waits for it."""
+"""An evaluation as a waiting user sees it."""
 
 import io
 import types
@@ -20,8 +20,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("trials", [0, 1])
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, trials):
-    """The split as a whole can take minutes: each batch moves the line, and so does the model's own
-    writing."""
+    """An evaluation of a whole split can take minutes. Each batch moves the line, and so do the
+    model's own generations."""
     shown = Terminal()
     screen = console.Console(shown)
     screen._every = 0.0

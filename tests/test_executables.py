@@ -1,4 +1,5 @@
-"""Compiled programs that several processes on CPUs keep (tests/test_reliability.py runs some)."""
+"""The cache of compiled programs that several processes on CPUs share (tests/test_reliability.py
+runs some)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ def path_of(f, *arguments, options=()):
 
 
 def test_programs_that_differ_only_in_their_arguments_are_different():
-    """JAX's text of a program leaves out what is not used, so that these have one text."""
+    """JAX's text of a program leaves out unused arguments, so these programs have the same text."""
     table = {"u": X, "w": X}
     first = path_of(lambda v, x: v["u"] * x, table, X)
     assert (

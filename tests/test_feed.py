@@ -1,5 +1,5 @@
-"""From a loader's rows to sharded arrays: which rows, where they land, and the thread that runs
-ahead."""
+"""From a loader's rows to sharded arrays: the rows of each process, their devices, and the thread
+that runs ahead."""
 
 import gc
 import queue
@@ -54,8 +54,8 @@ def test_a_process_with_all_devices_reads_every_row_once(sizes):
 
 
 def test_a_process_reads_what_its_devices_hold():
-    """Half of the devices, as a process of a model axis that spans hosts would have: both halves
-    hold the same rows."""
+    """The process has half of the devices, as if a model axis spanned two hosts: both halves hold
+    the same rows."""
 
     def rows(sizes, devices):
         def part(sharding):
@@ -74,7 +74,7 @@ def test_a_process_reads_what_its_devices_hold():
 def test_all_rows_are_read_in_order_on_any_mesh_with_any_number_of_processes():
     """Random mesh shapes over 8 devices, dealt to 1, 2, 4 or 8 processes in order or at random.
 
-    The processes together read the batch of a single process. Each reads exactly the rows of its
+    Together the processes read the batch of a single process. Each reads exactly the rows of its
     devices, in order.
     """
     rng = np.random.default_rng(0)
@@ -141,12 +141,12 @@ def test_aligned_rows_are_not_copied_on_a_cpu(sizes):
     for name, parts in host.items():
         own = {part.ctypes.data for part in parts}
         used = {shard.data.unsafe_buffer_pointer() for shard in arrays[name].addressable_shards}
-        assert own <= used  # where devices share rows, the others hold copies
+        assert own <= used  # if devices share rows, the others hold copies
 
 
 class Numbers:
-    """A loader of batches 1, 2, …; ``end`` of them, then StopIteration, or ``error`` in their
-    place."""
+    """A loader of batches 1, 2, …. After ``end`` batches it raises StopIteration, or ``error`` if
+    one is given."""
 
     def __init__(self, rows, *, end=None, error=None):
         self.rows, self.end, self.error = rows, end, error
@@ -159,7 +159,7 @@ class Numbers:
                 raise self.error
             if self.error is None:
                 raise StopIteration
-            self.closed.wait(30)  # a loader that waits for data, until it is closed
+            self.closed.wait(30)  # a loader that waits for data until it is closed
             raise StopIteration
         self.position += 1
         self.made.put(self.position)
@@ -192,15 +192,14 @@ def test_batches_come_in_order_with_their_position():
         assert position == expected
         np.testing.assert_array_equal(batch["x"], whole(position)["x"])
     assert expected == 5
-    with pytest.raises(StopIteration):  # again, not a wait without end
+    with pytest.raises(StopIteration):  # it is raised again, instead of waiting for ever
         next(stream)
     assert stream.waited > 0
     stream.close()
 
 
 def test_the_next_batch_is_on_the_devices_while_a_step_computes():
-    """As in the loop: a step is started, and the batch after it is made and copied before that step
-    is done."""
+    """The loop starts a step, and then makes and copies the next batch before that step is done."""
     _, stream = make_feed()
 
     done = threading.Event()
@@ -227,7 +226,7 @@ def test_the_next_batch_is_on_the_devices_while_a_step_computes():
 @pytest.mark.parametrize("depth", [1, 3])
 def test_it_runs_ahead_so_far_and_no_further(depth):
     numbers, stream = make_feed(depth=depth)
-    for i in range(depth + 1):  # those that wait, and one that is made and has no room yet
+    for i in range(depth + 1):  # the waiting batches, and one that is made and has no room yet
         assert numbers.made.get(timeout=30) == i + 1
     with pytest.raises(queue.Empty):
         numbers.made.get(timeout=0.2)
@@ -271,11 +270,11 @@ def test_close_ends_a_loader_that_waits_and_lets_a_waiting_consumer_go():
     stream.close()
     consumer.join(30)
     assert not consumer.is_alive() and not rest
-    np.testing.assert_array_equal(batch["x"], whole(1)["x"])  # what was handed out stays valid
+    np.testing.assert_array_equal(batch["x"], whole(1)["x"])  # the batch that was returned stays valid
 
 
 def test_a_slab_is_free_when_the_batch_is_gone():
-    """The loader may use its memory again only then: the device arrays alias it on a CPU."""
+    """Only then may the loader use its memory again: on a CPU the device arrays alias it."""
     batch = plan((8, 1, 1))
     rows = feed.rows_for(batch)
     host = host_batch(0, rows)

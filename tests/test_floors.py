@@ -1,4 +1,4 @@
-"""Imports go down only: cli ▸ commands ▸ train ▸ the run's parts ▸ workloads ▸ mechanisms ▸ ground.
+"""Imports only go down: cli ▸ commands ▸ train ▸ the run's parts ▸ workloads ▸ mechanisms ▸ ground.
 The loaders stand apart."""
 
 import ast
@@ -8,8 +8,8 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A member is a module or a package of jaxtrain/; the longest one that begins a module's name is the
-# module's.
+# A member is a module or a package of jaxtrain/. A module belongs to the member with the longest
+# name that its own name begins with.
 FLOORS = (
     {"main", "__main__"},
     {"cli"},
@@ -47,9 +47,9 @@ FLOORS = (
     {"telemetry"},
     {"telemetry.jsonl"},
     {"types", "config", "parallel.chips", "parallel.lease", "checkpoint.disk_usage"},
-    {"configs", "workload"},  # the folder of the shipped configs, which themselves import what they configure
+    {"configs", "workload"},  # the folder of the shipped configs, which import the modules that they configure
 )
-# Neighbours on one floor, and why.
+# Neighbours on one floor that may import each other, with the reason.
 ALLOWED = {
     ("checkpoint.init_or_restore", "checkpoint.manager"): "a run begins with what was saved",
     ("evaluate", "compile.step_compiler"): "an evaluation is a compiled program",
@@ -63,8 +63,8 @@ ALLOWED = {
     ("nn", "specs"): "layers that workloads share come with their part of the table",
     ("optim", "specs"): "groups are chosen by the paths of the parameter table",
 }
-# Modules of loaders/ that know of no data and import nothing of ours but each other: every module
-# of jaxtrain may use them.
+# Modules of loaders/ that every module of jaxtrain may use. They know of no data, and import
+# nothing of ours except each other.
 GROUND = {"loaders.base", "loaders.io.machine", "loaders.io.checks", "loaders.io.files", "loaders.io.atomic_write"}
 LOOP = (
     "loop", "checkpoint/init_or_restore", "checkpoint/manager", "data/stream", "process_context",
@@ -76,7 +76,7 @@ LOADERS = sorted((ROOT / "loaders").rglob("*.py")) + sorted((ROOT / "loaders").r
 
 
 def imports(path: pathlib.Path) -> set[str]:
-    """Every module that a file imports, anywhere in it; ``from a import b`` counts as a.b."""
+    """Every module that a file imports anywhere. ``from a import b`` counts as a.b."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -91,8 +91,8 @@ MEMBERS = sorted(set.union(*FLOORS), key=len, reverse=True)
 
 
 def member(module: str) -> str | None:
-    """The floor's member that jaxtrain.<member>... belongs to; None for the package itself and for
-    others' modules."""
+    """The member of a floor that jaxtrain.<member>... belongs to. It is None for the package itself
+    and for other packages."""
     top, _, rest = module.partition(".")
     return next((m for m in MEMBERS if f"{rest}.".startswith(f"{m}.")), None) if top == "jaxtrain" else None
 
@@ -162,8 +162,8 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
 
 
 WORDS = re.compile(r"\b(birds?|recordings?|boards?|mae|sudoku|puzzles?|giblet|higgs|films?|brains?)\b", re.IGNORECASE)
-PENDING = {"config/schema.py", "telemetry/writers.py"}  # moving out
-EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # of a command's help: a shipped config, its run; a page
+PENDING = {"config/schema.py", "telemetry/writers.py"}  # these will move out
+EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # examples in a command's help: a shipped config, its run, a page
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) != "workloads"], ids=lambda p: str(p.relative_to(ROOT)))
@@ -187,8 +187,8 @@ def test_nothing_imports_the_tools():
 
 
 def test_tests_share_through_support_and_fixtures():
-    """A test imports no other: what several need is in tests/support/, their fixtures in a
-    conftest.py above them."""
+    """No test imports another one. Shared code is in tests/support/, and shared fixtures are in a
+    conftest.py above the tests."""
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "data" not in path.parts]
     assert [path for path in tests if any(part.startswith("test_") for m in imports(path) for part in m.split("."))] == []
     assert [path for path in tests if not (path.parent / "__init__.py").exists()] == [], "a folder of tests is a package"
@@ -200,7 +200,7 @@ def test_no_module_is_called_utils_or_helpers():
 
 
 def closures(tree: ast.AST) -> list[str]:
-    """Functions inside functions (methods aside) that read a name which the function around them
+    """Functions inside functions (except methods) that read a name to which the outer function
     assigns more than once."""
     found = []
     for outer in ast.walk(tree):
@@ -222,7 +222,7 @@ def closures(tree: ast.AST) -> list[str]:
 
 
 def test_nothing_is_nonlocal():
-    """State has an owner with a name: an object, or an argument."""
+    """State has a named owner: an object or an argument."""
     assert not [str(p) for p in MODULES if any(isinstance(n, ast.Nonlocal) for n in ast.walk(ast.parse(p.read_text())))]
 
 

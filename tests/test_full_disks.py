@@ -1,4 +1,4 @@
-"""Commands on small, full disks: one line that names a file, and nothing there that looks
+"""Commands on small, full disks print one line that names a file, and leave nothing that looks
 finished."""
 
 import contextlib
@@ -35,7 +35,7 @@ def test_sudoku(small_disk, capsys, how):
     folder = small_disk(8)
     assert sudoku.main(["--train=100", "--test=2", f"--format={how}", str(folder)]) == 2
     assert_told(capsys, folder)
-    for name in files(folder):  # what is there is whole
+    for name in files(folder):  # the remaining files are complete
         assert name.endswith((".npy", ".json")) and (not name.endswith(".npy") or len(np.load(folder / name)))
 
 
@@ -122,7 +122,7 @@ def test_embeddings_reserve_their_space_and_are_partial_until_they_are_whole(sma
     folder = small_disk(64)
     made = embed._open(folder, shapes, 0)
     assert files(folder) == ["cls.npy.partial", "mean.npy.partial"]
-    with contextlib.suppress(OSError):  # whatever fills the disk meanwhile
+    with contextlib.suppress(OSError):  # anything may fill the disk meanwhile
         (folder / "ballast").write_bytes(bytes(64_000))
     for array in made.values():
         array[:] = 1

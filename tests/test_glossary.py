@@ -9,7 +9,7 @@ from jaxtrain.telemetry import glossary
 
 
 def test_a_meaning_stands_alone():
-    """A card lists metrics by the alphabet: none can lean on the one before."""
+    """A model card sorts metrics by name, so no meaning may depend on the one before it."""
     groups = (glossary.STEP, glossary.DATA, glossary.SAVE, *map(glossary.of_workload, workload.shipped()))
     for entry in itertools.chain(*groups):
         assert not entry.meaning.startswith(("the same", "its ")), entry.names

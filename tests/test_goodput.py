@@ -1,4 +1,4 @@
-"""Where the time went: one phase for each second, through kills, torn files and several
+"""The account of a run's time: one phase for each second, through kills, torn files and several
 processes."""
 
 import errno
@@ -18,7 +18,7 @@ from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput
 
 ROOT = pathlib.Path(__file__).parent.parent
-# A process that is busy until it is killed, and says when its file is there.
+# A process that is busy until it is killed, and prints a line once its file exists.
 BUSY = """
 import sys, time
 from jaxtrain.telemetry import goodput
@@ -38,8 +38,8 @@ for step in range(first + 1, 10_000):
 
 
 def test_kills_leave_parts_that_are_the_whole(tmp_path):
-    """SIGKILL between any two instructions, three times: the file's parts add up to the time that
-    passed."""
+    """SIGKILL arrives three times, between any two instructions. The parts in the file still add up
+    to the time that passed."""
     began, reached = time.time(), []
 
     def read_steps():
@@ -52,7 +52,7 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        # Until the file has steps of this start that were made for the first time.
+        # Wait until the file has steps that this start was the first to make.
         before = max(reached, default=0)
         reached.append(0)
         for line in process.stdout:
@@ -65,7 +65,7 @@ def test_kills_leave_parts_that_are_the_whole(tmp_path):
     ended = time.time()
     starts = read_steps()
     seconds = goodput.totals(starts)
-    # Nobody came after the last start who would own the time after its last line.
+    # No later start accounts for the time after the last line of the last start.
     assert sum(seconds.values()) + ended - starts[-1].now == pytest.approx(ended - began, rel=0.01)
     assert ended >= starts[-1].now
     assert [s.first for s in starts] == [0, 10, 20] and [s.end for s in starts] == [""] * 3
@@ -86,8 +86,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_right_after_a_restore_leaves_the_step_that_it_resumed_from(tmp_path):
-    """With programs from the cache, steps and a checkpoint are made within the second between two
-    writes of the thread."""
+    """With cached programs, steps and a checkpoint are made within a second, between two writes of
+    the thread."""
     for step in (4, 8):
         command = [sys.executable, "-c", RESUMED, str(tmp_path), str(step)]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
@@ -107,11 +107,11 @@ def test_a_line_that_is_cut_short_costs_that_line(tmp_path):
     assert (start.process, start.processes, start.first, start.end) == (3, 8, 7, "ended by SIGTERM after step 8")
     assert start.facts == {"commit": "abc"} and sum(start.seconds.values()) == pytest.approx(start.now - start.began, abs=0.01)
     head = whole.index(b"\n") + 1
-    for size in range(head, len(whole) - 1, 29):  # wherever it was cut, the line before counts
+    for size in range(head, len(whole) - 1, 29):  # the file may be cut anywhere: the line before counts
         path.write_bytes(whole[:size])
         [start] = goodput.starts(path)
         assert start.end == "" and start.now >= start.began
-    again = goodput.Clock()  # whose lines begin behind the one that was cut short
+    again = goodput.Clock()  # its lines begin behind the one that was cut short
     again.open(tmp_path, process=3, processes=8, facts={})
     again.close("ended")
     assert {s.end for s in goodput.starts(path)} == {"", "ended"}
@@ -125,7 +125,7 @@ def test_the_file_of_a_long_run_stays_short(tmp_path, monkeypatch):
         clock._closed.wait = lambda seconds, clock=clock: threading.Event.wait(clock._closed, 0.001)
         clock.resumed(first)
         path, sizes = tmp_path / "goodput" / "process-0.jsonl", []
-        while sum(b < a for a, b in itertools.pairwise(sizes)) < 3:  # so often it became shorter
+        while sum(b < a for a, b in itertools.pairwise(sizes)) < 3:  # the file has become shorter three times
             sizes.append(path.read_bytes().count(b"\n"))
         clock.close("ended")
         assert max(sizes) <= 10
@@ -139,7 +139,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path, caplog):
     file = clock._file.file
 
     class Full:
-        """A disk that takes ten bytes, then none, and later all."""
+        """A disk that accepts ten bytes, then none, and later all of them."""
 
         def write(self, data):
             if not room:
@@ -188,7 +188,8 @@ def test_time_in_a_queue_is_no_time_that_it_was_stopped(tmp_path, monkeypatch):
 
 
 def test_the_process_that_the_others_wait_for_is_named(tmp_path):
-    """Process 2 prepares its steps for longer; the others wait for their devices, and so for it."""
+    """Process 2 takes longer to prepare its steps. The others wait for their devices, and so for
+    it."""
     folder = tmp_path / "goodput"
     folder.mkdir()
     for process, blocked in enumerate((90.0, 89.0, 60.0, 91.0)):

@@ -1,5 +1,5 @@
-"""Nothing lost, for processes and hosts: promises 13, 14 and 16, and what else ends a run from
-outside, in real processes."""
+"""Nothing is lost with several processes and hosts: promises 13, 14 and 16, and other ways to end a
+run from outside, in real processes."""
 
 import http.server
 import json
@@ -27,7 +27,7 @@ QUIET = ("--config.train.eval_every=0", "--config.checkpoint.every=1000")
 
 
 def ended(processes):
-    """Outputs of processes that end by themselves, with time for a busy machine."""
+    """The outputs of processes that end by themselves. A busy machine gets enough time."""
     return [p.communicate(timeout=300)[0] for p in processes]
 
 
@@ -64,8 +64,8 @@ def test_promise_14_processes_with_different_numbers_of_devices(folder):
 
 
 def test_promise_14_a_process_with_another_program_is_named_before_it_is_compiled(folder):
-    """One process multiplies matrices in another precision: without a comparison they would wait
-    for each other for ever."""
+    """One process multiplies matrices in another precision. Without a comparison the processes
+    would wait for each other for ever."""
     both = cluster(folder, "toy.py", processes=2, only1={"JAX_DEFAULT_MATMUL_PRECISION": "highest"})
     for process, output in zip(both, ended(both), strict=True):
         assert process.returncode == 2 and "process 1: step's hash is" in output and "process 1: evaluation's hash" in output
@@ -92,7 +92,7 @@ def test_promise_9_a_signal_to_one_process_while_it_waits_for_the_others(folder)
 
 @pytest.fixture
 def metadata():
-    """A metadata server, whose answers a test sets."""
+    """A metadata server with answers that a test sets."""
     answers = {"maintenance-event": "NONE", "preempted": "FALSE"}
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -117,7 +117,7 @@ def test_promise_9_a_notice_of_maintenance_saves_and_ends(folder, metadata):
     overrides = ("--config.train.steps=100000", *QUIET)
     process = command(folder, "toy.py", *overrides, NO_GCE_CHECK="", GCE_METADATA_HOST=host)
     wait_for(lambda: step_of(folder / "runs" / "toy") >= 2, watch=[process])
-    answers["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # a machine that moves goes on
+    answers["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # a machine that is migrated continues
     time.sleep(6)
     assert process.poll() is None
     answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
@@ -142,8 +142,8 @@ def test_notices_and_the_attributes_of_a_pod(metadata, monkeypatch):
 
 
 def ticks_during(call, size):
-    """(seconds that a call took, how often another thread could run meanwhile), of a call that is
-    long enough to tell."""
+    """The pair (seconds that a call took, number of times that another thread could run meanwhile).
+    The call is made long enough to measure this."""
     ticks, stop = [0], threading.Event()
 
     def beat():
@@ -176,8 +176,8 @@ NATIVE = {
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_code_stops_no_other_thread(name):
-    """Heartbeats are threads: were the GIL held by what takes long, a busy process would be taken
-    for dead."""
+    """Heartbeats are threads: if long calls held the GIL, a busy process would be taken for
+    dead."""
     seconds, ticks = ticks_during(*NATIVE[name])
     assert ticks >= 10 * seconds, f"{ticks} in {seconds:.2f} s"
 
@@ -233,7 +233,8 @@ def test_promise_10_one_of_four_that_is_stuck(folder):
         four[2].communicate()
 
 
-# A loader that weighs its process: at every batch, and before and after the state is restored.
+# A loader that measures its process's memory at every batch, and before and after the state is
+# restored.
 WEIGHING_LOADER = """
 import concurrent.futures, ctypes, gc, json, os, re
 from jaxtrain.compile import step_compiler as programs
@@ -285,10 +286,10 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
         "--config.checkpoint.every=1",
         "--config.checkpoint.keep=1",
     )
-    # Much to save, and little to compute.
+    # Make the state large and the computation small.
     overrides += ("--config.model.embed=512", "--config.model.depth=3", "--config.train.batch=2")
-    # What is freed goes back to the system at once, so that what is weighed is what is held, not
-    # what malloc keeps of a peak.
+    # Return freed memory to the system at once: the measurement then shows the memory in use, not a
+    # peak that malloc keeps.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves}", within=20 * 60, **malloc)  # [s] on one core
     (step,) = (p for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
@@ -302,16 +303,16 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # Measured: 1.3 to 1.6 times a state of 101 MB, with what the libraries need that does not grow
-    # with it.
+    # Measured: 1.3 to 1.6 times a state of 101 MB. This includes memory of the libraries that does
+    # not grow with the state.
     assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 
-# Two hosts: network namespaces, joined by a cable that can be pulled.
+# Two hosts are network namespaces, joined by a cable that can be pulled.
 
 
 def on_hosts(names, folder, source, *overrides, port=27508):
-    """One process on each host, with the first one's address."""
+    """Start one process on each host, all with the address of the first one."""
     started = []
     for i, name in enumerate(names):
         environment = at(port, i, len(names)) | {"JAXTRAIN_COORDINATOR": f"10.77.0.1:{port}", "JAXTRAIN_SECRET": "5e" * 16}
@@ -339,7 +340,7 @@ def test_promise_16_a_host_that_drops_off_the_network_ends_the_job_and_the_rest_
         for process in both:
             process.kill()
     assert all(process.returncode not in (0, None) for process in both), outputs
-    assert re.search(r"heartbeats\):\n1\n|Task 1 heartbeat", outputs[0]), outputs[0]  # by number
+    assert re.search(r"heartbeats\):\n1\n|Task 1 heartbeat", outputs[0]), outputs[0]  # the process is named by its number
     assert "Terminating process" in outputs[1] and "Heartbeat" in outputs[1], outputs[1]
     saved = [int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()]
     steps = max(saved) + 2

@@ -1,5 +1,5 @@
-"""What an installation does away from the checkout: without a network, without a compiler, and
-without a line too many."""
+"""An installation away from the checkout: it works without a network and without a compiler, and
+prints no extra line."""
 
 import os
 import pathlib
@@ -19,8 +19,7 @@ SMALL = {
 }  # fmt: skip
 RUN = ["--config=trm_sudoku:4x4", *(f"--config.{name}={value}" for name, value in SMALL.items())]
 NUMBER = r"-?\d[\d.,e+-]*"
-# All that a run may say on a console. A line of anybody else, a warning of a library, is not for
-# whoever runs it.
+# All lines that a run may print. Other lines, such as a library's warnings, are not for the user.
 CONSOLE = (
     rf"{NUMBER} parameters, .* of state per device; mesh .* on 1 × cpu",
     r"generated 80 sudoku4 puzzles in .* s, kept in /.*\.npz",
@@ -35,22 +34,22 @@ CONSOLE = (
     r"next",
     r"  [a-z ,]+: (runs/trm-4x4/.*|jaxtrain .*)",  # a file of the run, or a command
 )
-SOMETIMES = (r"evaluation after step \d: batch \d of \d",)  # where that takes long
+SOMETIMES = (r"evaluation after step \d: batch \d of \d",)  # printed if an evaluation takes long
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The packages that a wheel holds, in a folder as pip makes it, without the checkout."""
+    """The packages of a wheel, in a folder as pip makes it, without the checkout."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("jaxtrain", "loaders", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # what Python is writing
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # files that are being written
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(site, tmp_path_factory):
-    """Runs a command where there is no network, and no program on PATH but those of a system
-    without a compiler."""
+    """Run a command without a network. PATH has only the programs of a system without a
+    compiler."""
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("this machine makes no network namespaces (unshare -rn)")
     folder = tmp_path_factory.mktemp("here")
@@ -69,7 +68,7 @@ def alone(site, tmp_path_factory):
 
 
 def test_the_namespace_has_no_network(site, tmp_path):
-    """The test of the test: where a name is looked up, it is not found."""
+    """This tests the test itself: looking up a name fails in the namespace."""
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("this machine makes no network namespaces (unshare -rn)")
     program = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"

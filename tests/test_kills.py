@@ -15,9 +15,9 @@ from tests.support.processes import cluster, command, hashes, ids, records, run
 KILLS = 200
 STEPS = 60
 
-# Kills its process at the n-th operation of Python's on a file of the checkpoints, before the
-# operation: between any two of what Orbax and the checksums do. What C++ does in between (the
-# arrays' bytes) is left to kills by the clock.
+# Kills its process just before the n-th operation of Python on a checkpoint file, between any two
+# operations of Orbax and of the checksums. The writes of C++ in between (the bytes of the arrays)
+# are left to timed kills.
 KILLING_LOADER = """
 import os, signal, sys, threading
 from tests.support.proxy_loader import Config, facts, fields, make_loader
@@ -40,7 +40,7 @@ if left:
 
 @pytest.fixture(autouse=True)
 def whole_starts(monkeypatch):
-    """A kill may come while Python imports, too."""
+    """A kill may also come while Python imports modules."""
     monkeypatch.setenv("JAXTRAIN_TESTS_FORK", "0")
 
 
@@ -50,8 +50,8 @@ def _steps(workdir):
 
 @pytest.mark.slow
 def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, record_property):
-    """Runs are killed and started again until they are through; each then equals the undisturbed
-    one, bit for bit."""
+    """Runs are killed and started again until they end. Each then equals the undisturbed run, bit
+    for bit."""
     (folder / "killing.py").write_text(KILLING_LOADER)
     args = (
         folder,
@@ -83,7 +83,7 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
             assert process.returncode == -signal.SIGKILL, output
             assert "cannot be read" not in output and "damaged" not in output, output
             kills += 1
-            for newest in _steps(workdir)[-1:]:  # an older one may be half deleted
+            for newest in _steps(workdir)[-1:]:  # an older step may be half deleted
                 assert checksums.verify(newest) == []
             where[next((line for line in output.splitlines() if line.startswith("killed before")), "by the clock")] += 1
         assert hashes(workdir, STEPS) == expected
@@ -98,10 +98,10 @@ def test_promises_1_and_2_kills_at_any_instant_change_nothing(folder, corpus, re
 
 @pytest.mark.slow
 def test_promises_4_and_5_one_sequence_for_any_number_of_processes(folder, corpus):
-    """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4:
-    recordings in one order."""
+    """1 device, then 4 processes of 2 (2 x 2 x 2) and two microbatches, then 2 processes of 4: the
+    recordings come in the same order."""
     args = (f"tiny.py:{corpus}", "--config.train.eval_every=0", "--config.checkpoint.every=4")
-    args = (*args, "--config.optim.schedule=constant")  # the parts have other numbers of steps
+    args = (*args, "--config.optim.schedule=constant")  # the parts have different numbers of steps
     run(folder, *args, "--config.train.steps=12", "--config.workdir=whole", IDS=str(folder / "whole.jsonl"))
     run(folder, *args, "--config.train.steps=4")
     mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.model=2")

@@ -1,4 +1,5 @@
-"""Adapters against peft's numbers, for any workload's table, through the step and out again."""
+"""Adapters agree with peft's numbers, fit any workload's table, and survive the step and the
+export."""
 
 import dataclasses
 import json
@@ -134,7 +135,7 @@ def test_exports_are_pefts_adapter_and_merged_weights(golden, tmp_path):
 
 def partly(folder, name, **patterns):
     """A run on a golden base model that adapts some matrices and trains other parameters
-    themselves."""
+    directly."""
     model, start = language_files.from_hugging_face(DATA / "lm" / name)
     c = config_lib.section(language.Config, {**model, "context": 16, "dtype": "float32"})
     chosen = Lora(rank=2, alpha=8.0, freeze="", **patterns)
@@ -187,7 +188,7 @@ def test_parameters_that_were_trained_themselves_are_in_the_adapter(tmp_path, na
     ("name", "train"), [("llama3", "^(embed|w_head|scale)$|scale_mlp$"), ("qwen3", "w_down|scale_q"), ("qwen2", "^embed$")]
 )
 def test_peft_on_the_base_model_is_the_merged_export(tmp_path, name, train):
-    """With peft, transformers and torch (dependency group "peers")."""
+    """This needs peft, transformers and torch (dependency group "peers")."""
     peft_lib, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     run = partly(tmp_path / "run", name, adapt=r"w_[qv]$|w_up", train=train)
@@ -229,8 +230,8 @@ def test_every_parameter_must_be_sorted():
 
 @pytest.mark.parametrize("workload", ["bird", "trm"])
 def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
-    """And the gradient by A is zero then, the one by B is not; a stack that is scanned, and one
-    that is indexed."""
+    """Then the gradient by A is zero, and the one by B is not. One workload scans its stack, the
+    other one indexes it."""
     if workload == "bird":
         c = bird.Config(n_classes=3, n_frames=32, n_mels=32, embed=16, depth=2, heads=2, dtype="float32")
         module, spared = bird, r"^(objective|probe)/|encoder/(w_patch|b_|pos|cls|scale|bias|blocks/(b_|scale|bias))"
@@ -265,7 +266,7 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2)])
 def test_a_step_moves_the_adapters_alone_and_alike_on_every_mesh(mesh):
-    """Frozen weights are no part of what is optimised or saved."""
+    """Frozen weights are neither optimised nor saved."""
 
     def run(mesh):
         config = config_lib.Config(

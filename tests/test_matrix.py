@@ -1,5 +1,5 @@
-"""Every workload on every mesh, in one process and in several: five steps and an evaluation are
-those of one device."""
+"""Every workload runs on every mesh, in one process and in several: five steps and an evaluation
+equal those of one device."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ from tests.support.cases import Run, assert_alike, audio_language, bird, giblet,
 from tests.support.processes import ROOT, at, free_port, xla_flags
 
 STEPS = 5
-# Eight devices along "model" want so many heads.
+# Eight devices along "model" need eight heads.
 BIRD = replace(bird.EVERY, heads=8, mae=Mae(), teacher=Teacher())
 PREDICTOR = masked.Decoder(16, 1, 8)
 MASKED = replace(BIRD, mae=replace(bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(bird.EVERY.teacher, decoder=PREDICTOR))
@@ -28,21 +28,21 @@ CASES = {
     # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in
     # parts.
     "bird": bird.CASE._replace(model=BIRD),
-    # And decoders, and a teacher.
+    # The same with decoders and a teacher.
     "bird_masked": bird.CASE._replace(model=MASKED),
     "language": language.CASE,
-    # Slots that halt, at random too; a table whose rows are updated by signs; an average of the
-    # parameters.
+    # Slots that halt, also at random; a table with rows that are updated by signs; an average of
+    # the parameters.
     "trm": trm.CASE._replace(model=replace(trm.TINY, heads=8)),
-    # Rows taken through a drawn number of steps, of which the last one alone is differentiated.
+    # Rows that take a random number of steps, with a gradient of the last step only.
     "trm_last": trm.CASE._replace(model=replace(trm.LAST, heads=8), begin=trm.calm),
-    # Two means in the loss.
+    # A loss with two means.
     "audio_language": audio_language.CASE,
     # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at
     # an evaluation.
     "giblet": giblet.CASE,
 }
-SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others are in `make test` in parts, each in a file of its own
+SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others run in `make test` in parts, each in a file of its own
 SLOW = pytest.mark.slow
 MATRIX = [
     pytest.param(name, mesh, marks=[] if (name, mesh) in SOON else SLOW, id=f"{name}-{'x'.join(map(str, mesh))}")
@@ -58,8 +58,8 @@ def alone(name):
 
 @pytest.mark.parametrize(("name", "mesh"), MATRIX)
 def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
-    """Parameters, moments (after the first step they are the gradient's), carry, averages, the loss
-    and every metric."""
+    """The comparison covers parameters, moments (equal to the gradient after the first step),
+    carry, averages, the loss and every metric."""
     assert_alike(alone(name), Run(CASES[name], mesh).take(STEPS))
 
 
@@ -90,7 +90,7 @@ def test_steps_of_several_processes_are_those_of_one_device(name, processes, mes
 
 
 def main(name, folder, *mesh):
-    """One of the processes."""
+    """Run one of the processes."""
     cluster.initialize(cluster.find(), config_lib.Config(workdir=folder))
     cluster.use_compilation_cache()
     cluster.barrier("all are here")

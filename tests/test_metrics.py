@@ -1,4 +1,4 @@
-"""Numbers for people: means, rates, the share of the peak."""
+"""Figures for people: means, rates and the share of the peak."""
 
 import math
 import time
@@ -30,7 +30,7 @@ def test_sums_are_added_before_they_are_divided():
 
 
 def test_sums_over_many_batches_are_kept_in_float64():
-    """In float32, 1 would vanish when added to 2**25."""
+    """In float32, adding 1 to 2**25 would lose the 1."""
     sums = [{"a": Mean(np.float32(2**25), np.float32(1))}] + [{"a": Mean(np.float32(1), np.float32(0))}] * 3
     assert metrics.mean(sums)["a"] == 2**25 + 3
 
@@ -41,7 +41,7 @@ def test_rates_name_the_cores_that_the_loader_lacks(clock, monkeypatch):
     meter.begin(0, 0.0)
     clock.time += 10
     loader = {"rows": 400, "threads": 2, "seconds": {"read": 1.0, "decode": 15.0, "idle": 4.0, "wait": 8.0}}
-    rates = meter.rates(10, 8.0, loader)  # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, here and there
+    rates = meter.rates(10, 8.0, loader)  # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, in both processes
     assert (rates["rows_asked_per_second"], rates["rows_given_per_second"], rates["cores_missing"]) == (400.0, 100.0, 6)
     clock.time += 10
     faster = {"rows": 1200, "threads": 2, "seconds": {"read": 1.0, "decode": 19.0, "idle": 14.0, "wait": 8.0}}
@@ -67,7 +67,7 @@ def test_rates_are_those_since_the_last_line(clock):
     both.begin(10, 5.0)
     clock.time += 2
     assert {k: v for k, v in both.rates(20, 5.5).items() if "mfu" in k} == {"mfu": 1.25, "mfu_full_attention": 2.0}
-    clock.time += 100  # an evaluation, which is nobody's speed
+    clock.time += 100  # an evaluation does not count in the speed
     meter.begin(20, 5.5)
     clock.time += 1
     assert meter.rates(25, 5.5)["steps_per_second"] == 5.0

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: the same code, the same promises, where there are no renames."""
+"""Checkpoints in an object store, which has no renames: the same code keeps the same promises."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ RUN = "gs://bucket/toy/checkpoints"
 
 @pytest.fixture
 def bucket(tmp_path):
-    """What makes programs see the stand-in, and a view of what it holds."""
+    """The environment that makes programs use the stand-in, and a view of its contents."""
     port = free_port()
     server = subprocess.Popen([sys.executable, object_store.__file__, str(port), str(tmp_path / "objects")])
     try:
@@ -36,8 +36,8 @@ def tool(folder, environment, *arguments):
 
 
 def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
-    """Killed while the objects of a step are written: that step is not there, and the run ends as
-    the undisturbed one."""
+    """A run is killed while it writes the objects of a step. That step does not exist, and the
+    resumed run ends like the undisturbed one."""
     environment, store = bucket
     args = (folder, "toy.py", "--config.train.steps=6", "--config.train.eval_every=2", "--config.checkpoint.every=2")
     run(*args, "--config.workdir=whole")
@@ -108,7 +108,7 @@ def test_reading_from_a_store_equals_reading_from_a_disk(tmp_path, bucket, monke
 
 @pytest.mark.slow
 def test_a_base_in_a_bucket_is_frozen_kept_and_found_again_by_two_processes(tmp_path, bucket):
-    """And refused on both, by name, where no copy was kept and it is gone."""
+    """If the base is gone and no copy was kept, both processes refuse it by name."""
     environment, store = bucket
     folder, base = small_runs.of_bytes(tmp_path), "gs://bucket/base"
     run(folder, "cfg.py", "--config.workdir=base", f"--config.checkpoint.folder={base}/checkpoints", **environment)

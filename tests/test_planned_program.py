@@ -1,5 +1,5 @@
-"""The program that is planned is the program that runs: a step is traced for its devices, whatever
-machine traces it."""
+"""The planned program is the program that runs: any machine traces a step for its target
+devices."""
 
 import collections
 import pathlib
@@ -31,7 +31,7 @@ WORKLOADS = {
         ),
     ),
 }  # fmt: skip
-# Which kernels a step has, by their names in it; splash takes no 257 patches and no 16 cells.
+# The names of the kernels in a step. Splash supports neither 257 patches nor 16 cells.
 KERNELS = {
     ("bird", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
     ("trm", "gpu"): {"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"},
@@ -41,8 +41,8 @@ KERNELS = {
 
 
 def equations(jaxpr) -> collections.Counter:
-    """How often each operation stands in a program, with the shapes and types of its results and a
-    kernel's name."""
+    """Count each operation of a program, by the shapes and types of its results and the kernel's
+    name."""
     found = collections.Counter()
     for eqn in jaxpr.eqns:
         name = str(eqn.params["name"]) if eqn.primitive.name == "pallas_call" else eqn.primitive.name
@@ -63,8 +63,8 @@ def kernels(found: collections.Counter) -> set[str]:
 )
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_plan_traces_the_program_of_its_target(workload, target, mesh, tmp_path, monkeypatch):
-    """On a CPU, from an abstract mesh, against the trace on a mesh of devices that say that they
-    are the target's."""
+    """The trace is made on a CPU from an abstract mesh. It is compared with a trace on a mesh of
+    devices that pose as the target's."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("JAXTRAIN_XCM", raising=False)
     source, own = WORKLOADS[workload]

@@ -3,8 +3,8 @@ conditions.
 
     python -m tests.test_prose [FOLDER or FILE …]
 
-prints the figures of each folder. For those that are named, it lists the sentences to rewrite, with
-file and line. Code blocks, tables, headings and inline code are left out.
+prints the figures of each folder. For each folder or file that is named, it lists the sentences to
+rewrite, with file and line. Code blocks, tables, headings and inline code are left out.
 """
 
 import ast
@@ -19,9 +19,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Files and folders that are clean. Add one when `python -m tests.test_prose IT` ends its first line
 # with "clean".
 CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "jaxtrain", "loaders", "tools")
-LEFT_OUT = {"docs/reference.md", "docs/results/cpu-steps.md"}  # made of comments of dataclasses; lab notes, not rewritten yet
+LEFT_OUT = {"docs/reference.md", "docs/results/cpu-steps.md"}  # made from comments of dataclasses; lab notes, not rewritten yet
 
-# The limits are the upper end of what nanodo, seqax, big_vision, equinox and kauldron have.
+# The limits are the highest figures of nanodo, seqax, big_vision, equinox and kauldron.
 LIMITS = {
     "headless, in 10,000 words": 12,
     "where for if, in 10,000 words": 8,
@@ -30,9 +30,9 @@ LIMITS = {
 }
 LONGEST = 40
 OUT = re.compile(r"\b(shall|told|said|had|meant|anew|beside|thereby|therein|whereby)\b", re.I)
-# A question may begin with "what".
+# A question may begin with the word `what`.
 HEADLESS = re.compile(r"\b(what|whoever|whatever|whichever|those (?:that|who|whose)|that which)\b(?![^.]*\?)", re.I)
-# "where" is about a place after these words, and explains a formula before a symbol.
+# The word `where` is about a place after these words, and explains a formula before a symbol.
 PLACE = (
     "says?|knows?|shows?|sees?|finds?|decides?|lives?|lies?|stands?|to|from|of|about|and|is|or|folder|place|line|file|machine"
 )

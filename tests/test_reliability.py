@@ -1,4 +1,4 @@
-"""Nothing lost: short proofs of the promises about signals, bad numbers, damage and stuck
+"""Nothing is lost: short proofs of the promises about signals, bad numbers, damage and stuck
 processes, in real processes."""
 
 import errno
@@ -14,7 +14,7 @@ from tests.support.processes import at, cluster, command, free_port, hashes, ids
 
 
 def test_promise_8_a_bad_step_is_skipped_counted_and_its_examples_are_named(folder):
-    """NaN in one row of one of four devices. The other steps are those of a run without it."""
+    """One of four devices has NaN in one row. The other steps equal those of a run without it."""
     overrides = ("--config.train.steps=4", "--config.train.eval_every=0", "--config.mesh.data=4")
     output = run(folder, "toy.py", *overrides, devices=4, POISON="3")
     assert "step 3 skipped" in output and "examples [" in output
@@ -31,8 +31,8 @@ def test_promise_8_too_many_bad_steps_in_a_row_end_the_run(folder):
 
 @pytest.mark.slow
 def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(folder):
-    """Batches 8 to 10 are bad, the last checkpoint is 6: its state goes on after 11. A kill on the
-    way changes nothing."""
+    """Batches 8 to 10 are bad, and the last checkpoint is of step 6: its state continues after step
+    11. A kill on the way changes nothing."""
     args = (folder, "toy.py", "--config.train.eval_every=0", "--config.checkpoint.every=6")
     args = (*args, "--config.train.steps=18")
     rewinding = (*args, "--config.guard.patience=3", "--config.guard.rewinds=1")
@@ -55,7 +55,7 @@ def test_promise_8_a_rewind_equals_a_run_that_skipped_all_since_the_checkpoint(f
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
 def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, name):
-    """And what goes on from there ends where the undisturbed run does, bit for bit."""
+    """The resumed run ends like the undisturbed one, bit for bit."""
     overrides = ("--config.train.steps=30", "--config.checkpoint.every=1000", "--config.train.eval_every=0")
     each = {"JAXTRAIN_CACHE": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     caches = {"only0": each, "only1": each}
@@ -69,15 +69,15 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     outputs = [p.communicate(timeout=240)[0] for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resuming from step" in outputs[0], outputs
     logs = [(folder / "runs" / "toy" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
-    # A program that one process alone could read back would have its collectives in another order
-    # than the others'.
+    # If only one process could read a program back, its collectives would be in another order than
+    # those of the others.
     assert all("is that of an earlier start" in log for log in logs)
     kept = sorted((folder / "cache" / "xla-processes").iterdir())[0]
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     whole = cluster(folder, "toy.py", *overrides, "--config.workdir=whole", processes=2, **caches)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     logs = [(folder / "whole" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
-    assert [log.count("is that of an earlier start") for log in logs] in ([0, 0], [1, 1])  # of the step and the evaluation
+    assert [log.count("is that of an earlier start") for log in logs] in ([0, 0], [1, 1])  # for the step and the evaluation
     assert hashes(folder / "runs" / "toy", 30) == hashes(folder / "whole", 30)
     assert records(folder / "runs" / "toy", "train") == records(folder / "whole", "train")
 
@@ -91,7 +91,7 @@ def test_promise_9_a_signal_while_the_data_stall(folder):
         STALL_AT="4",
         STALLED=str(stalled),
     )
-    # The second step is written while the third computes; the fourth has no data.
+    # The second step is written while the third one is computed, and the fourth one has no data.
     wait_for(lambda: stalled.exists() and step_of(folder / "runs" / "toy") >= 2, watch=[process])
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -155,7 +155,7 @@ def test_a_final_step_of_weights_is_explicit(folder):
     meta = json.loads((workdir / "checkpoints" / "6" / "meta" / "metadata").read_text())
     assert meta["weights_only"] and 6 in records(workdir, "test")
     saved = {path.split("'")[1] for path in hashes(workdir, 6)}
-    assert saved == {"step", "params", "ema"}  # and the carry, of which this workload has none
+    assert saved == {"step", "params", "ema"}  # the carry would be saved, too, but this workload has none
     assert {"opt_state", "norms"} <= {path.split("'")[1] for path in hashes(workdir, 4)}
     assert "already ended at step 6, with weights only" in run(*args, "--config.train.steps=6")
     output = run(*args, "--config.train.steps=8", code=2)
@@ -185,7 +185,7 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
     output = run(*args, "--config.train.steps=8", code=0 if policy == "continue" else 2)
     assert "could not be written" in output and "the newest complete one is 2" in output
     assert ("training continues" if policy == "continue" else "Make room") in output
-    # Orbax's threads fail one by one, and each used to print a traceback of its own.
+    # Orbax's threads fail one by one. Each of them used to print a traceback of its own.
     assert output.count("Traceback") == output.count("Event loop is closed") == 0, output
     assert hashes(disk / "run", 2) == before
     (disk / "ballast").unlink()
@@ -194,8 +194,8 @@ def test_promise_12_a_full_disk_stops_or_not_by_policy_and_loses_no_checkpoint(f
     assert sorted(records(disk / "run", "train")) == list(range(1, 11))
 
 
-# Of the saves of two processes, that of step 4 fails in process 0 at its end, and that of step 6 in
-# process 1 at its beginning.
+# The save of step 4 fails in process 0 at its end, and the save of step 6 fails in process 1 at its
+# beginning.
 FAILING_LOADER = """
 import errno, os
 from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
@@ -216,8 +216,8 @@ orbax._background_wait_for_commit_futures = failing(orbax._background_wait_for_c
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
 def test_promise_12_a_save_that_fails_in_one_process_fails_in_all(folder, policy):
-    """None waits for the one that will not come, neither process 0 for another nor another for
-    process 0."""
+    """No process waits for one that never comes: process 0 waits for no other, and no other waits
+    for process 0."""
     (folder / "failing.py").write_text(FAILING_LOADER)
     args = ("toy.py", "--config.mesh.data=2", "--config.loader=failing", "--config.train.steps=8")
     args = (*args, "--config.train.eval_every=0", "--config.checkpoint.every=2", f"--config.checkpoint.on_error={policy}")
@@ -246,8 +246,8 @@ def test_promise_12_a_disk_that_is_full_at_the_start_is_named(folder, small_disk
 
 @pytest.mark.slow
 def test_a_workdir_that_only_one_host_has_is_refused_by_name(folder):
-    """Process 1 in a mount namespace of its own, where the workdir is another disk: as on two hosts
-    without a shared one."""
+    """Process 1 has a mount namespace of its own with another disk at the workdir, like two hosts
+    without a shared disk."""
     unshare = ["unshare", "--mount", "--propagation", "private"]
     if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
         pytest.skip("only root may make a mount namespace")

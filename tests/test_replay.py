@@ -1,4 +1,4 @@
-"""Digests, `jaxtrain diff` and `jaxtrain replay`: a run's steps again, bit for bit, in real
+"""Digests, `jaxtrain diff` and `jaxtrain replay` repeat a run's steps, bit for bit, in real
 runs."""
 
 import json
@@ -62,7 +62,7 @@ def test_one_bit_anywhere_changes_both_halves_and_so_do_two_values_that_change_p
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run with digests on eight devices, and one whose learning rate is another."""
+    """A run with digests on eight devices, and one with another learning rate."""
     folder = tmp_path_factory.mktemp("replay")
     for name in ("my_workload.py", "my_config.py", "my_loader.py"):
         (folder / name).write_text(examples()[name])
@@ -101,10 +101,10 @@ def test_the_page_of_a_step_shows_its_examples_and_the_changed_step(runs, capsys
     record = next(x for x in map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines()) if x["step"] == 10)
     assert of["loss"][0] == pytest.approx(record["loss"], rel=1e-3) and of["loss"][1] == pytest.approx(record["loss"], rel=1e-3)
     assert of["grad_norm"][1] == pytest.approx(record["grad_norm"], rel=1e-3) and of["grad_norm"][2] != of["grad_norm"][1]
-    rate = 0.03 * (1 + math.cos(math.pi * 9 / 12)) / 2  # of the cosine that the config has, at its tenth update
+    rate = 0.03 * (1 + math.cos(math.pi * 9 / 12)) / 2  # the config's cosine at its tenth update
     assert of["update_norm"][3] == pytest.approx(of["update_norm"][1] * 0.001 / rate, rel=2e-3)
-    # Each example alone: the loss of the batch is their mean by weight, and without two of them
-    # that of the others.
+    # The losses of single examples: their weighted mean is the loss of the batch. Without two of
+    # them it is the loss of the other examples.
     _, *examples = cells(page, "Examples")
     each = {row[2]: (float(row[3]), float(row[4])) for row in examples}
     assert len(each) == len(examples) and sorted(each) == sorted(f"row:{k}" for k in range(len(each)))

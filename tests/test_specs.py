@@ -1,4 +1,4 @@
-"""What a table of parameters yields."""
+"""The parameters that a table of specs yields."""
 
 import jax
 import jax.numpy as jnp
@@ -67,11 +67,11 @@ def test_dtypes_and_shapes_are_the_tables(alone):
 @pytest.mark.parametrize(("init", "std"), [(specs.truncated_normal(0.02), 0.02), (specs.fan_in(64), 1 / 8)])
 def test_standard_deviation_is_the_one_asked_for(init, std):
     x = np.asarray(init(jax.random.key(3), (400, 1000), jnp.float32), np.float64)
-    # The sample deviation of n draws is within 4 / sqrt(2 n) of the true one, all but once in 16
-    # 000.
+    # The sample deviation of n draws is within 4 / sqrt(2 n) of the true one, except once in 16 000
+    # times.
     assert abs(x.std() / std - 1) < 4 / np.sqrt(2 * x.size)
     assert abs(x.mean()) < 4 * std / np.sqrt(x.size)
-    assert 2 * std < np.abs(x).max() < 2.28 * std  # cut at two deviations of the normal before the cut
+    assert 2 * std < np.abs(x).max() < 2.28 * std  # the normal distribution is cut at two of its deviations
 
 
 @pytest.mark.parametrize(

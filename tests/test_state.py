@@ -1,4 +1,4 @@
-"""The plan of a run's state, and the state that fits it."""
+"""The plan of a run's state, and the state that fits this plan."""
 
 import functools
 
@@ -62,7 +62,7 @@ def test_a_new_state_is_at_step_zero_with_the_average_at_its_parameters():
     assert real.step == 0 and real.step.dtype == jnp.int32
     jax.tree.map(np.testing.assert_array_equal, real.ema, real.variables.params)
     real.variables.params["body"]["w"].delete()
-    assert np.isfinite(real.ema["body"]["w"]).all()  # memory of its own: a donated state must not hold a buffer twice
+    assert np.isfinite(real.ema["body"]["w"]).all()  # it has memory of its own: a donated state must not hold a buffer twice
 
 
 def test_the_batch_has_what_the_task_reads_and_no_more():
@@ -101,7 +101,8 @@ def test_small_state_is_split_as_its_parameter_is(optim, sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
 def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(sizes):
-    """The same numbers as without, and the moments are in host memory before and after."""
+    """The numbers are the same as without offloading, and the moments are in host memory before and
+    after."""
     table = {"w": Spec((8, 4), ("embed", None), specs.ones)}
 
     def loss(variables, batch, key):
@@ -126,10 +127,10 @@ def test_an_offloaded_state_lives_in_host_memory_and_comes_over_for_the_update(s
 
 
 def test_initial_values_do_not_depend_on_how_long_the_compiler_thinks(monkeypatch):
-    """They are compiled in less time than a step, to the same bits; with jax 0.12's XLA to the last
-    bit but one."""
+    """The values are compiled in less time than a step, to the same bits. With XLA of jax 0.12, the
+    last bit may differ."""
     plan, key = make((2, 2, 2)), jax.random.key(3)
-    # XLA's defaults, not the tests'.
+    # These are XLA's defaults, not those of the tests.
     usual = {"xla_backend_optimization_level": 3, **({"xla_cpu_use_fusion_emitters": True} if xla.OLD_EMITTERS else {})}
     monkeypatch.setattr(state, "QUICK", usual | state.QUICK)
     quick = jax.device_get(state.init_state(TASK, TX, plan, key))

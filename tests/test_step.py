@@ -1,4 +1,4 @@
-"""One optimizer step: the same on every mesh and with accumulation, and gradients are reduced
+"""One optimizer step is the same on every mesh and with accumulation, and gradients are reduced
 once."""
 
 import dataclasses
@@ -28,7 +28,7 @@ BATCH = 32
 MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
 MODEL = toy.Config()
 FIELDS = toy_rows.fields(toy_rows.Config())
-# An eps above rounding noise, which Adam would make as large as a gradient.
+# An eps above rounding noise. Otherwise Adam would make the noise as large as a gradient.
 OPTIM = config_lib.Optim(lr=0.01, schedule="constant", clip=0.5, eps=1e-4)
 
 
@@ -39,14 +39,14 @@ def make_batch(seed):
         "label": rng.integers(0, toy_rows.CLASSES, BATCH, dtype="i4"),
         "index": np.arange(BATCH),
         "epoch": np.full(BATCH, seed, "i4"),
-        # Uneven in every way of splitting: by data group, by row modulo 4, and some rows not at
-        # all.
+        # The weights are uneven in every way of splitting: by data group and by row modulo 4. Some
+        # rows have no weight at all.
         "weight": (rng.random(BATCH) * (np.arange(BATCH) % 4 != 1) * (np.arange(BATCH) > 10)).astype("f4"),
     }
 
 
 class Run:
-    """A task on a mesh, its step compiled."""
+    """A task on a mesh, with its step compiled."""
 
     def __init__(self, mesh, accumulate=1, *, ema=0.0, task=None, fields=FIELDS):
         sizes = MESHES[mesh]
@@ -58,8 +58,8 @@ class Run:
         mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
         assembly = assemble(config, mesh, make_task=make_task, fields=fields)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
-        # Machine code that is soon there rather than fast; what XLA does to the program before is
-        # the same.
+        # This machine code is quick to compile rather than fast. XLA transforms the program in the
+        # same way before.
         options = {"xla_backend_optimization_level": 0}
         self.compiled = assembly.trace(None).lower().compile(compiler_options=options)
 
@@ -84,7 +84,7 @@ def make_run():
 
 @pytest.fixture(scope="module")
 def alone(make_run):
-    """State and metrics after one and two steps on one device."""
+    """The state and the metrics after one and after two steps on one device."""
     return two_steps(make_run("alone"))
 
 
@@ -107,8 +107,8 @@ def assert_close(expected, found, *, atol):
     [("fsdp", 1), ("model", 1), ("alone", 4), ("mixed", 4), ("data", 4)],
 )
 def test_a_step_is_the_same_on_every_mesh_and_in_parts(make_run, alone, mesh, accumulate):
-    """Loss, gradients (through Adam's first moment, which is 0.1 g clipped after one step), and
-    what two steps make."""
+    """The comparison covers the loss, the gradients (by Adam's first moment, which is 0.1 g,
+    clipped, after one step), and the result of two steps."""
     found = two_steps(make_run(mesh, accumulate))
     for (state, metrics), (expected, expected_metrics) in zip(found, alone, strict=True):
         assert_close(expected_metrics, metrics, atol=1e-5)
@@ -121,9 +121,9 @@ def moments(state):
 
 
 def test_gradients_are_those_of_the_plain_mean(make_run, alone):
-    """Against jax.grad of the weighted mean, without any of step.py."""
+    """The reference is jax.grad of the weighted mean, without any code of step.py."""
     run, batch = make_run("alone"), make_batch(0) | {"row": np.arange(BATCH)}
-    key = jax.random.fold_in(jax.random.key(0), 0)  # of the run's seed and the step
+    key = jax.random.fold_in(jax.random.key(0), 0)  # the key of the run's seed and the step
 
     def loss(params):
         out = run.task.loss(Variables(params), batch, key)
@@ -143,7 +143,7 @@ def test_accumulation_reduces_over_data_once(make_run, mesh):
     run = make_run(mesh, 4)
     found = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
     assert not [c.name for c in found if c.in_loop]
-    # Each parameter is summed over data in one reduction of its gradient, however XLA bundles them.
+    # Each gradient is reduced over data once, however XLA bundles the reductions.
     reduced = sum(math.prod(shape) for c in found if c.kind == "all-reduce" for shape in c.shapes)
     sizes = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.abstract.state.variables.params))
     assert sizes <= reduced <= 1.02 * sizes, (sizes, reduced)
@@ -162,8 +162,8 @@ def test_the_state_is_donated(make_run):
 
 
 def test_the_update_writes_the_state_in_place(make_run):
-    """On one CPU device: the compiler would copy every parameter and moment first if it could not
-    see who reads them last."""
+    """This is one CPU device. The compiler would first copy every parameter and moment if it could
+    not see their last reader."""
     text = make_run("alone").compiled.as_text()
     copied = re.findall(r"f32\[([\d,]+)\]\S* copy\((?:f32\S* )?%(\w+?)__", text)
     names = re.findall(r"%(state_opt_state|state_variables)\w*\S* = ", text)
@@ -173,8 +173,8 @@ def test_the_update_writes_the_state_in_place(make_run):
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "muon", "adafactor"])
 def test_norms_that_nobody_records_change_nothing(rule):
-    """A step in which nobody reads the norms leaves the same bits; one that is skipped or recorded
-    has them."""
+    """A step that does not record the norms leaves the same bits. A step that is skipped or
+    recorded has the norms."""
     config = config_lib.Config(
         model=MODEL, optim=dataclasses.replace(OPTIM, name=rule), train=config_lib.Train(steps=10, batch=BATCH, ema=0.9)
     )
@@ -198,7 +198,7 @@ def test_norms_that_nobody_records_change_nothing(rule):
         if i == 0:
             unknown = {name: np.isnan(others.pop(name).total) for name in is_norm}
             assert all(np.isfinite(metrics.pop(name).total) for name in is_norm)
-            # What is kept in rows is not made twice, and there the norms cost little.
+            # Moments that are kept in rows are not computed twice, so their norms cost little.
             assert set(unknown.values()) == {rule != "adafactor"}
         assert_close(metrics, others, atol=0)
     assert found[5][1]["skipped"].total == 1 and found[5][1]["update_norm"].total == 0
@@ -206,7 +206,7 @@ def test_norms_that_nobody_records_change_nothing(rule):
 
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 1), ("alone", 2), ("data", 1)])
 def test_a_batch_of_no_weight_is_skipped(mesh, accumulate):
-    """Also where the loss selects its rows, and no gradient shows what it was divided by."""
+    """The batch is also skipped if the loss selects its rows, and no gradient shows the divisor."""
 
     def loss(variables, batch, key):
         each = (batch["x"] @ variables.params["w"]) ** 2
@@ -227,8 +227,8 @@ def by_matrix(grads, state, params, *, sparse_rows):
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("rule", [None, Optimizer(lambda params: (), by_matrix)], ids=["adamw", "products"])
 def test_the_step_for_gpus_has_the_same_results(rule, stop):
-    """There the norms come before the parameters, and the update is computed again, unless that
-    costs more than it spares."""
+    """The norms are computed before the parameters, and the update is then computed again. If that
+    costs more than it saves, it is not."""
     run = Run("alone", 1, task=toy_task(), fields=TOY_FIELDS)
     tx, abstract = rule or run.tx, run.abstract
     if rule:
@@ -264,8 +264,8 @@ def test_a_step_that_is_refused_keeps_every_bit_of_the_parameters():
     assert np.asarray(state.variables.params["w"]).tobytes() == before.tobytes()
 
 
-# A least workload with a carry: one part belongs to the rows, another to all; and a random draw for
-# each row.
+# The smallest workload with a carry. One part of the carry belongs to the rows and another to all
+# of them, and each row has a random draw.
 TOY_FIELDS = {"x": Field((4,), np.float32), "weight": Field((), np.float32)}
 
 
@@ -282,7 +282,7 @@ def toy_task(draw=False):
             "count": variables.carry["count"],
         }
         total = Mean((each * batch["weight"]).sum(), batch["weight"].sum())
-        rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))  # the same on every device: no row's value
+        rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))  # the same on every device: it has no row's value
         return LossOut(total, {"rows": rows}, carry)
 
     def advance(params, carry, step):
@@ -325,7 +325,7 @@ def toy_alone():
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 4), ("mixed", 1), ("mixed", 4), ("data", 1), ("data", 2)])
 @pytest.mark.parametrize("draw", [False, True])
 def test_a_carry_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumulate, draw):
-    """A row's random draw too: it depends on the row's place, not on the device that holds it."""
+    """A row's random draw is the same, too: it depends on the row's place, not on its device."""
     states, _, state, run = run_toy(mesh, accumulate, draw=draw)
     for expected, found in zip(toy_alone[draw], states, strict=True):
         assert_close(expected, found, atol=1e-5)
@@ -343,7 +343,7 @@ def test_a_rows_carry_stays_in_its_place(toy_alone):
 
 
 def follower_task():
-    """Whose carry only `advance` changes."""
+    """A task with a carry that only `advance` changes."""
 
     def loss(variables, batch, key):
         y = batch["x"] @ (variables.params["w"] + variables.carry["teacher"])
@@ -359,8 +359,8 @@ def follower_task():
 
 
 def test_a_carry_that_the_loss_leaves_alone_is_not_reduced():
-    """It is the same on every mesh and in parts; summed over data are the gradient, the loss, its
-    weight and who stops."""
+    """The carry is the same on every mesh and in parts. Only the gradient, the loss, its weight and
+    the stop flags are summed over data."""
     found = {}
     for mesh, accumulate in (("alone", 1), ("data", 1), ("data", 2)):
         run = Run(mesh, accumulate, task=follower_task(), fields=TOY_FIELDS)
@@ -423,8 +423,8 @@ def test_a_metric_without_rows_counts_once_for_each_part(mesh, accumulate):
 
 
 def test_the_average_follows_its_formula():
-    """Starts at the initialisation, then decay average + (1 - decay) parameters; training does not
-    see it."""
+    """The average starts at the initialisation and is then decay average + (1 - decay) parameters.
+    Training does not see it."""
     states, _, _, run = run_toy("mixed", 1, ema=0.75)
     average = host(run.init().variables.params["w"])
     for state in states:

@@ -58,7 +58,7 @@ def test_promises_1_and_2_and_3_a_killed_run_resumed_in_a_fresh_process_equals_t
     assert "goodput " in output and "already reached step 20" in ended and "compiling" not in ended, (
         "a run that has ended says so at once"
     )
-    # Where the time went: three starts of one process, whose parts are all that passed.
+    # Three starts of one process: their parts account for all the time that passed.
     starts, now = goodput.read(folder / "killed")[0], time.time()
     seconds, wall = goodput.totals(starts), starts[-1].now - began
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
@@ -147,8 +147,8 @@ def test_a_run_leaves_its_files_in_the_workdir(folder, corpus):
     again = [f"--config=tiny.py:{corpus}", "--config.metrics.tensorboard=true", TRACED, "--config.train.steps=4"]
     assert shlex.split(longer) == ["jaxtrain", "train", *again]
     assert export == "jaxtrain export runs/tiny --out runs/tiny-weights" and embed.startswith("jaxtrain embed runs/tiny ")
-    # What it says can be typed, one after the other: all in one process, whose imports take longer
-    # than the work.
+    # The suggested commands can be typed one after the other. All run in one process, because
+    # imports take longer than the work.
     program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", program, *typed], cwd=folder, env=env, capture_output=True, text=True)
@@ -169,7 +169,7 @@ def test_errors_come_together_and_before_a_device_is_touched(folder, corpus):
         "--config.data.test=/no/such/place",
         "--config.train.accumulate=2",
         code=2,
-        JAX_PLATFORMS="none_such",  # a device would fail
+        JAX_PLATFORMS="none_such",  # using a device would fail
     )
     for part in ("trian", "did you mean 'train'", "config.train.batch is 7", "optim.lr", "/no/such/place"):
         assert part in output, output
@@ -182,7 +182,7 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    # Meanwhile somebody asks it for a trace of its next steps.
+    # Request a trace of its next steps meanwhile.
     assert cli.main(["profile", str(folder / "runs" / "toy"), "--steps", "2", "--timeout", "60"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
@@ -190,7 +190,7 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     try:
         output, _ = process.communicate(timeout=60)
     finally:
-        process.kill()  # of 100,000 steps: it would train beside all other tests
+        process.kill()  # it has 100,000 steps, and would compete with all other tests
     assert process.returncode == 130 and "Traceback" not in output, output
     step = max(int(p.name) for p in (folder / "runs" / "toy" / "checkpoints").iterdir() if p.name.isdigit())
     output = run(folder, "toy.py", f"--config.train.steps={step + 1}", "--config.train.eval_every=0")
@@ -220,7 +220,7 @@ def test_a_warm_start_on_two_processes_and_its_own_checkpoint_first_afterwards(f
         "--config.workdir=second",
         "--config.train.steps=1",
         "--config.mesh.fsdp=2",
-        "--config.optim.lr=1e-30",  # a step that leaves every parameter where it began
+        "--config.optim.lr=1e-30",  # this step leaves every parameter as it was
         "--config.warm_start.source=first",
         "--config.warm_start.skip=('^head/',)",
     )
@@ -267,7 +267,8 @@ def test_a_warm_start_that_does_not_fit_or_is_damaged_stops_with_every_reason(fo
 
 
 def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
-    """13 test recordings: batches of 8 with padding, on 8 devices, equal one batch of 13 on one."""
+    """There are 13 test recordings. Padded batches of 8 on 8 devices equal one batch of 13 on one
+    device."""
     data = spectrogram.Config(train=str(corpus), threads=2)
     model = bird.Config(n_classes=12, embed=32, depth=1, heads=4, patch=(32, 32), dtype="float32")
     found = []

@@ -1,5 +1,5 @@
-"""Steps that are computed twice (config.guard.verify_every): an error is found, its device named,
-its step corrected."""
+"""Steps that are computed twice (config.guard.verify_every): an error is found, its device is
+named, and its step is corrected."""
 
 import json
 import re
@@ -95,7 +95,7 @@ def test_a_device_that_always_errs_is_found_by_the_other_placement(train, monkey
 
 def test_several_processes_verify_and_name_the_process_and_its_device(folder):
     text = "from my_config import get_config\nfrom tests.support import flips\n\nflips.programs({4: 3})\n"
-    (folder / "flipped.py").write_text(text)  # call 4 is the first computation of step 4, and call 3 its second
+    (folder / "flipped.py").write_text(text)  # call 4 is the first computation of step 4, and call 3 is the second one
     values = {"workdir": "two", "train.steps": 8, "metrics.every": 1, "metrics.digest": "true", "checkpoint.every": 8}
     values |= {"guard.verify_every": 4, "guard.on_mismatch": "continue"}
     arguments = [f"--config.{name}={value}" for name, value in values.items()]

@@ -1,4 +1,4 @@
-"""The wheel: built, installed into an empty environment without a compiler, and run outside the
+"""The wheel is built, installed into an empty environment without a compiler, and run outside the
 checkout."""
 
 import json
@@ -36,7 +36,7 @@ def wheel(dist):
 
 @pytest.fixture(scope="module")
 def jaxtrain(wheel, tmp_path_factory):
-    """Runs the installed command in a folder of its own; nothing is on PATH but the environment."""
+    """Run the installed command in a folder of its own. PATH has only the environment."""
     folder = tmp_path_factory.mktemp("elsewhere")
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=120)
     kept = ("LANG", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "TMPDIR", "HOME", *(n for n in os.environ if n.startswith("PIP_")))
@@ -68,8 +68,7 @@ def test_the_wheel_is_for_any_python_and_old_systems_and_holds_the_configs(wheel
 
 
 def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
-    """Nothing else gets in, such as a file that lies about; and an SBOM names every crate that is
-    compiled into it."""
+    """A stray file, for example, does not get in. An SBOM names every crate that is compiled in."""
     archive = zipfile.ZipFile(wheel)
     folders = ["jaxtrain", "loaders", "configs/*.py"]
     tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -79,8 +78,8 @@ def test_the_wheel_holds_what_is_tracked_and_a_list_of_its_crates(wheel):
     assert set(archive.namelist()) == {*tracked.split(), "loaders/_rust.abi3.so", *about, sbom}
     listed = json.loads(archive.read(sbom))
     names = {(each["name"], each["version"]) for each in [*listed["components"], listed["metadata"]["component"]]}
-    # With --target, as make wheel has it, maturin leaves out what other systems need; how much, its
-    # versions differ in.
+    # With --target, as in make wheel, maturin leaves out the crates that only other systems need.
+    # Its versions differ in how many.
     assert set() < crates("normal") <= names, "all that is compiled in"
     assert names <= crates("normal,build", "--target=all"), "and nothing that is not of this extension"
 

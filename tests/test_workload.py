@@ -1,4 +1,4 @@
-"""Workloads as the trainer sees them: one value each, found by a dotted name."""
+"""Workloads as the trainer sees them: each is one value, found by a dotted name."""
 
 import os
 import pathlib
@@ -80,9 +80,9 @@ def test_a_module_without_a_value_has_no_commands(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-# Deletes one workload after the other. Each time a fork, which has the libraries alone, imports
-# every module that is left and lists the commands. Configs name what they train, and those of the
-# workload that is gone cannot be imported.
+# Deletes one workload after the other. Each time a fork, which has only the libraries, imports
+# every module that is left and lists the commands. Configs name the workload that they train, so
+# those of the deleted workload cannot be imported.
 IMPORT = """
 import importlib, os, pathlib, pkgutil, sys
 import flax, jax, optax, orbax.checkpoint, pyarrow.parquet, sklearn.linear_model, sklearn.model_selection
@@ -109,8 +109,8 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A copy of the packages and the tests, with what Python has compiled of them, but not what it
-    is writing."""
+    """A copy of the packages and the tests, with Python's compiled files except the unfinished
+    ones."""
     folder = tmp_path_factory.mktemp("copied")
     for part in ("jaxtrain", "loaders", "configs", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
@@ -125,8 +125,8 @@ def python(folder, *arguments):
 
 
 def test_the_rest_works_without_a_workload(copied):
-    """The folder of a workload is deleted: all else is imported, and `jaxtrain` lists the commands
-    that are left."""
+    """The folder of a workload is deleted. All other modules are imported, and `jaxtrain` lists the
+    remaining commands."""
     _, *outputs = re.split(r"^without .*\n", python(copied, "-c", IMPORT, *NAMES), flags=re.M)
     for name, output in zip(NAMES, outputs, strict=True):
         gone = workload.of(f"{workload.PACKAGE}.{name}").commands
@@ -138,7 +138,7 @@ TRAINER = ("test_specs.py", "test_state.py", "test_layout.py", "test_begin.py", 
 
 
 def test_the_trainers_own_tests_pass_without_any_workload(copied):
-    """All five folders are deleted. One of the tests trains on a mesh, saves and resumes bit for
+    """All five folders are deleted. One of the tests trains on a mesh, saves, and resumes bit for
     bit."""
     for name in NAMES:
         shutil.rmtree(copied / "jaxtrain" / "workloads" / name)

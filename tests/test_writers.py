@@ -1,4 +1,4 @@
-"""What a run leaves to be read: records, pictures."""
+"""The files that a run leaves for readers: records and pictures."""
 
 import dataclasses
 import io
@@ -47,15 +47,15 @@ def test_a_fresh_run_starts_a_fresh_file(tmp_path):
 def test_records_are_json_and_reach_the_disk_at_once(tmp_path):
     writer = writers.JsonlWriter(str(tmp_path), 0)
     writer.write(1, "train", {"nan": math.nan, "inf": -math.inf, "x": float(np.float32(0.1)), "tiny": 1e-12})
-    record = lines(tmp_path)[0]  # before close: a killed run has its records
+    record = lines(tmp_path)[0]  # before close, because a killed run has its records, too
     assert record["nan"] is None and record["inf"] is None
     assert np.float32(record["x"]) == np.float32(0.1) and record["tiny"] == 1e-12
     writer.close()
 
 
 def scalars(folder):
-    """{(tag, step): value} from TensorBoard event files, read as the format says: length, crc,
-    protobuf, crc."""
+    """{(tag, step): value} of TensorBoard event files, read by their format: length, crc, protobuf,
+    crc."""
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     found, purged = {}, 0
     for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
@@ -83,7 +83,7 @@ def test_tensorboard_holds_pictures_and_samples(tmp_path):
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     writer = writers.TensorboardWriter(str(tmp_path), 0)
     images = np.zeros((2, 3, 5))
-    images[0, 0] = 1.0  # the lowest row of the first
+    images[0, 0] = 1.0  # the lowest row of the first image
     writer.pictures(7, {"restored": images})
     writer.samples(7, [{"prompt": "2 + 3 =\n# no heading", "reward": 0.5}])
     writer.close()
@@ -104,7 +104,7 @@ def test_tensorboard_holds_pictures_and_samples(tmp_path):
 def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     for start, steps, factor in ((0, (10, 20, 30), 1), (20, (30,), 2)):
-        monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")  # two files, also within a second
+        monkeypatch.setattr("socket.gethostname", lambda start=start: f"host{start}")  # two files, also within one second
         writer = writers.TensorboardWriter(str(tmp_path), start)
         for step in steps:
             writer.write(step, "train", {"loss": factor * step})
@@ -115,7 +115,7 @@ def test_promise_15_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path, 
 
 
 def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in for the service's client: the id that a workdir keeps is used again, and no
+    """This uses a stand-in for the service's client. The id in the workdir is used again, and no
     step is sent twice."""
     calls, ids = [], iter(["first", "second"])
 
@@ -152,8 +152,8 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
 
 
 def kept(tmp_path, **metrics):
-    """What a service gets of a run that is killed behind step 30, resumed from 20 and ended at
-    40."""
+    """The records that a service gets from a run that is killed after step 30, resumed from 20 and
+    ended at 40."""
     for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
         made = writers.make_writers(Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first)
         for step in steps:
@@ -167,8 +167,8 @@ def kept(tmp_path, **metrics):
 
 
 def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
-    """With a stand-in for its client: one run, its config once, and no record twice. The next test
-    has the real one."""
+    """This uses a stand-in for its client: there is one run, its config is sent once, and no record
+    is sent twice. The next test uses the real client."""
     calls = []
 
     def said(name, result=None):
@@ -215,10 +215,10 @@ def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_real_mlflow_and_trackio(tmp_path, monkeypatch):
-    """Both keep the records of a run that was killed and resumed as one run, each step once."""
+    """Both keep the records of a killed and resumed run as one run, with each step once."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before it is imported, which reads it
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # set before the import, which reads it
     mlflow, trackio = pytest.importorskip("mlflow"), pytest.importorskip("trackio")
     (tmp_path / "run").mkdir()
     kept(tmp_path, mlflow_experiment="birds", trackio_project="birds")

@@ -1,4 +1,4 @@
-"""A checkpoint gives back every bit on any mesh, and never a bit of a damaged step."""
+"""A checkpoint restores every bit on any mesh, and never a bit of a damaged step."""
 
 import asyncio
 import errno
@@ -29,7 +29,7 @@ def plan(sizes):
 
 
 def state_of(sizes, seed):
-    """A state with numbers everywhere, the moments too."""
+    """A state with random numbers everywhere, also in the moments."""
     planned = plan(sizes)
     made = state_lib.init_state(TASK, TX, planned, jax.random.key(seed))
     draw = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def restore(workdir, sizes=(1, 1, 1), data=DATA):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A workdir with steps 2 and 4, saved from 2 × 2 × 2, and the bits of each."""
+    """A workdir with steps 2 and 4, saved from 2 × 2 × 2, and the bits of each step."""
     folder = tmp_path_factory.mktemp("written")
     ours, states = checkpointer(folder), {step: state_of((2, 2, 2), step) for step in (2, 4)}
     for step, state in states.items():
@@ -87,8 +87,8 @@ def test_other_data_are_refused(written):
 
 @pytest.mark.parametrize("offsets", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets, tmp_path, caplog, record_property):
-    """Each file of the newest step: a byte changed, cut short, emptied, gone. The step before comes
-    back, bit for bit."""
+    """Each file of the newest step is changed in a byte, cut short, emptied or deleted. The step
+    before is restored, bit for bit."""
     folder, expected = written
     workdir, draw, trials = tmp_path / "run", random.Random(0), 0
     shutil.copytree(folder, workdir)
@@ -110,9 +110,9 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
             if path in (
                 step / "_CHECKPOINT_METADATA",
                 step / "commit_success.txt",
-            ):  # the time of the save
+            ):  # these only hold the time of the save
                 assert found.step == 4 and bits(found.state) == expected[4], (path, what)
-            elif path.name == "manifest.json" and data is None:  # another program may leave it out: it is read, and it is said
+            elif path.name == "manifest.json" and data is None:  # another program may leave it out: read with a warning
                 assert found.step == 4 and bits(found.state) == expected[4] and "has no checksums" in caplog.text
             else:
                 assert found.step == 2 and bits(found.state) == expected[2], (path, what)
@@ -123,8 +123,8 @@ def test_promises_6_and_7_damage_of_every_file_at_many_offsets(written, offsets,
 
 
 def test_a_step_is_never_complete_without_its_checksums(tmp_path, monkeypatch):
-    """They are written in the folder that Orbax renames; where they cannot be, there is no step,
-    and the one before stays."""
+    """The checksums are written in the folder that Orbax renames. If that fails, the step does not
+    exist, and the one before it stays."""
     ours, state, written = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0), []
 
     def write(folder, real=checksums.write):
@@ -155,8 +155,8 @@ def test_parts_of_a_step_that_orbax_cannot_read_are_reported(written, tmp_path):
 
 
 def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next_one_is_whole(tmp_path, monkeypatch, caplog):
-    """A full disk fails what each of Orbax's threads writes, in any order: here its manager's at
-    once, and a file's later."""
+    """On a full disk each of Orbax's threads may fail, in any order. Here its manager fails at
+    once, and a file later."""
     ours, state = checkpointer(tmp_path, on_error="continue"), state_of((1, 1, 1), 0)
 
     async def full(*_):
@@ -170,7 +170,7 @@ def test_promise_12_a_save_that_fails_in_two_threads_is_one_failure_and_the_next
     monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", full)
     monkeypatch.setattr(ours._manager._non_blocking_metadata_store, "wait_until_finished", full_at_once)
     ours.save(2, state, DATA, History())
-    time.sleep(0.2)  # the manager's thread has failed, the file's has not
+    time.sleep(0.2)  # the manager's thread has failed, but the file's has not
     ours.poll()
     monkeypatch.undo()
     assert ours.save(4, state, DATA, History()).failures == 1
@@ -191,7 +191,7 @@ def test_promise_6_all_damaged_is_an_error_never_a_fresh_start(written, tmp_path
 
 
 def test_the_newest_listed_step_is_a_folder(tmp_path):
-    """A file that lies about there is no step. Of this workdir, else of the other one."""
+    """A stray file is not a step. The newest step is of this workdir, or else of the other one."""
     ours, (mine, others) = checkpointer(tmp_path / "run"), [tmp_path / name / "checkpoints" for name in ("run", "other")]
     try:
         assert ours.listed() == ours.listed(str(tmp_path / "other")) == 0

@@ -1,4 +1,4 @@
-"""A step directory whose every byte is verified: a file that is changed, cut or gone is named."""
+"""Every byte of a step directory is verified: a file that is changed, cut or deleted is named."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def written(tmp_path_factory) -> dict[str, bytes]:
     mesh = jax.make_mesh((8,), ("x",))
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     with ocp.CheckpointManager(folder) as manager:
-        # Larger than Orbax stores inside its index, so that there are data files.
+        # The array is larger than Orbax stores inside its index, so that data files exist.
         state = {"w": jax.device_put(jax.random.normal(jax.random.key(0), (64, 512)), sharding), "step": jnp.int32(3)}
         manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({"a": 1})))
     checksums.write(folder / "3")
@@ -101,7 +101,7 @@ def test_the_hashes_are_those_of_sha256sum(step):
 
 
 def test_a_kill_while_the_manifest_is_written_leaves_none_and_the_next_write_is_whole(step, written):
-    """The last instant before the rename: SIGKILL, in a process of its own."""
+    """SIGKILL arrives in the last instant before the rename, in a process of its own."""
     (step / checksums.NAME).unlink()
     program = (
         "import os, signal, sys; from etils import epath; from jaxtrain.checkpoint import checksums\n"

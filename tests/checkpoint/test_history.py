@@ -1,4 +1,4 @@
-"""The best step and the last progress, over restarts."""
+"""The best step and the step of the last progress, over restarts."""
 
 import math
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_another_metric_starts_a_new_best(tmp_path, caplog):
     ours = scores(tmp_path, best="-perplexity")
     ours.add(2, {"perplexity": 5.0})
     assert kept(ours, [1, 2]) == [False, True] and "is of '-loss'" in caplog.text
-    other = scores(tmp_path, best="perplexity")  # the largest from now on
+    other = scores(tmp_path, best="perplexity")  # the largest value is the best from now on
     other.add(3, {"perplexity": 1.0})
     assert kept(other, [2, 3]) == [False, True] and other.progress == 3
 

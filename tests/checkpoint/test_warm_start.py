@@ -1,4 +1,4 @@
-"""A start from other weights does as declared, refuses the rest, and reads nothing twice."""
+"""A start from other weights follows its declaration, refuses all else, and reads nothing twice."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def nested(arrays: dict[str, np.ndarray]) -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> pathlib.Path:
-    """A run with an average, saved from a mesh of eight in one row."""
+    """A run with an average, saved from a mesh of eight devices in one row."""
     folder = tmp_path_factory.mktemp("run")
     mesh = jax.make_mesh((8,), ("x",))
 
@@ -87,7 +87,8 @@ def plan(mesh_sizes: tuple[int, int, int], table=TABLE):
 
 
 def start(matches: warm_start.Matches, abstract, table=TABLE) -> dict[str, np.ndarray]:
-    """As a run does it: loaded into the shardings, laid over the initialisation under jit."""
+    """Load the arrays into their shardings, and lay them over the initialisation under jit, as a
+    run does."""
     loaded = warm_start.load(matches, abstract)
     make = lambda key, loaded: warm_start.overlay(matches, specs.materialise(table, key), loaded)  # noqa: E731
     made = jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract), donate_argnums=1)(
@@ -120,7 +121,8 @@ def test_a_run_of_another_mesh_bit_for_bit(run, mesh, ema):
 
 
 def test_every_part_is_read_once_and_only_parts(run):
-    """On 2×2×2, a matrix split in four is read in four parts, though eight devices hold it."""
+    """On 2×2×2, a matrix that is split in four is read in four parts, although eight devices hold
+    it."""
     rules = WarmStart(source=str(run))
     source, reads = warm_start.open_source(rules), []
 
@@ -151,8 +153,8 @@ def test_all_missing_extra_and_different_arrays_are_reported_together_with_a_rem
 
 
 def test_a_remedy_for_several_arrays_is_printed_once():
-    """Another depth, another width: a line for each pair of shapes, below one remedy with the
-    choices that give them."""
+    """The model has another depth and another width. Each pair of shapes has a line, below one
+    remedy with the choices for these shapes."""
     stack = {f"blocks/{name}": np.zeros((4, 3), np.float32) for name in "abcdef"}
     source = {
         **stack,
@@ -248,7 +250,7 @@ def test_crop_takes_the_first_and_pad_leaves_the_rest_as_initialised(mesh):
 
 
 def test_a_grid_of_positions_is_resampled_along_both_of_its_axes():
-    """A plane stays a plane away from the edges; time and frequency do not mix."""
+    """A plane stays a plane away from the edges, and time and frequency do not mix."""
     arrays = numbers(0)
     t, f = np.meshgrid(np.arange(2), np.arange(2), indexing="ij")
     arrays["encoder/pos"] = np.stack([t.ravel(), f.ravel(), *[np.ones(4)] * 6], axis=1).astype(np.float32)
@@ -313,7 +315,7 @@ def test_errors_of_the_section_are_reported_with_the_configs_others(tmp_path):
     ],
 )
 def test_a_folded_array_reads_like_numpys_reshape(source, target):
-    """Whatever part is asked for."""
+    """The results agree for any part of the array."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=source)
     one = stored.Stored(source, x.dtype, lambda index: x[index], ("x",), (1, *source[1:]) if source else ())

@@ -1,4 +1,4 @@
-"""From an environment to the processes of a run."""
+"""The processes of a run are read from an environment."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_an_explicit_environment_that_is_invalid_is_reported_whole(environment, 
 def slurm(
     process: int = 0, *, tasks: int = 4, per_node: str = "1(x4)", nodes: str = "node[007-010]", **more: str
 ) -> dict[str, str]:
-    """The variables of a task of srun, from a real step of SLURM 22.05, for other numbers."""
+    """The variables of a task of srun: a real step of SLURM 22.05, changed to other numbers."""
     local = int(per_node.partition("(")[0])
     return {
         "SLURM_JOB_ID": "4711",
@@ -107,7 +107,7 @@ def test_a_part_of_slurms_variables_is_one_process_with_a_reason():
     step = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
     shell = {k: v for k, v in whole.items() if k not in (*step, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}  # salloc
     batch = {k: v for k, v in whole.items() if k not in step}  # the batch script, outside srun
-    for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):  # the last one as pam_slurm_adopt leaves it
+    for environment in (shell, batch, {"SLURM_JOB_ID": "4711"}):  # the last one is left by pam_slurm_adopt
         found = from_environment(environment)
         assert (found.processes, found.coordinator) == (1, "")
         assert "4711" in found.note and "SLURM_STEP_ID" in found.note and "srun" in found.note
@@ -126,9 +126,9 @@ FOUR = {"tasks": 8, "per_node": "4(x2)", "nodes": "a[1-2]"}
     ("environment", "gpus", "own"),
     [
         (slurm(1), 0, ()),
-        (slurm(1), 8, ()),  # one task on a node: all
+        (slurm(1), 8, ()),  # one task on a node has all GPUs
         (slurm(1, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4"), 8, ()),
-        (slurm(6, **FOUR), 8, (4, 5)),  # four tasks that see eight: two each
+        (slurm(6, **FOUR), 8, (4, 5)),  # four tasks see eight GPUs: two for each
         (slurm(6, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (2,)),
         (slurm(6, CUDA_VISIBLE_DEVICES="2", SLURM_GPUS_ON_NODE="4", **FOUR), 8, (0,)),  # bound: ordinal 0, not local rank 2
         (slurm(6, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_ON_NODE="8", **FOUR), 8, (0, 1)),

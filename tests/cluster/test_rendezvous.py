@@ -1,4 +1,4 @@
-"""The rendezvous: threads stand for processes, over real sockets."""
+"""The rendezvous over real sockets. Threads stand for processes."""
 
 import asyncio
 import concurrent.futures
@@ -27,7 +27,7 @@ def port():
 
 
 def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, delay=None, secret="", refusal="", **more):
-    """The result of each process: None, or its error; and the seconds it took."""
+    """The result of each process, which is None or its error, and the seconds it took."""
 
     def one(process):
         time.sleep((delay or {}).get(process, 0))
@@ -83,7 +83,7 @@ def knock(port, message, secret="", wait=0.0, change=lambda sent: sent):
             body = message if isinstance(message, bytes) else json.dumps(message).encode()
             text = len(body).to_bytes(4, "big") + body
             writer.write(change(text + line._seal(line._out, 1, text)))
-            if wait:  # and it leaves, without an answer
+            if wait:  # it leaves without waiting for an answer
                 await asyncio.sleep(wait)
                 return None
             async with asyncio.timeout(0.5):
@@ -174,7 +174,7 @@ def test_a_refusal_of_process_0_is_reported_by_every_process(port):
 
 
 def test_every_process_returns_the_conclusion_of_process_0(port):
-    """Facts that differ, and a process that is late, are the conclusion's."""
+    """Process 0 concludes from facts that differ and from a process that is late."""
     heard, told = [], []
 
     def conclude(messages, late):
@@ -200,7 +200,7 @@ SECRET = "5e" * 32
 
 
 def stranger(port, data, *, seconds=5.0):
-    """All that someone without the secret gets to read."""
+    """All bytes that a client without the secret receives."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         heard = b""
         try:
@@ -214,7 +214,7 @@ def stranger(port, data, *, seconds=5.0):
 
 
 def test_unauthenticated_peers_receive_only_random_bytes(port):
-    """The processes of the run meet, however many others connect, with any messages."""
+    """The processes of the run meet, although many others connect with all kinds of messages."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(call, port, 0, 1, of=2, delay={1: 1.5}, secret=SECRET)
         time.sleep(0.5)
@@ -242,7 +242,7 @@ def test_a_process_with_another_secret_is_not_admitted_and_says_why(port):
 
 
 def test_a_listener_that_echoes_messages_is_not_taken_for_process_0(port):
-    """No message of a process is a proof for another, and nobody gets its facts before the
+    """No message of a process is a proof for another one, and nobody receives its facts before the
     proof."""
     heard = []
 
@@ -265,8 +265,8 @@ def test_a_listener_that_echoes_messages_is_not_taken_for_process_0(port):
 
 
 def test_messages_of_another_kind_admit_nobody(port):
-    """From one that knows the secret: other types for numbers, deep JSON, long messages, changed
-    ones."""
+    """The sender knows the secret. It sends other types for numbers, deep JSON, long messages and
+    changed ones."""
     odd = [hello(process=p) for p in (True, 1.0, 0.5, "1", None, [], 1 << 70, -1, 0, 3)]
     odd += [
         hello(processes=3.0),
@@ -287,13 +287,13 @@ def test_messages_of_another_kind_admit_nobody(port):
             verdict = knock(port, message, secret=SECRET)
             assert verdict in (None, "closed") or verdict["error"], message
         for change in (lambda sent: sent[:-1] + bytes([sent[-1] ^ 1]), lambda sent: b"\xff" * 4 + sent):
-            # One was changed on its way, the other claims 4 GB.
+            # One message was changed on its way, and the other claims 4 GB.
             assert knock(port, hello(), secret=SECRET, change=change) == "closed"
         assert [error for error, _ in run.result()] == [None] * 3
 
 
 def test_more_unauthenticated_peers_than_descriptors_do_not_end_the_rendezvous(port):
-    """In a process of few descriptors, with more idle connections than it can have."""
+    """The process may open few descriptors, and gets more idle connections than that."""
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
@@ -337,7 +337,7 @@ def test_a_listener_that_answers_byte_by_byte_is_not_waited_for_beyond_the_timeo
     with here:
         here.setblocking(False)
         thread.start()
-        with pytest.raises(TimeoutError):  # and not the end of the connection, which comes later
+        with pytest.raises(TimeoutError):  # the timeout comes first, before the end of the connection
             asyncio.run(wait())
         thread.join()
 
@@ -354,7 +354,7 @@ def test_an_idle_unauthenticated_peer_is_disconnected(port, monkeypatch):
 
 
 def test_process_0_listens_at_the_coordinators_address(port):
-    """For 127.0.0.1, a connection to another address of this machine is refused."""
+    """If the address is 127.0.0.1, a connection to another address of this machine is refused."""
     outside = next(f"127.0.0.{i}" for i in (2, 3))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(call, port, 0, 1, of=2, delay={1: 1.0})
@@ -371,7 +371,7 @@ def test_the_address_that_process_0_listens_on():
 
 
 def test_a_run_is_refused_whose_processes_have_other_files_of_one_version(port, tmp_path, monkeypatch):
-    """As two wheels of one version, of which one was built from other sources."""
+    """The processes are like two wheels of one version, one of them built from other sources."""
     found = threading.local()
     monkeypatch.setattr(processes, "digest_of_files", lambda: found.digest)
 

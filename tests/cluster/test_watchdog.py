@@ -1,4 +1,4 @@
-"""The process that holds the others up, by the reports of all."""
+"""Find the process that holds the others up, from the reports of all."""
 
 import pytest
 

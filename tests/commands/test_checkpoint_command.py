@@ -1,4 +1,4 @@
-"""`jaxtrain checkpoint` as its user calls it: what it prints, and its exit code."""
+"""`jaxtrain checkpoint` as its user calls it: its output and its exit code."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> pathlib.Path:
-    """A run with steps 10 and 20; between them only the parameters and the step change."""
+    """A run with steps 10 and 20. Between them only the parameters and the step change."""
     folder = tmp_path_factory.mktemp("run")
     first = runs.state(0, 10)
     runs.save(folder, 10, first)
@@ -45,7 +45,7 @@ def call(capsys, *args: object) -> tuple[int, str]:
 
 
 def test_inspect_on_one_device_without_model_code(saved):
-    """In a process of its own, with one device and nothing of the trainer imported."""
+    """It runs in a process of its own, with one device and without importing the trainer."""
     program = (
         "import sys, jax; from jaxtrain.commands import checkpoint; code = checkpoint.main(sys.argv[1:])\n"
         "assert len(jax.devices()) == 1\n"
@@ -196,7 +196,7 @@ def test_a_path_without_a_checkpoint_is_reported_with_the_steps_that_exist(saved
 
 
 def test_an_export_is_looked_into_as_a_step_is(saved, tmp_path, capsys):
-    """Its parameters have the paths of the step's, and the bits; its checksums are those of its own
+    """Its parameters have the paths and the bits of the step. Its checksums are those of its own
     files."""
     out = tmp_path / "out"
     safetensors.export(str(saved), str(out))
@@ -245,8 +245,8 @@ def test_a_relative_path_is_one_from_here(saved, capsys, monkeypatch):
 
 
 def test_other_peoples_orbax_directories_are_read_too(tmp_path):
-    """One folder per array, as Orbax wrote before it used one store for all; and its own item name,
-    `default`."""
+    """These have one folder per array, as Orbax wrote them before it used one store for all arrays,
+    and Orbax's own item name `default`."""
     x = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "list": [np.int32(1), np.float16(2)]}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "old", ocp.args.PyTreeSave(x))
     with ocp.CheckpointManager(tmp_path / "new") as manager:

@@ -1,4 +1,5 @@
-"""Checkpoints to safetensors and back: every bit, every name, little memory, from every writer."""
+"""Checkpoints are exported to safetensors and read back: every bit and name, with little memory,
+from every writer."""
 
 import json
 import os
@@ -69,7 +70,8 @@ def call(*args: object) -> int:
 
 
 def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """As Hugging Face reads a folder: the index, then each file, by the format's own library."""
+    """Read a folder as Hugging Face does, with the format's own library: first the index, then each
+    file."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {}
     for file in sorted(set(index["weight_map"].values())):
@@ -113,8 +115,8 @@ def test_two_exports_are_equal_byte_for_byte_and_sha256sum_agrees(saved, tmp_pat
 
 
 def test_an_export_of_a_part_of_a_model_is_labelled_as_a_part(named, tmp_path, capsys):
-    """transformers would fill the arrays that are missing with random numbers, and the metrics are
-    the whole model's."""
+    """transformers would fill the missing arrays with random numbers, and the metrics are of the
+    whole model."""
     for only, is_part, left_out in (("^head/", True, 4), ("w_qkv", True, 5), ("^encoder/", False, 2), ("", False, 0)):
         out = tmp_path / f"out-{left_out}"
         assert call(named, "--workload", "named_workload", "--only", only, "--out", out) == 0
@@ -140,7 +142,7 @@ def test_files_are_no_larger_than_asked_and_split_between_layers(named, tmp_path
     layers = {json.loads((tmp_path / "out" / stored.INDEX).read_text())["weight_map"][f"layer.{i}.w_qkv"] for i in range(3)}
     assert len(layers) > 1, "one stack went into several files"
 
-    # And back: the stack is a stack again.
+    # On the way back, the stack is a stack again.
     assert call("--reverse", tmp_path / "out", "--out", tmp_path / "back") == 0
     back = stored.open_step(tmp_path / "back" / "checkpoints" / "10")
     assert same(back["params/encoder/blocks/w_qkv"].read(()), expected["encoder/blocks/w_qkv"])
@@ -162,7 +164,7 @@ def test_a_round_trip_is_bit_exact(saved, tmp_path):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_several_processes_is_read_by_one_without_their_mesh(tmp_path, processes):
-    """Real processes on loopback write; one process with one device reads."""
+    """Real processes on loopback write, and one process with one device reads."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -198,7 +200,7 @@ def test_the_model_card_and_the_config(saved, tmp_path):
 
 
 def test_the_cards_numbers_are_those_of_the_exported_weights(saved, tmp_path):
-    """An evaluation is of the average, if there is one."""
+    """If there is an average, an evaluation uses it."""
     run = {**runs.config(depth=3), "train": {"steps": 30, "ema": 0.9}}
     runs.save(tmp_path / "run", 10, runs.state(0, 10), run=run)
     shutil.copy(saved / "metrics.jsonl", tmp_path / "run")
@@ -222,8 +224,8 @@ def test_a_number_too_large_for_the_dtype_is_an_error(tmp_path, capsys):
 
 
 class Hub:
-    """A stand-in for huggingface_hub.HfApi, which is right there: the files of a commit, and a line
-    that may break."""
+    """A local stand-in for huggingface_hub.HfApi. It keeps the files of a commit, and its
+    connection may break."""
 
     def __init__(self, breaks: bool = False):
         self.files, self.breaks = {}, breaks
@@ -262,7 +264,7 @@ def test_an_upload_sends_what_was_exported_alone_in_one_commit(saved, tmp_path, 
 
 
 def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
-    """By the Hub's own parser: license, library, and the last evaluation."""
+    """They are read by the Hub's own parser: license, library, and the last evaluation."""
     run = {**runs.config(depth=3), "card": {"license": "mit", "datasets": ["me/birds"]}}
     runs.save(tmp_path / "run", 10, runs.state(0, 10), run=run)
     assert call(tmp_path / "run", "--out", tmp_path / "out") == 0
@@ -279,8 +281,8 @@ def test_the_cards_metadata_are_what_the_hub_reads(saved, tmp_path):
 
 
 def flipped(content: bytes) -> bytes:
-    """With another last bit. Numbers around 1 end with a byte that is "?", so that to write one
-    there may change nothing."""
+    """Flip the last bit. The last byte of numbers around 1 is "?", so writing a "?" there could
+    change nothing."""
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
@@ -333,8 +335,8 @@ def test_safetensors_of_others_are_read_by_their_dots(tmp_path):
 
 
 def written(folder, **files):
-    """A folder of safetensors files, by their names without the ending, and of JSON files, with
-    it."""
+    """Write a folder of safetensors files and JSON files. The names of the safetensors files come
+    without the ending."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         if name.endswith("json"):
@@ -347,7 +349,7 @@ def written(folder, **files):
 
 
 def test_a_stray_file_next_to_the_model_is_not_read(tmp_path, caplog):
-    """As transformers does it: a file that sorts last is no model."""
+    """transformers does the same: a file that sorts last is not a model."""
     folder = written(tmp_path / "x", model={"a": 1, "b": 2}, model_old={"a": 3, "c": 4})
     found = stored.open_safetensors(folder)
     assert {name: one.read(()).tolist() for name, one in found.items()} == {"a": [1, 1], "b": [2, 2]}
@@ -392,7 +394,7 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
 
 
 def test_an_array_larger_than_a_chunk_is_saved_and_exported_in_chunks(tmp_path, monkeypatch):
-    """Whatever part of it a device has: here all of it is on one."""
+    """This holds for any part of it on a device. Here one device has all of it."""
     monkeypatch.setattr(stored, "CHUNK", 1 << 16)
     w = np.random.default_rng(0).standard_normal((1024, 128), np.float32)
     tree = {"step": jnp.int32(1), "params": {"w": jnp.asarray(w)}}
@@ -409,8 +411,8 @@ def test_an_array_larger_than_a_chunk_is_saved_and_exported_in_chunks(tmp_path, 
 
 @pytest.mark.slow
 def test_memory_is_one_array_not_the_model(tmp_path):
-    """1.2 GB in 12 arrays, exported and brought back, each in a process of its own: some 100 MB
-    above an empty one."""
+    """A model of 1.2 GB in 12 arrays is exported and read back, each in a process of its own. Each
+    takes some 100 MB more than an empty process."""
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.standard_normal((2500, 10_000), np.float32) for i in range(12)}
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
@@ -418,7 +420,7 @@ def test_memory_is_one_array_not_the_model(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
     def peak(*args: object) -> float:
-        """[MB]"""
+        """The peak of memory [MB]."""
         program = (
             "import sys, resource; from jaxtrain.commands import export as t; c = t.main(sys.argv[1:]) if sys.argv[1:] else 0"
         )

@@ -1,5 +1,5 @@
-"""jaxtrain generate and jaxtrain solve: the model's own answers, from files, whatever they are
-computed with; refusals."""
+"""jaxtrain generate and jaxtrain solve: the model's own answers to files, however they are
+computed, and refusals."""
 
 import csv
 import dataclasses
@@ -33,8 +33,8 @@ SOLUTION = "1234341221434321"
 
 def saved(folder, workload, model, carry=(), change=lambda params: params):
     c = workload.Config(**model)
-    # Large, as after training: a new model says nearly the same of every token, whatever came
-    # before.
+    # The parameters are large, as after training. A new model gives nearly the same output for
+    # every token, after any text.
     params = jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
         specs.materialise(workload.make_specs(c), jax.random.key(0)),
@@ -59,14 +59,15 @@ def solver(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
-    """A run whose halting head is as it began."""
+    """A run with its halting head as initialised."""
     carry = {name: jnp.ones(32) for name in ("init_h", "init_l")}
     closed = {"w_q": np.zeros((32, 2), "f4"), "b_q": np.full(2, -5, "f4")}
     return saved(tmp_path_factory.mktemp("untrained"), trm, PUZZLES, carry, lambda params: {**params, **closed})
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
-    """Each token by a forward pass over all before it, without a cache."""
+    """The reference computes each token by a forward pass over all tokens before it, without a
+    cache."""
     out = tmp_path / "out.jsonl"
     (tmp_path / "prompts.txt").write_text("ab\n\nhello there\n")
     argv = ["generate", str(writer), "--prompts", str(tmp_path / "prompts.txt"), "--temperature", "0", "--tokens", "6"]
@@ -94,15 +95,15 @@ def test_an_export_has_its_tokenizer_wherever_it_is_taken(tmp_path, capsys):
     words.save(str(tmp_path / "tokenizer.json"))
     run = saved(tmp_path / "run", language, {**LANGUAGE, "tokenizer": str(tmp_path / "tokenizer.json")})
     assert cli.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
-    (tmp_path / "tokenizer.json").unlink()  # as on another machine
+    (tmp_path / "tokenizer.json").unlink()  # as if on another machine
     assert generate.load(str(tmp_path / "out")).codec.encode("owl") == [2]
     assert cli.main(["generate", str(run), "owl"]) == 2
     assert "name a tokenizer.json: --tokenizer" in capsys.readouterr().err
 
 
 def test_a_text_ends_where_its_data_end_a_text(tmp_path):
-    """By the ids of tokens.json, which go with the run and its export. The token may have any
-    name."""
+    """The end is given by the ids in tokens.json, which go into the run and its export. The token
+    may have any name."""
     (tmp_path / "data").mkdir()
     words = {"[unk]": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 16)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[unk]"))
@@ -131,7 +132,7 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
         assert found is None or json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": found}
         assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     assert greedy(tmp_path / "run-out") == cut
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # those of a base model that ended otherwise
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):  # files of a base model with another end token
         (tmp_path / "data" / name).write_text('{"eos_token": "<eos>", "model_max_length": 9}')
     tokenizer.add_special_tokens([f"w{written[n]}"])
     tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
@@ -142,7 +143,8 @@ def test_a_text_ends_where_its_data_end_a_text(tmp_path):
 
 
 def test_a_continuation_follows_from_its_prompt_and_seed(writer, tmp_path):
-    """Alone, or with longer ones, in another batch."""
+    """The continuation is the same for a prompt alone or next to longer ones, and in another
+    batch."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "seven"}\n"one"\n')
     texts = {}
     for name, given, batch in (("all", ["--prompts", str(tmp_path / "p.jsonl")], "3"), ("alone", ["one"], "2")):
@@ -233,7 +235,7 @@ def test_other_puzzles_are_solved_by_the_same_command(tmp_path, kind, cells, sym
 
 
 def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
-    """It holds the states that a board begins with, and none of the slots of training."""
+    """The export has the states that a board begins with, and no slots of training."""
     (tmp_path / "p.txt").write_text(SOLUTION[:8] + "." * 3 + SOLUTION[11:] + "\n")
     assert cli.main(["export", str(solver), "--out", str(tmp_path / "exported")]) == 0
     for run, out in ((solver, "a.csv"), (tmp_path / "exported", "b.csv")):

@@ -1,4 +1,5 @@
-"""Language models from Hugging Face's files and back: the same arrays, names, dtypes and logits."""
+"""Language models are read from Hugging Face's files and written back: the same arrays, names,
+dtypes and logits."""
 
 import dataclasses
 import hashlib
@@ -27,8 +28,8 @@ DATA = language_case.DATA
 
 
 def numpy_logits(folder: pathlib.Path, ids: np.ndarray) -> np.ndarray:
-    """float64 logits [B, T, V] from nothing but config.json and the safetensors: a reader of its
-    own, without this program."""
+    """Compute float64 logits [B, T, V] from only config.json and the safetensors, with separate
+    code instead of this program's."""
     h = json.loads((folder / "config.json").read_text())
     w = {}
     for file in folder.glob("*.safetensors"):
@@ -84,7 +85,7 @@ COMPANIONS = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md", "additional_c
 
 @pytest.fixture(scope="module", params=language_case.MODELS)
 def exported(request, tmp_path_factory):
-    """A run that began with the golden weights and ended there, exported."""
+    """The export of a run that began with the golden weights and ended there."""
     source, folder = DATA / request.param, tmp_path_factory.mktemp(request.param)
     c, params = language_case.load(source, language_case.context_of(request.param))
     (folder / "source").mkdir()
@@ -105,7 +106,7 @@ def exported(request, tmp_path_factory):
 
 
 def test_an_export_is_what_transformers_wrote(exported):
-    """Every name, dtype and bit, a config.json with the same fields, and the tokenizer."""
+    """It has every name, dtype and bit, a config.json with the same fields, and the tokenizer."""
     name, c, _, folder = exported
     with safetensors.safe_open(folder / "out" / "model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}, "what transformers' own loader insists on"
@@ -153,7 +154,7 @@ def test_the_card_asks_for_no_tokenizer_that_is_not_there():
 
 @pytest.mark.slow
 def test_transformers_itself_gives_the_same_logits(exported):
-    """With transformers and torch (dependency group "peers")."""
+    """This needs transformers and torch (dependency group "peers")."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     name, _, _, folder = exported
     g = np.load(DATA / f"{name}.npz")
@@ -205,7 +206,7 @@ def test_unsupported_models_are_reported(tmp_path):
         language_files.read_config(tmp_path / "nowhere")
 
 
-CONFIGS = json.loads((DATA / "configs.json").read_text())  # published fields, with smaller sizes
+CONFIGS = json.loads((DATA / "configs.json").read_text())  # published fields with smaller sizes
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -226,7 +227,7 @@ def test_a_published_config_is_read_or_refused_by_a_field(tmp_path, name):
 
 
 def changed(folder: pathlib.Path, name: str, change, **fields) -> pathlib.Path:
-    """A copy of a golden folder with other arrays, and other fields of config.json."""
+    """A copy of a golden folder with other arrays and other fields of config.json."""
     folder.mkdir()
     arrays = safetensors.numpy.load_file(DATA / name / "model.safetensors")
     change(arrays)
@@ -259,8 +260,8 @@ def test_a_tied_head_is_the_embedding_or_an_error(tmp_path):
 
 @pytest.mark.slow
 def test_an_imported_model_computes_the_same_as_transformers(tmp_path):
-    """With transformers and torch (dependency group "peers"): logits of random weights, and of the
-    export."""
+    """This needs transformers and torch (dependency group "peers"). It compares the logits of
+    random weights, and of the export."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     ids = np.arange(2 * 24).reshape(2, 24) * 37 % 128
     for i, name in enumerate(name for name, one in CONFIGS.items() if not one["refused"]):
@@ -294,7 +295,7 @@ def test_an_imported_model_computes_the_same_as_transformers(tmp_path):
 
 
 def test_published_sizes():
-    """Parameters of the models as their cards count them."""
+    """The models have as many parameters as their cards state."""
     expected = {
         "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "qwen2.5-0.5b": 494_032_768,
         "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen2.5-7b": 7_615_616_512, "llama-3.1-70b": 70_553_706_496,
@@ -307,8 +308,7 @@ def test_published_sizes():
 
 
 def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
-    """`configs/lm.py:FOLDER`: every parameter is loaded, bit for bit, and nothing has to be
-    renamed."""
+    """`configs/lm.py:FOLDER` loads every parameter, bit for bit, and nothing needs a new name."""
     name, c, params, folder = exported
     model, start = language_files.from_hugging_face(folder / "out")
     again = config_lib.section(language.Config, model)
@@ -322,7 +322,7 @@ def test_an_export_of_ours_is_a_start_like_one_from_elsewhere(exported):
 
 
 def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
-    """An architecture without a name at Hugging Face, with learned positions, and the tokenizer
+    """The architecture has no name at Hugging Face. It has learned positions, and the tokenizer
     that the data named."""
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "tokenizer.json").write_text('{"model": {}}')

@@ -128,8 +128,8 @@ def test_a_line_break_never_ends_a_comment_of_the_script(folder, corpus, capsys,
 
 
 def test_cores_are_one_number(folder, corpus, capsys):
-    """Whatever name it is given by, and whatever the memory; never a second line, nor another
-    number for srun."""
+    """This holds for any name of the option and any memory. The script has no second line, and no
+    other number for srun."""
 
     def cores(*arguments):
         script = launch(capsys, f"--config=tiny.py:{corpus}", "--dry-run", *arguments)
@@ -200,7 +200,7 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):
 
 
 def test_errors_in_any_point_of_a_sweep_are_reported_before_submission(folder, corpus, capsys, monkeypatch):
-    monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # would fail
+    monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # submitting would fail
     points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
     stale = small_runs.TINY + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
     (folder / "stale.py").write_text(stale)
@@ -228,7 +228,7 @@ def test_errors_in_any_point_of_a_sweep_are_reported_before_submission(folder, c
 
 
 def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, corpus, capsys, monkeypatch):
-    """Nothing is written before."""
+    """Nothing is written before the error."""
     source, before = f"--config=tiny.py:{corpus}", sorted(folder.glob("[!_]*"))
     assert "#SBATCH" in launch(capsys, source, "--dry-run")
     monkeypatch.setenv("PATH", str(folder / "bin"))
@@ -246,8 +246,8 @@ def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, c
 
 
 def slurm_of_one() -> str:
-    """Why the tests below cannot run; "" when they can. A cluster that is somebody's is left
-    alone."""
+    """The reason why the tests below cannot run, or "" if they can. A cluster with other users is
+    left alone."""
     if not shutil.which("sinfo"):
         return "no SLURM here; tests/slurm_up.sh starts one on Debian, as root"
     nodes = subprocess.run(["sinfo", "-h", "-o", "%N %c"], capture_output=True, text=True, timeout=30)
@@ -289,13 +289,13 @@ def until(condition, folder, job, *, seconds=240):
     while not condition():
         state = launch_command.state_of(job)
         assert time.monotonic() < deadline and state["JobState"] not in ("FAILED", "CANCELLED", "TIMEOUT"), log_of(folder, job)
-        if state["JobState"] == "PENDING":  # SLURM lets a requeued job wait for two minutes
+        if state["JobState"] == "PENDING":  # SLURM makes a requeued job wait for two minutes
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True)
         time.sleep(0.3)
 
 
 def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):
-    """`jaxtrain runs` says so before the job has made its workdir, and no more once it is
+    """`jaxtrain runs` lists it before the job has made its workdir, and no longer once it is
     cancelled."""
     job = slurm(f"--config=tiny.py:{corpus}", "--sbatch=hold", pause=0)
     assert runs_command.main(["runs"]) == 0

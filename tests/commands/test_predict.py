@@ -1,4 +1,4 @@
-"""jaxtrain predict: the model's own volumes in order, in the scans' space; refusals."""
+"""jaxtrain predict: the model's own volumes in order, in the space of the scans, and refusals."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ N, SHAPE, AFFINE = 21, (3, 4, 2), np.array([[-2.0, 0, 0, 9], [0, 2, 0, -7], [0, 
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """A film, two viewers of 12 voxels, their mask; and a model with statistics of its own."""
+    """A film, two viewers of 12 voxels and their mask, and a model with its own statistics."""
     folder, rng = tmp_path_factory.mktemp("film"), np.random.default_rng(0)
     (folder / "fmri").mkdir()
     np.save(folder / "video.npy", rng.integers(0, 256, (4 * N, 3, 4, 3), np.uint8))
@@ -67,7 +67,7 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
     inside = np.asanyarray(nibabel.load(film / "mask.nii.gz").dataobj) > 0
     got = np.asanyarray(image.dataobj)[inside].T
     assert (np.asanyarray(image.dataobj)[~inside] == 0).all()
-    # The same rows out of the loader that training has, in whatever order.
+    # The loader of training gives the same rows, in any order.
     data = multimodal.Config(path=str(film), hrf=("text",), hrf_seconds=6.0, average=True, test_share=0.0)
     loader = multimodal.make_loader(data, split="train", rows=multimodal.Rows(N, ((0, N),)), seed=3)
     _, batch = next(loader)
@@ -82,7 +82,7 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
         warnings.simplefilter("ignore")
         by_hand = np.nan_to_num([np.corrcoef(got[:, v], measured[:, v])[0, 1] for v in range(12)])
     np.testing.assert_allclose(np.asanyarray(nibabel.load(r).dataobj)[inside], by_hand, atol=1e-3)
-    # An export has the running statistics, too.
+    # An export has the running statistics as well.
     exported, again = tmp_path / "exported", tmp_path / "q.nii.gz"
     assert cli.main(["export", str(workdir), "--out", str(exported)]) == 0
     assert cli.main(["predict", str(exported), str(film), "--out", str(again), "--batch", "8"]) == 0

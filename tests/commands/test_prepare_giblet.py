@@ -1,5 +1,5 @@
-"""Real small files through `jaxtrain prepare-giblet`: the folder holds what was in the film, the
-scanner, the tables."""
+"""Real small files go through `jaxtrain prepare-giblet`: its folder has the contents of the film,
+the scans and the tables."""
 
 import csv
 import datetime
@@ -24,16 +24,16 @@ GRID = (4, 5, 3)
 
 
 def level(k):
-    """Grey of frame k."""
+    """The grey of frame k."""
     return 40 + k % 160
 
 
 def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silent=(0, 0), shown=lambda k: True):
-    """H.264-free: MPEG-4 at 10 frames/s, each of one grey, and a tone that doubles its pitch in the
-    middle.
+    """Write a film without H.264: MPEG-4 at 10 frames/s, each frame of one grey, and a tone that
+    doubles its pitch in the middle.
 
-    A stream may begin later. Frames that are not ``shown``, and sound within ``silent`` [s], are
-    not in the file.
+    A stream may begin later. Frames for which ``shown`` is false and sound within ``silent`` [s]
+    are left out of the file.
     """
     with av.open(str(path), "w") as container:
         video = container.add_stream("mpeg4", rate=FPS)
@@ -57,7 +57,7 @@ def film(path, *, seconds=12.0, tone=3000.0, picture_at=0.0, sound_at=0.0, silen
 
 
 def brain(path, seed, *, volumes=VOLUMES, tr=TR, grid=GRID, broken=False, place=(0, 0, 0), unit="sec"):
-    """Voxels of the first plane do not vary; returns the values."""
+    """Write a scan and return its values. Voxels of the first plane do not vary."""
     rng = np.random.default_rng(seed)
     x = (100 + 10 * rng.standard_normal((*grid, volumes))).astype(np.float32)
     x[0] = 100
@@ -92,7 +92,7 @@ def sources(tmp_path_factory):
 
 
 def call(sources, out, **changes):
-    """``None`` leaves an argument away."""
+    """Call the command with changed arguments. ``None`` leaves an argument out."""
     folder = sources[0]
     args = {
         "video": folder / "film.mp4",
@@ -122,17 +122,18 @@ def test_frames_are_those_on_the_screen(prepared):
     video = np.load(prepared / "video.npy", mmap_mode="r")
     assert video.shape == (VOLUMES * 15, 9, 16, 3), "no more than the volumes need"
     grey = video.reshape(len(video), -1).mean(1)
-    np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)  # lossy, and from limited range and back
+    np.testing.assert_allclose(grey, level(np.arange(len(video))), atol=4)  # lossy, with limited range in between
 
 
 @pytest.mark.parametrize("turned", [0, 90, 180, 270])
 def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
-    """As phones write it: the matrix of the track says how players turn the picture (clockwise)."""
+    """Phones write such films: the matrix of the track gives the angle by which players turn the
+    picture (clockwise)."""
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         picture = np.zeros((48, 64, 3), np.uint8)
-        picture[:24, :32] = 200  # the corner at the top left
+        picture[:24, :32] = 200  # the top left corner
         for packet in (*stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")), *stream.encode()):
             container.mux(packet)
     content = bytearray((tmp_path / "a.mp4").read_bytes())
@@ -144,7 +145,7 @@ def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
     media.write_video(tmp_path / "a.mp4", tmp_path / "a.npy", FPS, (16, 8), limit=1)
     frame = np.load(tmp_path / "a.npy")[0]
     assert frame.shape == (8, 16, 3)
-    corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]  # clockwise from the top left
+    corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]  # clockwise from the top left corner
     assert [corner.mean() > 100 for corner in corners].index(True) == turned // 90
 
 
@@ -167,7 +168,7 @@ def test_fmri_is_the_masked_and_z_scored_scan(prepared, sources):
 
 def test_the_users_own_mask_is_used(sources, tmp_path):
     inside = np.zeros(GRID, np.uint8)
-    inside[:2, 1, 1] = 1  # one of them constant
+    inside[:2, 1, 1] = 1  # one of these is constant
     nibabel.save(nibabel.Nifti1Image(inside, np.diag([3, 3, 3, 1])), tmp_path / "mask.nii")
     assert call(sources, tmp_path / "out", mask=tmp_path / "mask.nii", dtype="float32") == 0
     x = np.load(tmp_path / "out" / "fmri" / "sub-2.npy")
@@ -176,8 +177,8 @@ def test_the_users_own_mask_is_used(sources, tmp_path):
 
 
 def test_scans_that_say_little_or_round_otherwise_are_taken(sources, tmp_path):
-    """A TR without a unit is a placeholder; origins differ by rounding; a mask may have a fourth
-    axis; --out may be a link."""
+    """A TR without a unit is a placeholder, origins may differ by rounding, a mask may have a
+    fourth axis, and --out may be a link."""
     scans = [tmp_path / "a.nii.gz", tmp_path / "b.nii.gz"]
     for seed, path in enumerate(scans):
         brain(path, seed, tr=1.0, unit="unknown", place=(-90 + 0.004 * seed, 0, 0))
@@ -194,7 +195,8 @@ def test_scans_that_say_little_or_round_otherwise_are_taken(sources, tmp_path):
 
 
 def test_moments_are_in_the_volume_that_they_begin(sources, tmp_path):
-    """Segments without length, each at a multiple of the TR: in the window that begins with it."""
+    """Segments without length lie at multiples of the TR. Each is in the window that begins with
+    it."""
     rows = "".join(f"{TR * i},{TR * i}\n" for i in range(5))
     (tmp_path / "points.csv").write_text("start,end\n" + rows)
     assert call(sources, tmp_path / "out", annotations=tmp_path / "points.csv", slots=1) == 0
@@ -231,7 +233,7 @@ def test_a_constant_voxel_is_constant_whatever_its_value(tmp_path):
 
 
 def test_rows_say_since_when_they_share_a_segment(prepared):
-    """Segments of 2.5 s, one every 2 s, and volumes of 1.5 s."""
+    """Segments last 2.5 s and come every 2 s, and volumes last 1.5 s."""
     since = json.loads((prepared / "dataset.json").read_text())["text_since"]
     text = np.load(prepared / "text.npy").reshape(VOLUMES, 2, 4)[:, :, 0]
     for i in range(VOLUMES):
@@ -263,7 +265,8 @@ def test_text_and_codes_are_where_their_windows_are(sources, tmp_path, table):
 
 
 def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
-    """Semicolons, Latin-1, decimal commas, hh:mm:ss; and a workbook's own times."""
+    """The tables have semicolons, Latin-1, decimal commas and hh:mm:ss, and a workbook has its own
+    times."""
     folder, expected = sources[0], segments.read_annotations(sources[0] / "segments.csv", "start", "end")
     lines = [f"café;0:00:0{2 * i};{f'00:{2 * i + 2:02d},5' if i % 2 else f'{2 * i + 2},5'}" for i in range(5)]
     (tmp_path / "latin.csv").write_bytes("\n".join(["scene;start;end", *lines]).encode("latin-1"))
@@ -296,8 +299,8 @@ def test_tables_written_by_other_tools_give_the_same_result(sources, tmp_path):
     ],
 )
 def test_a_table_made_by_hand_gives_the_same_result(tmp_path, text):
-    """Headers in any case; Excel's first line; minutes above 59 where there are no hours; a
-    separator behind the last cell."""
+    """Headers may be in any case, and Excel's first line is accepted. Without hours, minutes may be
+    above 59. A separator may follow the last cell."""
     (tmp_path / "a.csv").write_text(text)
     assert segments.read_annotations(tmp_path / "a.csv", "start", "end").tolist() == [[60, 8100]]
 
@@ -353,14 +356,14 @@ def test_the_bands_of_a_sound_follow_its_pitch(sources, tmp_path):
 
 
 def change_of_pitch(features, after):
-    """The time [s] at which features of 20 Hz change most, from ``after`` [s] on."""
+    """The time [s] of the largest change in features of 20 Hz, from ``after`` [s] on."""
     return (np.abs(np.diff(features, axis=0)).sum(1)[20 * after :].argmax() + 1) / 20 + after
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
 def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
-    """A stream that begins later, frames of unequal length, and a hole in the sound move nothing
-    else."""
+    """A stream that begins later, frames of unequal length and a hole in the sound do not shift
+    anything else."""
     film(tmp_path / f"a.{ending}", seconds=8, sound_at=2.0, shown=lambda k: k < 10 or k % 3 == 0)
     film(tmp_path / f"b.{ending}", seconds=8, picture_at=2.0, silent=(1.0, 2.0))
     for name, pitch in (("a", 6.0), ("b", 4.0)):
@@ -378,7 +381,8 @@ def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
 
 
 def test_a_scan_of_a_part_of_the_film(sources, tmp_path, capsys):
-    """Pictures, sound and segments of that part; lengths that do not fit are reported."""
+    """The output has the pictures, sound and segments of that part. Lengths that do not fit are
+    reported."""
     changes = dict(codes=None, audio=sources[0] / "film.mp4", code_rate=20, slots=1, tr=TR)
     assert call(sources, tmp_path / "whole", **changes) == 0
     assert "differ by more" not in capsys.readouterr().out
@@ -502,7 +506,7 @@ def test_errors_are_reported_and_leave_nothing_behind(sources, tmp_path, capsys,
 
 @pytest.mark.parametrize("kilobytes", [4, 16, 48])
 def test_a_full_disk_is_reported_and_left_empty(sources, tmp_path, capsys, kilobytes, small_disk):
-    """Full at the text, at a scan, at the film."""
+    """The disk fills up at the text, at a scan or at the film."""
     disk = small_disk(kilobytes)
     assert call(sources, disk / "out") == 2
     told = capsys.readouterr().err
@@ -527,8 +531,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(sources, tmp_path, ca
 
 
 def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
-    """A frame of it has no whole number of samples at the rate of the features: 0.28 too few each
-    are 0.1 s after 200 s."""
+    """A frame of this sound is not a whole number of samples at the rate of the features. An error
+    of 0.28 samples per frame adds up to 0.1 s after 200 s."""
     rate, seconds, begin = 44_100, 215, 210
     with av.open(str(tmp_path / "a.mka"), "w", format="matroska") as container:
         audio = container.add_stream("aac", rate=rate)

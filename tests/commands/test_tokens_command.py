@@ -1,4 +1,5 @@
-"""Token files of every kind of input, ended in the middle, and with bad rows."""
+"""Token files are written from every kind of input, also if the command ends midway or rows are
+bad."""
 
 import json
 import os
@@ -23,7 +24,7 @@ TEXTS = ["To be, or not to be.", "Fünf Wörter – über Öl.", "", "x" * 3000,
 
 
 def documents(folder):
-    """Read by hand, by the format that loaders.text.tokens describes."""
+    """Decode the documents without the library, by the format in loaders.text.tokens."""
     about, found = json.loads((folder / "tokens.json").read_text()), []
     for shard in about["shards"]:
         ids = np.fromfile(folder / f"{shard['name']}.tokens", about["dtype"])
@@ -49,7 +50,7 @@ def write(folder, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow-file", "arrow-stream"])
 def test_every_document_of_every_kind_in_order(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(tokenise, "PART", 100)  # lines that begin in one part and end in another
+    monkeypatch.setattr(tokenise, "PART", 100)  # lines may begin in one part and end in another
     path = write(tmp_path, kind)
     assert tokens_command.main([str(tmp_path / "out"), str(path), "--tokenizer=bytes"]) == 0
     assert documents(tmp_path / "out") == [list(t.encode()) for t in TEXTS]
@@ -77,7 +78,7 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
     line = json.loads((tmp_path / "line" / "tokens.json").read_text())["shards"][0]
     assert (line["bytes"], line["first_bytes"]) == (len("to beor notto be it"), len("toorto"))
     rows = tokens.facts(tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0))
-    # Predicted are " be", the end, " not", the end, " be", " it", the end.
+    # The predicted tokens are " be", the end, " not", the end, " be", " it", the end.
     assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
     assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
@@ -91,7 +92,8 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
 
 
 def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
-    """It took the number of tokens for the vocabulary, and stored larger ids as others."""
+    """That version used the number of tokens as the vocabulary, and stored larger ids as other
+    ids."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[unk]": 0, "to": 1, "be": 70000}, unk_token="[unk]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))

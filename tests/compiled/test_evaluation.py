@@ -7,7 +7,7 @@ import sys
 
 from jaxtrain.plan import environment
 
-# In a process of its own, which has the compiler.
+# This runs in a process of its own, which has the compiler.
 PROGRAM = """
 import json, pathlib, sys
 from jaxtrain import plan
@@ -29,7 +29,7 @@ print(json.dumps([[c.kind, c.axes(dict(mesh.shape)), c.times] for c in moves]))
 
 
 def test_rows_of_the_recursive_models_evaluation_stay_on_their_device(tmp_path, tpu_compiler):
-    """There were 16 gathers of rows over data, and 50 exchanges of rows and widths."""
+    """Earlier there were 16 gathers of rows over data, and 50 exchanges of rows and widths."""
     path = os.pathsep.join([environment.path(environment.find("tpu")), *sys.path])
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], env=env, capture_output=True, text=True)
@@ -37,4 +37,4 @@ def test_rows_of_the_recursive_models_evaluation_stay_on_their_device(tmp_path, 
     moves = json.loads(done.stdout.splitlines()[-1])
     assert {kind for kind, *_ in moves} == {"all-gather", "all-reduce"}
     assert {tuple(axes) for kind, axes, _ in moves if kind == "all-gather"} == {("fsdp",)}
-    assert [times for kind, axes, times in moves if "data" in axes] == [1]  # the sums, once
+    assert [times for kind, axes, times in moves if "data" in axes] == [1]  # only the sums, once

@@ -1,7 +1,7 @@
-"""The cases of tools/gpu_check.py, compiled for one H100 without it: at the first size that
-fits by the plan.
+"""The cases of tools/gpu_check.py are compiled for one H100 without the card, at the first size
+that fits by the plan.
 
-With the versions of its pack (Python 3.12, jax 0.11): run these tests by such a Python.
+The versions are those of its pack (Python 3.12, jax 0.11): run these tests with such a Python.
 """
 
 import pytest

@@ -1,8 +1,8 @@
-"""Every workload's step, compiled for chips that are not here: it compiles on every mesh, and what
-is in the program.
+"""Every workload's step is compiled for chips that are not present. It compiles on every mesh, and
+the contents of the program are checked.
 
-One process compiles all that a test needs, one step after the other; `python -m
-tools.compile_table` prints it as a table.
+One process compiles all programs of a test, one step after the other. `python -m
+tools.compile_table` prints them as a table.
 """
 
 import re
@@ -13,18 +13,18 @@ from jaxtrain import plan
 from jaxtrain.plan import hlo, worker
 from tools import compile_table
 
-KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}  # attention, not XLA's with all its weights
+KERNELS = {"bird": "__cudnn$fmha", "higgs": "__cudnn$fmha", "language": "triton"}  # attention; XLA's own keeps all weights
 WORKLOADS = list(compile_table.WORKLOADS)
-HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet is float32 itself
-WIDE = 0.02  # largest share of their products in float32, but for patches, which are embedded in it
-# A small language model's products on each of eight devices, by hand: 1,024 tokens, two layers and
-# a head of 256 × 1,024. Forward and twice as much backward; of a layer, all but its last product is
-# computed again.
+HALF = ("bird", "language", "trm", "higgs")  # models in bfloat16; giblet uses float32
+WIDE = 0.02  # largest share of products in float32, except the embedding of patches
+# The products of a small language model on each of eight devices, counted by hand. It has 1,024
+# tokens, two layers and a head of 256 × 1,024. The backward pass has twice the products of the
+# forward pass, and each layer repeats all products but its last one.
 _ATTENTION, _MLP = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
 LANGUAGE_FLOPS = 1024 * (6 * (2 * (_ATTENTION + _MLP) + 256 * 1024) + 2 * 2 * (_ATTENTION + _MLP - 256 * 512))
 CASES = [
-    # Each workload compiles for a GPU once: those of the last line have their kernels and products
-    # at their published sizes.
+    # Each workload compiles for a GPU once. The workloads of the last line have their kernels and
+    # products at their published sizes.
     *(("gpu:h100x8", name, "small", "mixed") for name in ("trm", "giblet")),
     ("gpu:h100x8", "language", "small", "data"),
     *(("gpu:h100x8", name, "published", "fsdp") for name in ("bird", "language", "higgs")),
@@ -49,8 +49,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def answers(folder):
-    """(target, workload, size) -> mesh -> answer, each compiled when it is asked for first, with
-    those of the other meshes."""
+    """Return a function (target, workload, size, mesh) -> answer. Each answer is compiled at its
+    first request, together with those of the other meshes."""
     known: dict = {}
 
     def ask(target, name, size, mesh):
@@ -105,12 +105,13 @@ def test_a_step_compiles_with_the_kernels_and_collectives_of_its_mesh(target, na
 
 
 def shapes(text):
-    """(dtype, dims) of all arrays of a program, those inside of fusions too."""
+    """(dtype, dims) of all arrays of a program, also of those inside fusions."""
     return {(dtype, tuple(map(int, dims.split(",")))) for dtype, dims in re.findall(r"\b(\w+)\[([\d,]+)\]", text)}
 
 
 def test_an_encoder_keeps_no_float32_for_every_layer_and_token(answers, gpu_compiler):
-    """ViT-S, bfloat16, 128 spectrograms of 257 tokens on each device, twice."""
+    """ViT-S in bfloat16, with 128 spectrograms of 257 tokens on each device, in two
+    microbatches."""
     found = answers("gpu:h100x8", "bird", "published", "fsdp").compiled
     kept = {(dtype, dims) for dtype, dims in shapes(found.text) if dims[:3] == (12, 128, 257)}
     assert ("bf16", (12, 128, 257, 1536)) in kept
@@ -118,8 +119,8 @@ def test_an_encoder_keeps_no_float32_for_every_layer_and_token(answers, gpu_comp
 
 
 def test_no_device_has_the_whole_embedding_or_head_of_a_language_model(answers, gpu_compiler):
-    """qwen3-0.6b, 64 rows of 2,048 tokens. It was 4.89 GB, of which 0.62 each were embedding, head
-    and gradient."""
+    """qwen3-0.6b with 64 rows of 2,048 tokens. The peak was 4.89 GB before, with 0.62 GB each for
+    embedding, head and gradient."""
     found = answers("gpu:h100x8", "language", "published", "fsdp").compiled
     assert not [dims for _, dims in shapes(found.text) if sorted(dims) == [1024, 151936]]
     assert found.peak < 3.8e9
@@ -127,8 +128,8 @@ def test_no_device_has_the_whole_embedding_or_head_of_a_language_model(answers, 
 
 
 def test_adapters_do_not_materialise_merged_matrices(answers, gpu_compiler):
-    """Higgs Audio, 64 rows. Merged with the adapters', the feed-forward nets' matrices were [3072,
-    8192 + 8192 + 32 + 32]."""
+    """Higgs Audio with 64 rows. The matrices of the feed-forward nets, merged with those of the
+    adapters, were [3072, 8192 + 8192 + 32 + 32]."""
     found = answers("gpu:h100x8", "higgs", "published", "fsdp").compiled
     assert not [dims for _, dims in shapes(found.text) if sorted(dims) == [3072, 128256]]
     assert not [dims for _, dims in shapes(found.text) if sorted(dims) == [3072, 16448]]
@@ -136,8 +137,8 @@ def test_adapters_do_not_materialise_merged_matrices(answers, gpu_compiler):
 
 
 def test_no_parameter_is_copied_for_its_norms(answers, gpu_compiler):
-    """Each was, and twice their bytes were written and read. Where a table is split, its part is
-    copied for the exchange."""
+    """Before, each was copied, and twice their bytes were written and read. If a table is split,
+    its part is copied for the exchange."""
     found = answers("gpu:h100x8", "language", "small", "data").compiled
     assert not re.findall(r"= f32\[\d[\d,]*\]\S* copy\(%param.*", found.text)
 

@@ -1,4 +1,4 @@
-"""Every test of this folder runs in a folder with the toy modules and their config."""
+"""Run every test of this folder in a folder with the toy modules and their config."""
 
 import sys
 
@@ -9,7 +9,7 @@ from tests.config.toys import FILE, LOADER, WORKLOAD
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """A folder with toy modules and configs/toy.py, where the test runs."""
+    """Work in a folder with toy modules and configs/toy.py."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "toy_workload.py").write_text(WORKLOAD)
     (tmp_path / "toy_loader.py").write_text(LOADER)

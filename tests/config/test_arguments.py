@@ -1,5 +1,4 @@
-"""The command line: unknown arguments, and mistakes that are reported before a device is
-touched."""
+"""The command line reports unknown arguments and errors before it touches a device."""
 
 import os
 import pathlib
@@ -30,7 +29,7 @@ def test_errors_of_the_command_line_are_reported_together():
 
 
 def test_the_command_line_is_read_without_the_workload(here):
-    """The module may import packages that take a second."""
+    """The workload's module may import packages that take a second."""
     program = (
         "import sys\n"
         "from jaxtrain import config\n"
@@ -56,7 +55,7 @@ def test_a_single_error_is_one_line(argument, line):
 
 
 def command(here, *arguments):
-    """The command in a process where any use of a device fails: no such platform."""
+    """Run the command in a process without a valid platform, so that any use of a device fails."""
     environment = {**os.environ, "JAX_PLATFORMS": "nonexistent", "PYTHONPATH": f"{ROOT}{os.pathsep}{here}"}
     return subprocess.run(
         [sys.executable, "-m", "jaxtrain.main", "--config=configs/toy.py", *arguments],
@@ -68,7 +67,7 @@ def test_errors_are_reported_before_a_device_is_touched(here):
     done = command(here, "--config.train.bacth=3", "--config.model.whole=x")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "config.train.bacth" in done.stderr and "config.model.whole" in done.stderr
-    assert "nonexistent" in command(here).stderr  # without mistakes a device is asked for, and the platform is missed
+    assert "nonexistent" in command(here).stderr  # without errors a device is requested, and the missing platform is reported
 
 
 def test_explain_touches_no_device_and_trains_nothing(here):
@@ -79,8 +78,8 @@ def test_explain_touches_no_device_and_trains_nothing(here):
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_the_command_finds_the_users_modules_like_python_m(here, where):
-    """`jaxtrain` starts without the folder where it is typed among its modules; the config's own
-    folder counts, too."""
+    """`jaxtrain` starts without the working directory among its modules. The config's own folder
+    counts, too."""
     file, folder = "configs/toy.py", here
     if where == "elsewhere":
         (here / "configs" / "toy.py").rename(here / "toy.py")

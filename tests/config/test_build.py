@@ -1,5 +1,5 @@
-"""A config out of a file and a command line: read with its types, or refused with all its mistakes
-at once."""
+"""A config is built from a file and a command line: read with its types, or refused with all its
+errors at once."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ def test_a_file_states_what_differs_and_the_rest_is_the_default():
     config = load()
     assert (config.train.batch, config.model.text, config.workdir) == (32, "a", "runs/toy")
     assert config.optim == config_lib.Optim() and config.train.steps == config_lib.Train().steps
-    assert config.model.n_classes == 3  # a fact of the data
+    assert config.model.n_classes == 3  # a fact from the data
 
 
 def test_a_file_takes_an_argument_with_any_text():
@@ -212,7 +212,7 @@ def test_a_file_that_offers_no_config_is_reported(here):
 )
 @pytest.mark.parametrize("name", ["wrong", "with_wrong"])
 def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here):
-    """And likewise a module of one's own that it imports."""
+    """The same holds for a module of the user's that the file imports."""
     (here / "configs" / "wrong.py").write_text(text)
     (here / "configs" / "with_wrong.py").write_text("import wrong\n" + FILE)
     found = mistakes(source=f"configs/{name}.py")[""]
@@ -299,7 +299,7 @@ def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path
     overrides = [(f"{given}.n_frames", "256"), (f"{given}.n_mels", "64")]
     config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
     assert (config.model.n_frames, config.data.n_frames, config.model.n_mels, config.data.n_mels) == (256, 256, 64, 64)
-    # What is typed decides over what the file says of the other side.
+    # The command line overrides the value that the file gives for the other side.
     text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace("data=", "model=dict(n_mels=96), data=")
     (tmp_path / "frames.py").write_text(text)
     config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
@@ -312,7 +312,7 @@ def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path
 @pytest.mark.parametrize("given", ["model", "data"])
 @pytest.mark.parametrize("of_file", ["", "model", "data"])
 def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(given, of_file, tmp_path):
-    """For any text of the file, on either side."""
+    """This holds for any text of the file, on either side."""
     text = FRAMES if of_file != "data" else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
     text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
     (tmp_path / "frames.py").write_text(text)

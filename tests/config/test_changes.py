@@ -77,7 +77,7 @@ def test_a_change_names_the_field_and_both_values():
 
 
 def test_sections_that_nothing_reads_are_not_compared():
-    """Without adapters nothing is frozen: a resumed run reads no source."""
+    """Without adapters nothing is frozen, and a resumed run reads no source."""
     before = config_of("trm", warm_start=WarmStart(source="a", skip=("x",)), lora=Lora(alpha=1.0))
     assert compare(before, config_of("trm")) == []
 

@@ -1,5 +1,4 @@
-"""Values that make no sense by themselves, together, or on this machine, are named with the
-remedy."""
+"""Values that make no sense by themselves, together or on this machine are named with a remedy."""
 
 import pathlib
 import sys
@@ -75,7 +74,8 @@ def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(here, m
 
 @pytest.mark.parametrize("workdir", ["file/runs", "file", "/proc/nothing/runs", "/sys/runs"])
 def test_a_workdir_that_cannot_be_written_is_reported(here, workdir):
-    """Also to root, whom no permission stops: below a file, or where the kernel takes no files."""
+    """The error is also reported to root, who has all permissions: the path is below a file, or in
+    a folder in which the kernel creates no files."""
     (here / "file").touch()
     if workdir.startswith("/") and not pathlib.Path(workdir).parents[-2].exists():
         pytest.skip("not a Linux machine")
@@ -112,7 +112,7 @@ def test_all_errors_are_reported_together(here):
 
 @pytest.mark.parametrize("steps", [10, 200, 4_000])
 def test_a_share_of_the_run_is_so_many_steps(steps):
-    """0.05 of any run; so shortening it needs no second flag."""
+    """A share such as 0.05 fits a run of any length, so shortening the run needs no second flag."""
     given = ["optim.warmup=0.05", "optim.decay=0.2", "optim.schedule=wsd", "train.eval_every=0.1", "checkpoint.every=0.5"]
     config = load(*(f"--config.{text}" for text in [*given, "metrics.every=0.001", f"train.steps={steps}"]))
     assert (config.optim.warmup, config.optim.decay) == (max(1, round(0.05 * steps)), round(0.2 * steps))
@@ -130,7 +130,7 @@ def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     assert set(found) == {"optim.warmup", "optim.decay"}, "both at once"
     assert found["optim.warmup"].endswith("set config.optim.warmup=2, or config.optim.warmup=0.05 of any run")
     assert found["optim.decay"].endswith("set config.optim.decay=8, or config.optim.decay=0.2 of any run")
-    for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):  # which do
+    for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):  # these values are accepted
         assert load("--config.train.steps=40", *long, *(f"--config.optim.{text}" for text in remedies)).optim.decay == 8
     text = mistakes(
         "--config.train.steps=40", "--config.optim.schedule=wsd", "--config.optim.warmup=30", "--config.optim.decay=20"
@@ -151,7 +151,7 @@ def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     ],
 )
 def test_a_default_that_replaces_a_value_of_the_wrong_type_is_not_reported(wrong, rests, others):
-    """Other errors are reported together with it."""
+    """Other errors are reported together with the wrong type."""
     path = wrong.partition("=")[0]
     given = [wrong, *rests, *(f"{name}={value}" for name, value in others.items())]
     found = mistakes(*(f"--config.{text}" for text in given))
@@ -159,7 +159,7 @@ def test_a_default_that_replaces_a_value_of_the_wrong_type_is_not_reported(wrong
 
 
 def test_an_interval_that_never_comes_up_is_reported_with_one_that_does(caplog):
-    """And it runs: its last step is saved, evaluated and recorded."""
+    """The run still starts: its last step is saved, evaluated and recorded."""
     longer = ["--config.train.eval_every=1000", "--config.checkpoint.every=500", "--config.metrics.every=5"]
     load("--config.train.steps=40", *longer)
     (record,) = caplog.records

@@ -1,4 +1,4 @@
-"""Every field has a unit and a meaning, and a default that is fine."""
+"""Every field has a unit, a meaning, and a valid default."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ from tests.config.toys import load
 
 
 def sections():
-    """Every dataclass of a real run's config."""
+    """Every dataclass in the config of a real run."""
     own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
     parts = [Supervised, Mask, Mae, Lejepa, Diet, Teacher, augment.Config, masked.Decoder]
     return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
@@ -38,7 +38,7 @@ def test_every_field_has_a_unit_and_a_meaning(cls):
 
 @pytest.mark.parametrize("cls", [c for c in sections() if c is not Config], ids=lambda c: f"{c.__module__}.{c.__name__}")
 def test_every_field_has_a_default_which_is_fine(cls):
-    """Defaults live on the dataclasses alone, and a config that states nothing has no mistake."""
+    """Defaults are only on the dataclasses, and a config that sets nothing has no errors."""
     assert list(getattr(cls(), "problems", list)()) == []
 
 
@@ -66,7 +66,7 @@ def test_explain_lists_every_field_with_value_unit_and_meaning():
 
 
 def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
-    """A config that is incomplete is explained just then."""
+    """An incomplete config is explained nevertheless."""
     from jaxtrain.commands import explain, train
 
     wrong = [
@@ -86,8 +86,7 @@ def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
 
 
 def test_nothing_is_made_to_explain_a_config(here, capsys):
-    """Facts of data that would first have to be made stay open; those of data that are there are
-    filled in."""
+    """Facts of data that do not exist yet stay open. Facts of existing data are filled in."""
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()

@@ -1,4 +1,4 @@
-"""Functions that a config names: their errors are a line each, before a device is touched."""
+"""Functions that a config names: each error is one line, reported before a device is touched."""
 
 import os
 import subprocess
@@ -111,7 +111,7 @@ def test_all_fields_that_nothing_reads_are_named_together():
 
 
 def test_no_device_is_touched(here):
-    """With a platform that does not exist, so that asking for a device fails."""
+    """The platform does not exist, so asking for a device fails."""
     code = """
 from tests.config.toys import mistakes, load
 load("--config.optim.name=optax.contrib:schedule_free_adamw", "--config.optim.schedule=optax:linear_schedule",

@@ -5,8 +5,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
 
-# A workload and a loader whose fields have every type that a field may have, and which need no data
-# on disk.
+# A workload and a loader with fields of every allowed type, which need no data on disk.
 WORKLOAD = '''
 from dataclasses import dataclass, field
 from jaxtrain.config import ModelSection
@@ -83,7 +82,7 @@ def load(*arguments, source="configs/toy.py"):
 
 
 def mistakes(*arguments, source="configs/toy.py"):
-    """{path: text} of everything that is wrong."""
+    """All errors of the config as {path: text}."""
     with pytest.raises(ConfigError) as error:
         load(*arguments, source=source)
     for path, text in error.value.problems:

@@ -24,7 +24,7 @@ from loaders.film import demo_film, multimodal
 from loaders.io import machine
 from tests.support.processes import ROOT, at, free_port
 
-NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not made
+NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not generated
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):
@@ -46,10 +46,11 @@ def checks(told, verdict):
 
 
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
-    """Process 0 lacks the config, which is a finding, too: it comes to the meeting.
+    """Process 0 lacks the config. It still comes to the meeting, and the missing config is a
+    finding, too.
 
-    Process 1 has another optax, another line in a file of jaxtrain's, another XLA_FLAGS, and too
-    few open files.
+    Process 1 has another optax, another line in a file of jaxtrain, another XLA_FLAGS, and too few
+    open files.
     """
     (folder / "here.py").write_text(f"def get_config():\n    return {NAMED}\n")
     edited = folder / "edited"
@@ -90,14 +91,15 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
 
 
 def tiny(folder, corpus, process=0, processes=1, wanted=0.0):
-    """The arguments of the data's group."""
+    """The arguments of the group `data`."""
     overrides = [["loader", "loaders.audio.spectrogram"], ["data.threads", "1"]]
     given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": overrides}
     return given | {"process": process, "processes": processes, "wanted": wanted}
 
 
 def test_alone_with_a_config(folder, corpus, monkeypatch):
-    """In this process: the groups that need one of their own are tested by the pair."""
+    """This runs in this process. Groups that need a process of their own are tested with the
+    pair."""
     monkeypatch.setattr(data, "COUNTING", 0.2)
     (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
     assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
@@ -106,7 +108,7 @@ def test_alone_with_a_config(folder, corpus, monkeypatch):
 
 
 def test_a_batch_that_takes_longer_than_the_count_counts(folder, corpus, monkeypatch):
-    """And where the time was up before the first sample, none was found to be well."""
+    """If the time is up before the first sample, no sample counts as good."""
     monkeypatch.setattr(data, "COUNTING", 0.0)
     monkeypatch.setattr(data, "SAMPLING", -1.0)
     (_, train, test, rate), _ = data.examine(**tiny(folder, corpus))
@@ -199,8 +201,8 @@ def test_built_in_data_are_not_made_to_look_at_a_config(tmp_path, monkeypatch, l
 
 
 def test_errors_of_jax_and_of_a_config_are_separate_findings(folder):
-    """The wrong wheel, and a config that cannot be imported: neither is blamed on the driver, and
-    the rest is looked at."""
+    """The wheel is wrong, and a config cannot be imported. Neither is blamed on the driver, and the
+    other checks still run."""
     (folder / "broken.py").write_text("import nothing_of_this_name\n")
     told = found(start(folder, "--config=broken.py", JAX_PLATFORMS="cuda"), code=1)
     wrong = checks(told, FAIL)
@@ -214,7 +216,7 @@ def test_errors_of_jax_and_of_a_config_are_separate_findings(folder):
 
 def test_data_in_a_store_are_not_copied(folder, monkeypatch):
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(remote, "fetch", None)  # would fail
+    monkeypatch.setattr(remote, "fetch", None)  # fetching would fail
     given = tiny(folder, "http://127.0.0.1:9/birds")
     (index,), facts = data.examine(**given)
     assert index.verdict == WARN and "not here yet" in index.text and not facts
@@ -224,7 +226,7 @@ def test_data_in_a_store_are_not_copied(folder, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [1.0, 0.5, np.nan])
 def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
-    """Once in three products, at one place."""
+    """The error is in one of three products, at one place."""
     monkeypatch.setattr(devices, "SECONDS", 0.0)
     (check,) = devices._products(jax.devices()[:1])
     assert check.verdict == OK and "2 products of 256 × 256 on 1 devices are exact" in check.text
@@ -245,8 +247,8 @@ def test_a_device_that_computes_wrongly_is_seen(monkeypatch, wrong):
 
 
 def nvidia_smi(folder, monkeypatch, *lines):
-    """A stand-in, since the machines of the tests have none: of the GPUs that ``--id`` names, if it
-    is given."""
+    """A stand-in for nvidia-smi, because the machines of the tests have none. With ``--id`` it
+    lists only the named GPUs."""
     rows = "".join(f'[ -n "$3" ] && [ "$3" != --id={line[0]} ] || echo \'{line}\'\n' for line in lines)
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{rows}exit 0\n")
     (folder / "nvidia-smi").chmod(0o755)
@@ -266,7 +268,7 @@ def test_values_of_nvidia_smi_are_checked_against_limits(tmp_path, monkeypatch):
 
 
 def test_values_missing_from_nvidia_smi_are_not_taken_as_healthy(tmp_path, monkeypatch):
-    """A card without ECC, and a driver that is not there."""
+    """A card has no ECC, and then the driver is missing."""
     nvidia_smi(tmp_path, monkeypatch, "0, 580.1, 1, 24000, [N/A]")
     (driver,) = devices._driver([])
     assert driver.verdict == OK and driver.text.endswith("; not readable: memory errors")
@@ -322,7 +324,7 @@ def test_a_container_that_leaves_few_threads_is_named(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_does_not_say_what_memory_is_available(monkeypatch):
-    """macOS."""
+    """This is the case on macOS."""
     monkeypatch.setattr(machine, "meminfo", dict)
     check = host._memory()
     assert check.verdict == WARN and "not known" in check.text and "0 B" not in check.text
@@ -400,8 +402,8 @@ def test_workdirs_that_differ_and_a_process_without_a_config_are_seen():
 
 
 def test_edits_in_a_checkout_are_compared_by_the_files(monkeypatch):
-    """Both are "abc-dirty", or one is: that says nothing of what the files are, and these are the
-    same."""
+    """Both commits are "abc-dirty", or one of them is. The commit does not tell whether the files
+    differ, and here they are the same."""
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc-dirty")
     one = software.facts()
     monkeypatch.setattr(software.cluster, "commit", lambda: "abc")
@@ -483,11 +485,11 @@ def test_two_hosts_and_a_cut_cable(folder, hosts):
 
 @pytest.mark.slow
 def test_a_firewall_that_drops_all_ports_but_the_coordinators(folder, hosts):
-    """What comes to host 0 at a port that a system picks gets no answer, as behind most
+    """Connections to host 0 at a port that the system picks get no answer, as behind most
     firewalls."""
     names, _ = hosts
     for rule in (
-        ("add", "pref", "10", "lookup", "local"),  # which is the first otherwise, and takes all that is for this host
+        ("add", "pref", "10", "lookup", "local"),  # this rule is first by default, and takes everything for this host
         ("del", "pref", "0"),
         ("add", "pref", "5", "iif", "cable", "ipproto", "tcp", "dport", "30000-65534", "blackhole"),
     ):
@@ -527,8 +529,8 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
 
 @pytest.mark.slow
 def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):
-    """The workdir of a config is relative: in another folder it is another one, which a run
-    refuses."""
+    """The config's workdir is relative, so another folder gives another workdir. A run refuses
+    that."""
     port, elsewhere = free_port(), folder / "elsewhere"
     elsewhere.mkdir()
     config = (f"--config={folder}/tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram", "--config.train.batch=6")
@@ -546,7 +548,8 @@ def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corp
 
 @pytest.mark.slow
 def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
-    """Process 1 has another file system where the runs go, as on nodes without a shared one."""
+    """Process 1 has another file system at the folder of the runs, like nodes without a shared
+    one."""
     port = free_port()
     (folder / "runs").mkdir()
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")

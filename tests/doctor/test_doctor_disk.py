@@ -1,5 +1,5 @@
-"""A folder under real faults: a full tmpfs, a read-only mount, a folder that another host does not
-see."""
+"""A folder with real faults: a full tmpfs, a read-only mount, and a folder that another host does
+not see."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from jaxtrain.doctor import disk
 from jaxtrain.doctor.check import FAIL, OK, WARN
 from tests.support.processes import ROOT
 
-# What `mount` changes is seen by this process and its children alone.
+# Only this process and its children see the mounts.
 LOOK = (
     "import json, sys; from jaxtrain.doctor import disk; print(json.dumps(disk.examine(folder=sys.argv[1], what='workdir')[0]))"
 )
 
 
 def mounted(folder, mount, program=LOOK):
-    """What ``program`` prints where ``mount`` has been done."""
+    """The output of ``program`` after the command ``mount``."""
     command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"', sys.executable, program, str(folder)]
     if not shutil.which("unshare"):
         pytest.skip("no mount namespace can be made here: no unshare")
@@ -51,7 +51,7 @@ def test_a_read_only_mount_and_a_full_one_fail_with_what_to_do(tmp_path):
 
 
 def test_a_limit_of_files_is_named(tmp_path):
-    """And not the folder, which can be written."""
+    """The folder is not blamed, because it can be written."""
     command = ["sh", "-c", 'ulimit -f 2048 && exec "$0" -c "$1" "$2"', sys.executable, LOOK, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -66,8 +66,8 @@ def test_the_needs_of_a_plan_are_compared_with_the_free_space(tmp_path):
 
 
 def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
-    """Of 16 MB two checkpoints of 6 MB have 12: a third fits no more beside them, and fits where it
-    takes one's place."""
+    """Two checkpoints of 6 MB take 12 of 16 MB. A third one does not fit, even if it is to replace
+    one of them. In 20 MB it fits."""
     steps = " ".join(f"{tmp_path}/checkpoints/{step}" for step in (10, 20))
     fill = f"for s in {steps}; do mkdir -p $s; dd if=/dev/zero of=$s/state bs=1M count=6 2>/dev/null; done"
     look = (
@@ -82,7 +82,8 @@ def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
 
 
 def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
-    """Their folder is on a small disk, and the workdir on a large one; then the other way round."""
+    """The checkpoints are on a small disk and the workdir on a large one, then the other way
+    round."""
     look = (
         "import json, sys; from jaxtrain.doctor import disk; disk.WRITTEN = 1 << 20; "
         "print(json.dumps([disk.examine(folder=f'{sys.argv[1]}/{name}', what=name, "

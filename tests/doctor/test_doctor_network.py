@@ -1,4 +1,4 @@
-"""Names, clocks and ports, and the meetings over real sockets: threads stand for processes."""
+"""Names, clocks and ports, and meetings over real sockets. Threads stand for processes."""
 
 import concurrent.futures
 import json
@@ -16,8 +16,8 @@ from tests.support.processes import free_port
 
 @pytest.fixture
 def met(monkeypatch):
-    """What ``then`` returns for each process, or the finding of the error that it has met; each is
-    a machine of its own."""
+    """The result of ``then`` for each process, or the finding of its error. Each process is a
+    machine of its own."""
     monkeypatch.setattr(network, "machine_id", lambda: f"machine {threading.get_ident()}")
 
     def met(port, *processes, of, wait=60.0, job="", then=lambda meetings: None):
@@ -36,7 +36,7 @@ def met(monkeypatch):
 
 
 def whole(meetings):
-    """All meetings of a process that has found something, and its facts."""
+    """Hold all meetings of a process that has findings and facts."""
     process = meetings.process
     checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
     facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}

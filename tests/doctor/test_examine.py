@@ -1,5 +1,5 @@
-"""The order of the doctor's checks: which folders are looked at, and that all waits together stay
-within their bounds."""
+"""The order of the doctor's checks: which folders are examined, and that all waits together stay
+within their limits."""
 
 import types
 
@@ -20,7 +20,7 @@ FACTS = {
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The calls of processes of their own, each of which answers at once."""
+    """The calls of subprocesses, each of which answers at once."""
     calls, answers, more = [], {}, {}
 
     def answer(group, arguments, *, within, remedy, crashed=""):
@@ -86,7 +86,7 @@ def test_each_error_of_the_launchers_variables_is_a_finding(asked, monkeypatch):
 
 
 def test_all_waits_together_are_within_their_bounds(asked):
-    """Every group is stuck."""
+    """Every group hangs."""
     alone()
     waits = [each.within for each in asked.found]
     assert len(waits) == 7 and examine.ITSELF + sum(waits) <= examine.LOCAL

@@ -1,10 +1,10 @@
-"""Writes scores of a made benchmark: python make.py, with torch 2.15.0 (CPU) and torchmetrics
+"""Write the scores of a made-up benchmark: python make.py, with torch 2.15.0 (CPU) and torchmetrics
 1.9.0.
 
-measures.npz: scores float32 [n, C] with ties, y uint8 [n, C] with rows without a class, and what
-torchmetrics' formulas, as BirdSet calls them, give: cmAP (MultilabelAveragePrecision, macro,
-exact), AUROC (multilabel, macro, exact), and top-1: the share of the rows with a class whose
-largest score is of one of theirs.
+measures.npz has scores float32 [n, C] with ties, y uint8 [n, C] with rows without a class, and the
+results of torchmetrics' formulas as BirdSet calls them. The results are cmAP
+(MultilabelAveragePrecision, macro, exact), AUROC (multilabel, macro, exact), and top-1. Top-1 is
+the share of rows whose largest score is of one of their classes, among the rows with a class.
 """
 
 import pathlib

@@ -1,7 +1,7 @@
-"""Makes the recordings in this folder: `python tests/data/decode/make.py`.
+"""Make the recordings in this folder: `python tests/data/decode/make.py`.
 
-They are kept because the Rust tests and benches have no encoders. tests/loaders/test_decode.py
-compares them, and many more, with libsndfile.
+The recordings are kept in the repository because the Rust tests and benches have no encoders.
+tests/loaders/test_decode.py compares them, and many more, with libsndfile.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import soundfile
 
 
 def song(rate: int, seconds: float, channels: int, seed: int) -> np.ndarray:
-    """Two syllables a second over faint noise: float32 [n, channels]."""
+    """Two syllables a second over faint noise, as float32 [n, channels]."""
     rng = np.random.default_rng(seed)
     t = np.arange(round(rate * seconds)) / rate
     inside = t * 2 % 1.0

@@ -1,4 +1,4 @@
-"""Makes the shards in this folder, which rust/core/tests/broken.rs damages: python
+"""Make the shards in this folder, which rust/core/tests/broken.rs damages: python
 tests/data/shards/make.py"""
 
 import json

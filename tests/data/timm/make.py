@@ -1,13 +1,12 @@
-"""Writes the golden numbers of timm's vision transformers: python make.py, with timm 1.0.31 and
+"""Write the golden numbers of timm's vision transformers: python make.py, with timm 1.0.31 and
 torch 2.15.0 (CPU).
 
 image/, pooled/    a folder as timm, and one as Bird-MAE is published: model.safetensors,
                    config.json
 image.npz, pooled.npz    x float32 [B, 1, frames, mels]; tokens float32 [B, 1 + registers + N, D],
                          and features [B, D], by timm
-out.npz            of the export that test_timm.py makes: x, features and logits by timm, which
-                   loaded it; what it loaded: config.json, and the shapes of its arrays by their
-                   names
+out.npz            of an export by test_timm.py that timm loaded: x, and features and logits by
+                   timm; also the loaded config.json, and the shapes of its arrays by their names
 """
 
 import json
@@ -50,7 +49,7 @@ def main() -> None:
         model.pos_embed[:, 1:] = torch.from_numpy(sin_cos(32, (4, 2)))
         tokens = model.forward_features(x)
         features = model.forward_head(tokens, pre_logits=True)
-    state = {**model.state_dict(), "norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}  # which Bird-MAE keeps
+    state = {**model.state_dict(), "norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}  # Bird-MAE keeps these
     about = {
         "img_size_x": 64,
         "img_size_y": 32,
@@ -86,7 +85,7 @@ def main() -> None:
 
 
 def load(folder: pathlib.Path) -> torch.nn.Module:
-    """An export, by timm alone."""
+    """Load an export with timm alone."""
     config = json.loads((folder / "config.json").read_text())
     model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -97,7 +96,7 @@ def load(folder: pathlib.Path) -> torch.nn.Module:
 
 
 def sin_cos(width: int, grid: tuple[int, int]) -> np.ndarray:
-    """Fixed positions, as masked autoencoders have them."""
+    """Fixed positions, as in masked autoencoders."""
     frequency = 10000.0 ** (-np.arange(width // 4) / (width / 4))
     time, mel = (x.reshape(-1, 1) * frequency for x in np.meshgrid(*map(np.arange, grid), indexing="ij"))
     return np.concatenate([np.sin(mel), np.cos(mel), np.sin(time), np.cos(time)], 1).astype(np.float32)

@@ -1,11 +1,11 @@
-"""Writes the golden spectrograms of other front ends: python make.py, with torch 2.13.0 and
+"""Write the golden spectrograms of other front ends: python make.py, with torch 2.13.0 and
 torchaudio 2.11.0 (CPU).
 
 Each file has `waveform`, int16 [n], `front_end`, fields of `loaders.audio.front_end.FrontEnd` as
-JSON, and `reference`, float32 [frames, mels]: torchaudio.compliance.kaldi.fbank, computed in
-float64. Its float32 numbers differ from them by at most 1.7e-4, 4.4e-6 in the mean; the formula of
-rust/core/src/fbank.rs in float64 by at most 2.6e-4. No band begins at a bin: there torchaudio's
-weights, which are float32, decide whether the bin counts.
+JSON, and `reference`, float32 [frames, mels]. The reference is torchaudio.compliance.kaldi.fbank,
+computed in float64. Its float32 numbers differ from it by at most 1.7e-4, and by 4.4e-6 in the
+mean. The formula of rust/core/src/fbank.rs in float64 differs by at most 2.6e-4. No band begins
+exactly at a bin, because torchaudio's float32 weights would then decide whether the bin counts.
 """
 
 import json
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def waveform(rng: np.random.Generator, rate: int, n: int) -> np.ndarray:
-    """Brown noise, noise under a swell, three tones and a chirp, int16 [n]."""
+    """Brown noise, noise under a swell, three tones and a chirp, as int16 [n]."""
     t, seconds = np.arange(n) / rate, n / rate
     wave = np.cumsum(rng.standard_normal(n))
     wave -= np.linspace(wave[0], wave[-1], n)
