@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,8 +23,8 @@ FORMS = ("spectrogram", "waveform")
 NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 
 
-def cpu_step(form: str, rows: int) -> Callable[[], float]:
-    """Compile a step on this machine. The function runs it once, and returns its CPU seconds."""
+def cpu_steps(form: str, rows: int) -> Iterator[float]:
+    """Compile a step on this machine, and yield the CPU seconds of each run of it."""
     import jax
 
     from jaxtrain import config as config_lib
@@ -51,21 +51,19 @@ def cpu_step(form: str, rows: int) -> Callable[[], float]:
     stop = train_step.put_stop(run.layout, False)
     state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
 
-    def step() -> float:
-        nonlocal state
+    while True:
         began = time.process_time()
         placed = {name: jax.device_put(batch[name], x.sharding) for name, x in run.abstract.batch.items()}
         state, out = compiled(state, placed, stop)
         jax.block_until_ready(out)
-        return time.process_time() - began
-
-    step()
-    return step
+        yield time.process_time() - began
 
 
 def on_cpu(rows: int, rounds: int) -> None:
-    steps = {form: cpu_step(form, rows) for form in FORMS}
-    turns = [{form: steps[form]() for form in FORMS[:: 1 - 2 * (k % 2)]} for k in range(rounds)]
+    steps = {form: cpu_steps(form, rows) for form in FORMS}
+    for each in steps.values():
+        next(each)  # compiled, and computed once
+    turns = [{form: next(steps[form]) for form in FORMS[:: 1 - 2 * (k % 2)]} for k in range(rounds)]
     share = statistics.median(turn["waveform"] / turn["spectrogram"] - 1 for turn in turns)
     middle = {form: statistics.median(turn[form] for turn in turns) for form in FORMS}
     print(f"{rows} rows a step, CPU s: " + ", ".join(f"{form} {seconds:.3f}" for form, seconds in middle.items()))

@@ -291,7 +291,7 @@ def import_file(source: str) -> tuple[pathlib.Path, types.ModuleType, str]:
     path, _, argument = source.partition(":")
     file = locate(path)
     # Modules that a user's config names lie next to it, or in the current folder: as with `python
-    # -m`, whatever started this process.
+    # -m`, also if another program started this process.
     for folder in (os.getcwd(), str(file.parent.absolute())) if file.parent != configs.FOLDER else ():
         if folder not in sys.path:
             sys.path.append(folder)

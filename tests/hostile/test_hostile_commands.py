@@ -1,4 +1,4 @@
-"""No command crashes, hangs, or reads forbidden files, whatever its files contain (attacks.py lists
+"""No command crashes, hangs, or reads forbidden files with files of any content (attacks.py lists
 the commands)."""
 
 import os

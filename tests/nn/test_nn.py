@@ -167,7 +167,7 @@ def test_the_gradients_of_a_product_are_those_of_its_formula(mesh, equation):
 
 @pytest.mark.parametrize("equation", ["btd,dm->btm", "btm,dm->btd", "btd,dhk->bthk", "bthk,dhk->btd"])
 def test_on_cpus_a_product_and_its_gradients_copy_no_activations(equation):
-    """Those of an einsum do: XLA writes out a transposed copy of each array that is contracted over
+    """An einsum copies them: XLA writes out a transposed copy of each array that is contracted over
     B and T."""
     size, shard = {"b": 4, "t": 96, "d": 64, "m": 128, "h": 4, "k": 32}, shard_on(1, 1, 1)
     of_x, of_w = equation.split("->")[0].split(",")

@@ -46,9 +46,10 @@ class Found(NamedTuple):
     steps: Array  # int32 [B, R] that the rollout took
 
     def best(self, by: str) -> Array:
-        """Return int32 [B]: the rollout that the q-head prefers, by "check" of the right ones.
+        """Return int32 [B]: the number of the rollout that is taken for each board.
 
-        They keep the rules. If none does, it is one of all.
+        The q-head chooses: among all with "q", and with "check" among those whose answers keep the
+        rules, if there are any.
         """
         q_br = self.q[..., 0]
         if by == "check":
