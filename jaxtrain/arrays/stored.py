@@ -84,7 +84,7 @@ class Stored(NamedTuple):
     read: Callable[[Index], np.ndarray]
     keys: tuple[str | int, ...]  # its path in the tree, with numbers as indices into lists
     chunk: tuple[int, ...]  # shape of the part that is read and decoded together
-    sharding: str = ""  # as saved, for people to read to read
+    sharding: str = ""  # as saved, for people to read
 
     @property
     def n_bytes(self) -> int:
