@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.base import Population
+from loaders.base import DataError, Population
 
 BUCKETS, FINE = 256, 4096
 KNUTH = 2_654_435_761
@@ -47,8 +47,17 @@ class ShuffleStats:
         }
 
     def add(self, index: Sequence[int] | np.ndarray) -> None:
-        """Take in the next batch. ``index``: int [B], its recordings."""
+        """Take in the next batch. ``index``: int [B], its recordings.
+
+        Raises DataError for an index that no recording has.
+        """
         recordings = np.asarray(index, np.int64)
+        outside = recordings[(recordings < 0) | (recordings >= self._size)]
+        if len(outside):
+            raise DataError(
+                f"the index {outside[0]} of an example in a batch is that of no recording, which have 0 to {self._size - 1}: "
+                "the loader is wrong, or a device changed it, which `jaxtrain replay` of this step tells apart"
+            )
         self._window.append(recordings)
         for name, histograms in self._histograms.items():
             histograms.append(self._counts(name, recordings))

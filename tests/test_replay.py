@@ -7,8 +7,10 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxtrain import cli, specs
 from jaxtrain.commands import prove
 from jaxtrain.parallel.layout import make_mesh
 from jaxtrain.step import digest
+from tests.support import processes
 from tests.support.pages import examples
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -190,6 +193,71 @@ def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):
         assert "which is imported only if you trust its code" in capsys.readouterr().err
 
 
+def test_a_run_that_still_trains_is_replayed_and_nothing_in_its_workdir_changes(runs, capsys):
+    command = [
+        "--config.workdir=live",
+        "--config.train.steps=100000",
+        "--config.checkpoint.every=4",
+        "--config.metrics.every=2",
+    ]
+    live = processes.command(runs, "my_config.py", *command, "--config.metrics.digest=true", devices=8)
+    try:
+        processes.wait_for(lambda: processes.step_of(runs / "live") > 12, watch=[live])
+        os.kill(live.pid, signal.SIGSTOP)  # so that a change would be the replay's
+        before = {path: path.stat().st_mtime_ns for path in (runs / "live").rglob("*")}
+        kept = sorted(int(path.name) for path in (runs / "live" / "checkpoints").iterdir() if path.name.isdecimal())
+        step = kept[-2] + 2
+        assert replay("live", "--step", str(step), "--no-page") == 0
+        assert f"identical to step {step}: 1 recorded steps" in capsys.readouterr().out
+        assert {path: path.stat().st_mtime_ns for path in (runs / "live").rglob("*")} == before
+        os.kill(live.pid, signal.SIGCONT)
+        at = processes.step_of(runs / "live")
+        processes.wait_for(lambda: processes.step_of(runs / "live") > at, watch=[live])
+    finally:
+        live.kill()
+        live.communicate()
+
+
+def test_a_checkpoint_that_is_deleted_during_the_replay_is_passed_over(runs, capsys, monkeypatch):
+    shutil.copytree(runs / "run", runs / "rotating")
+    link = os.link
+
+    def rotated(source, target):
+        shutil.rmtree(runs / "rotating" / "checkpoints" / "8", ignore_errors=True)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", rotated)
+    assert replay("rotating", "--step", "10", "--no-page") == 0
+    assert "identical to step 10: 3 recorded steps have the same digest" in capsys.readouterr().out
+    first = json.loads((runs / "rotating-replay-10" / "metrics.jsonl").read_text().partition("\n")[0])
+    assert first["step"] == 5, "it began at the checkpoint of step 4"
+
+
+def test_a_refusal_of_process_0_ends_every_process_at_once_with_the_same_line(runs):
+    (runs / "there").mkdir()
+    port, began = processes.free_port(), time.monotonic()
+    command = [sys.executable, "-m", "jaxtrain", "replay", "run", "--step", "10", "--no-page", "--out", "there", *MINE]
+    env = os.environ | {"PYTHONPATH": f"{runs}:{ROOT}"}
+    started = [
+        subprocess.Popen(command, cwd=runs, env=env | processes.at(port, i), stderr=subprocess.PIPE, text=True) for i in (0, 1)
+    ]
+    lines = [process.communicate(timeout=200)[1].splitlines()[-1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert lines == ["error: there exists; remove it, or choose another --out"] * 2
+    assert time.monotonic() - began < 200 and not list((runs / "there").iterdir())
+
+
+def test_a_run_in_an_object_store_is_refused_with_the_remedy(runs, capsys):
+    shutil.copytree(runs / "run", runs / "stored")
+    config = json.loads((runs / "stored" / "config.json").read_text())
+    config["checkpoint"]["folder"] = "gs://bucket/run"
+    (runs / "stored" / "config.json").write_text(json.dumps(config))
+    for command in (["replay", "stored", "--step", "10", *MINE], ["diff", "stored", "other"]):
+        assert cli.main(command) == 2
+        assert "its checkpoints are in gs://bucket/run; copy those that are needed" in capsys.readouterr().err.splitlines()[-1]
+    assert not (runs / "stored-replay-10").exists()
+
+
 def test_a_replay_of_other_data_is_refused_before_its_first_step(runs, capsys):
     for name, error in (
         ("with", "999 now"),
@@ -234,7 +302,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "5", "--until", "4"], "--until: 4 is before --step=5"),
         (["replay", "run", "--step", "5"], "has a record every 2 steps, and none from step 5 to 5; add --until"),
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
-        (["replay", "run", "--step", "5", "--out", "other"], "other exists; remove it, or choose another --out"),
+        (["replay", "run", "--step", "6", "--out", "other", *MINE], "other exists; remove it, or choose another --out"),
         (["replay", "run", "--step", "6", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
         (
             ["replay", "run", "--step", "6", "--without", "row:32", "--out", "x", *MINE],
@@ -245,6 +313,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "6", "--mesh", "2,2"], "'2,2'; expected three numbers of devices"),
         (["replay", "nothing", "--step", "5"], "nothing"),
         (["diff", "run", "nothing"], "nothing"),
+        (["replay", "gs://bucket/run", "--step", "5"], "gs://bucket/run is an address; copy the run's workdir into a folder"),
     ],
 )
 def test_errors_are_one_line(runs, arguments, said, capsys):

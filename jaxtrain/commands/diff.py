@@ -52,9 +52,10 @@ def _arrays(a: Any, b: Any) -> list[str]:
     """Return the arrays that differ in the first checkpoints of one step that are not equal."""
     from jaxtrain.arrays import saved_steps, source
 
-    kept = [{int(p.name) for p in run.path.glob("checkpoints/*") if p.name.isdecimal()} for run in (a, b)]
-    for step in sorted(kept[0] & kept[1]):
-        one, other = (source.find(str(run.path), step).arrays() for run in (a, b))
+    kept = [run.checkpoints() for run in (a, b)]
+    both = sorted(kept[0].keys() & kept[1].keys())
+    for step in both:
+        one, other = (source.find(str(saved[step])).arrays() for saved in kept)
         shared = [path for path in one if path in other and one[path].shape == other[path].shape]
         found = {path: saved_steps.Difference(one[path], other[path]) for path in shared}
         unequal = [path for path in shared if not found[path].equal]
@@ -63,5 +64,4 @@ def _arrays(a: Any, b: Any) -> list[str]:
                      f"by {found[path].largest:.3g} at most" for path in unequal[:10])  # fmt: skip
             more = [f"  and {len(unequal) - 10} more"] if len(unequal) > 10 else []
             return [f"checkpoints of step {step}: {len(unequal)} of {len(shared)} arrays differ", *named, *more]
-    steps = ", ".join(map(str, sorted(kept[0] & kept[1]))) or "none"
-    return [f"no checkpoint of one step differs; steps that both runs have kept: {steps}"]
+    return [f"no checkpoint of one step differs; steps that both runs have kept: {', '.join(map(str, both)) or 'none'}"]

@@ -92,59 +92,83 @@ def _replay(args: argparse.Namespace) -> int:
     from jaxtrain.telemetry.report import run as run_lib
     from jaxtrain.telemetry.report import steps
 
-    run, main = run_lib.open_run(args.run), cluster.find().process == 0
-    recorded, until = steps.read(run), args.until or args.step
-    first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
-    if until < first:
-        raise run_lib.RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
-    if until > last:
-        raise run_lib.RunError(
-            f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them"
-        )
+    run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
-    if main and out.exists():
-        raise run_lib.RunError(f"{out} exists; remove it, or choose another --out")
-    every = run.setting("metrics.every", 1)
-    if not any(args.step <= step <= until for step in recorded.values["loss"]):
-        raise run_lib.RunError(
-            f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
-        )
-    page = not args.no_page
-    if page and until > args.step and run.setting("guard.rewinds", 0):
-        raise run_lib.RunError(
-            f"{args.run} may rewind (config.guard.rewinds), which the checkpoint that a page needs would change; omit --until, "
-            "or add --no-page"
-        )
+    problem = ""
+    if membership.process == 0:
+        try:
+            recorded = steps.read(run)
+            _refuse(args, run, recorded, until)
+            _config(run, out, args)  # refused before a workdir is made
+            _begin(args, run, out, until)
+        except UserError as error:
+            if membership.processes == 1:
+                raise
+            problem = str(error)
     config = _config(run, out, args)
-    saved = _kept(run)
-    begin = max((step for step in saved if step < args.step), default=0)
-    if main:
-        _link(saved.get(begin), out)
-        if not begin and run.setting("resume.path"):
-            raise run_lib.RunError(
-                f"{args.run} began with a checkpoint of {run.setting('resume.path')} (config.resume.path), which is no longer "
-                f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=last)}"
-            )
-        if not begin:
-            print(_from_the_start(run, args.step, until, saved))
-    _make(args, config, until, "" if begin else _data_at_0(run))  # a checkpoint has its own
-    if not main:
+    if membership.processes > 1:  # the others wait for process 0, and write nothing before
+        cluster.meet(membership, config, refusal=problem)
+    _make(args, config, until, _data_at_0(run))
+    if membership.process:
         return 0  # process 0 compares
     made = run_lib.open_run(str(out))
     compared = steps.Compared(recorded, steps.read(made))
     lines = [*_otherwise(run, made, args.step), compared.summary()]
     lines += [compared.apart()] if compared.differs is not None else []
     print("\n".join(lines))
-    if page:
-        _write_page(args, config, run, begin, lines)
+    if not args.no_page:
+        _write_page(args, config, run, lines)
     return 0 if compared.steps and compared.differs is None else 1
+
+
+def _refuse(args: argparse.Namespace, run: Any, recorded: Any, until: int) -> None:
+    """Raise RunError for steps that the run has not recorded, or that have no page."""
+    from jaxtrain.telemetry.report.run import RunError
+
+    first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
+    if until < first:
+        raise RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
+    if until > last:
+        raise RunError(f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them")
+    if not any(args.step <= step <= until for step in recorded.values["loss"]):
+        every = run.setting("metrics.every", 1)
+        raise RunError(
+            f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
+        )
+    if not args.no_page and until > args.step and run.setting("guard.rewinds", 0):
+        raise RunError(
+            f"{args.run} may rewind (config.guard.rewinds), which the checkpoint that a page needs would change; omit --until, "
+            "or add --no-page"
+        )
+
+
+def _begin(args: argparse.Namespace, run: Any, out: pathlib.Path, until: int) -> None:
+    """Make the workdir of the replay, with the newest checkpoint before its step.
+
+    A checkpoint that the run deletes meanwhile is passed over. Raises RunError.
+    """
+    from jaxtrain.telemetry.report.run import RunError
+
+    if out.exists():
+        raise RunError(f"{out} exists; remove it, or choose another --out")
+    saved = _kept(run)
+    for begin in sorted((step for step in saved if step < args.step), reverse=True):
+        if _link(saved[begin], out):
+            return
+    if run.setting("resume.path"):
+        raise RunError(
+            f"{args.run} began with a checkpoint of {run.setting('resume.path')} (config.resume.path), which is no longer "
+            f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=until)}"
+        )
+    out.mkdir(parents=True)
+    print(_from_the_start(run, args.step, until, saved))
 
 
 def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
     """Make the steps. If they are refused before the first of them, no workdir is left."""
     from jaxtrain import loop
 
-    replay = loop.Replay(until, functools.partial(_check, args, data))
+    replay = loop.Replay(until, functools.partial(_check, args, config.workdir, data))
     try:
         loop.run(config, {"source": f"a replay of {args.run}"}, replay=replay)
     except (UserError, ValueError):
@@ -158,15 +182,18 @@ def _data_at_0(run: Any) -> str:
     return next((start.facts["data"] for start in reversed(run.starts) if not start.first and "data" in start.facts), "")
 
 
-def _check(args: argparse.Namespace, expected: str, data: Any, offset: int) -> None:
-    """Refuse other data than the run's, and examples that step N does not have."""
+def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset: int) -> None:
+    """Refuse other data than the run's, and examples that step N does not have.
+
+    A checkpoint has its own digest of the data, and ``expected`` is for a replay without one.
+    """
     import jax
     import numpy as np
 
     from jaxtrain import dissect
     from loaders.base import DataError
 
-    if expected and data.digest() != expected:
+    if expected and not list(pathlib.Path(out).glob("checkpoints/*")) and data.digest() != expected:
         raise DataError(
             f"{args.run} began with other data or in another order (digest {expected} then, {data.digest()} now), and no "
             f"checkpoint before step {args.step} is kept; put its data back"
@@ -202,7 +229,7 @@ def _otherwise(run: Any, made: Any, step: int) -> list[str]:
     return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
 
 
-def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lines: list[str]) -> None:
+def _write_page(args: argparse.Namespace, config: Any, run: Any, lines: list[str]) -> None:
     import jax
 
     from jaxtrain import dissect
@@ -212,8 +239,11 @@ def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lin
         print("no page: it needs a replay by one process")
         return
     out, before = pathlib.Path(config.workdir), pathlib.Path(config.workdir, f"before-{args.step}")
-    _link(out / "checkpoints" / str(args.step - 1) if args.step > 1 else None, before)
+    before.mkdir()
     try:
+        if args.step > 1:
+            shutil.copytree(out / "checkpoints" / str(args.step - 1), before / "checkpoints" / str(args.step - 1),
+                            copy_function=_link_file)  # fmt: skip
         own = dataclasses.replace(config, workdir=str(before))
         found = dissect.dissect(own, args.step, without=args.without, lr=args.lr)
     finally:
@@ -228,34 +258,24 @@ def _write_page(args: argparse.Namespace, config: Any, run: Any, begin: int, lin
 
 
 def _kept(run: Any) -> dict[int, pathlib.Path]:
-    from jaxtrain.telemetry.report.run import RunError
-
-    folder = run.setting("checkpoint.folder", "")
-    if "://" in folder:
-        raise RunError(f"{run.path}: its checkpoints are in {folder}; copy one before the step into a folder of this machine, "
-                       "and name it as checkpoint.folder in the run's config.json")  # fmt: skip
-    saved = pathlib.Path(folder) if folder else run.path / "checkpoints"
-    found = {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+    found: dict[int, pathlib.Path] = run.checkpoints()
     if (other := run.setting("resume.path", "")) and run.starts:
         path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
         found |= {int(path.name): path} if path.is_dir() else {}
     return found
 
 
-def _link(saved: pathlib.Path | None, out: pathlib.Path) -> None:
-    """Make a workdir with links to the files of a checkpoint, or with none."""
-    from jaxtrain.telemetry.report.run import RunError
-
-    out.mkdir(parents=True)
+def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
+    """Make a workdir with links to a checkpoint's files. False if that was deleted meanwhile."""
     try:
-        if saved:
-            shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
-            saved.stat()
-    except (OSError, shutil.Error) as error:
-        shutil.rmtree(out)
-        if saved and saved.exists():
+        shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
+        saved.stat()
+    except (OSError, shutil.Error):
+        shutil.rmtree(out, ignore_errors=True)
+        if saved.exists():
             raise
-        raise RunError(f"{saved} was deleted meanwhile, by a run that still trains; start the replay again") from error
+        return False
+    return True
 
 
 def _link_file(source: str, target: str) -> None:

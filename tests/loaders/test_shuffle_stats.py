@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from loaders import _rust, order
-from loaders.base import Population
+from loaders.base import DataError, Population
 from loaders.shuffle_stats import ShuffleStats
 
 N, SHARDS, BATCH = 20_000, 40, 256
@@ -87,3 +87,9 @@ def test_a_split_is_judged_by_its_own_rows():
     for name in ("chi2_mod", "chi2_div", "chi2_hash", "chi2_shard"):
         assert np.mean([r[name] for r in found]) == pytest.approx(1, rel=0.2), name
     assert "chi2_shard" not in record([rows[:8]], rows, np.array([0]))[0]
+
+
+@pytest.mark.parametrize("index", [-1, N, 3 << 30])
+def test_an_index_that_no_recording_has_is_an_error_with_its_value(index):
+    with pytest.raises(DataError, match=f"the index {index} of an example in a batch is that of no recording, which have 0 to"):
+        record([[5, index]])

@@ -37,8 +37,8 @@ def find() -> Cluster:
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
-def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
-    """Join the processes: first a rendezvous of identical processes, then JAX.
+def meet(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
+    """Wait until all processes of a run are present, and compare them.
 
     Args:
       leave: called repeatedly during the wait for others, which ends if it returns true.
@@ -50,20 +50,6 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         differ in the config, a package or the devices.
       Stopped: ``leave()`` returned true during the wait for others.
     """
-    if membership.note:
-        log.warning("%s", membership.note)
-    if membership.processes == 1:
-        return
-    log.info(
-        "process %d of %d (%s, on %s), coordinator %s",
-        membership.process,
-        membership.processes,
-        membership.launcher,
-        socket.gethostname(),
-        membership.coordinator,
-    )
-    bounds = config.distributed
-    secret = discover.secret_of(os.environ, membership.coordinator)
     rendezvous.meet(
         membership.coordinator,
         process=membership.process,
@@ -77,11 +63,29 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
             "launcher": membership.launcher,
             "gpus": len(membership.local_devices),
         },
-        timeout=bounds.init_timeout,
+        timeout=config.distributed.init_timeout,
         leave=leave,
-        secret=secret,
+        secret=discover.secret_of(os.environ, membership.coordinator),
         refusal=refusal,
     )
+
+
+def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
+    """Join the processes: first `meet`, with its arguments and errors, then JAX."""
+    if membership.note:
+        log.warning("%s", membership.note)
+    if membership.processes == 1:
+        return
+    log.info(
+        "process %d of %d (%s, on %s), coordinator %s",
+        membership.process,
+        membership.processes,
+        membership.launcher,
+        socket.gethostname(),
+        membership.coordinator,
+    )
+    meet(membership, config, leave=leave, refusal=refusal)
+    bounds = config.distributed
     host, _, port = membership.coordinator.rpartition(":")
     places = [host] if rendezvous.is_loopback(host) else rendezvous.addresses(host.strip("[]"), int(port))
     try:

@@ -61,6 +61,17 @@ class Run:
             value = value.get(name) if isinstance(value, dict) else None
         return default if value is None else value
 
+    def checkpoints(self) -> dict[int, pathlib.Path]:
+        """Return step -> folder of the run's checkpoints. Raises RunError if they are elsewhere."""
+        folder = self.setting("checkpoint.folder", "")
+        if "://" in folder:
+            raise RunError(
+                f"{self.path}: its checkpoints are in {folder}; copy those that are needed into a folder of this machine, and "
+                "name it as checkpoint.folder in the run's config.json"
+            )
+        saved = pathlib.Path(folder).expanduser() if folder else self.path / "checkpoints"
+        return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+
     @property
     def steps(self) -> int:
         """The planned number of steps, or 0 if it is unknown."""
@@ -195,6 +206,8 @@ class Score:
 
 def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
     """Return the run in a folder. Raises RunError without one."""
+    if "://" in os.fspath(path):
+        raise RunError(f"{path} is an address; copy the run's workdir into a folder of this machine, and name that folder")
     path = pathlib.Path(path)
     if not path.is_dir():
         raise RunError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; expected a run's workdir")
