@@ -124,6 +124,40 @@ def test_the_page_of_a_step_shows_its_examples_and_the_changed_step(runs, capsys
     assert not list((runs / "paged").glob("before-*"))
 
 
+def test_rewinds_are_made_again_and_a_page_of_an_early_step_outlives_later_saves(runs, capsys):
+    (runs / "spiky_loader.py").write_text(
+        """from my_loader import Config, Sums, facts, fields
+
+class Spiky(Sums):
+    def _part(self, position, row):
+        found = super()._part(position, row)
+        return found | {"y": found["y"] * (1e4 if self._train and position in (9, 10, 11) else 1)}
+
+make_loader = Spiky
+"""
+    )
+    command = [
+        "train",
+        "--config=my_config.py",
+        "--config.loader=spiky_loader",
+        "--config.workdir=spiky",
+        "--config.train.steps=20",
+    ]
+    command += [
+        "--config.checkpoint.every=4",
+        "--config.metrics.every=1",
+        "--config.metrics.digest=true",
+        "--config.guard.spike=4",
+    ]
+    assert cli.main([*command, "--config.guard.patience=3", "--config.guard.rewinds=1", "--config.guard.settle=5"]) == 0
+    assert "the state is again that of step 8" in capsys.readouterr().err
+    shutil.rmtree(runs / "spiky" / "checkpoints")
+    assert replay("spiky", "--step", "3", "--until", "20") == 0
+    said = capsys.readouterr()
+    assert "identical to step 20: 20 recorded steps" in said.out and "the state is again that of step 8" in said.err
+    assert cells((runs / "spiky-replay-3" / "step-3.html").read_text(), "Parameters")[1:]
+
+
 def test_a_replay_on_another_mesh_says_so_and_how_far_apart_they_are(runs, capsys):
     replay("run", "--step", "10", "--until", "12", "--out", "meshed", "--mesh", "2,4,1", "--no-page")
     said = capsys.readouterr().out
@@ -280,6 +314,8 @@ def test_a_run_that_began_with_another_runs_checkpoint_is_replayed_from_it(runs,
     assert cli.main(command) == 0
     assert replay("second", "--step", "13", "--no-page") == 0
     assert "identical to step 13: 1 recorded steps have the same digest" in capsys.readouterr().out
+    assert cli.main(["diff", "run", "second"]) == 1
+    assert "run and second have recorded no step in common" in capsys.readouterr().out
     shutil.rmtree(runs / "first")
     assert replay("second", "--step", "14", "--no-page", "--out", "third") == 2
     assert "began with a checkpoint of first (config.resume.path), which is no longer there" in capsys.readouterr().err
@@ -292,6 +328,16 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
     said = capsys.readouterr().out
     assert "config.optim.lr: " in said and "→ 0.002" in said
     assert "step 2 differs: digest" in said and "checkpoints of step 4: " in said and "of its values differ, by" in said
+    command = [
+        "train",
+        "--config=my_config.py",
+        "--config.workdir=averaged",
+        "--config.train.steps=4",
+        "--config.train.ema=0.9",
+    ]
+    assert cli.main([*command, "--config.metrics.every=2"]) == 0
+    assert cli.main(["diff", "run", "averaged"]) == 1
+    assert "  only averaged has ema/" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -308,7 +354,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
             ["replay", "run", "--step", "6", "--without", "row:32", "--out", "x", *MINE],
             "has no such example; it has row:0, row:1",
         ),
-        (["replay", "run", "--step", "6", "--lr", "0"], "'0'; expected a number above 0"),
+        (["replay", "run", "--step", "6", "--lr", "0"], "'0'; expected a number above 0, from 1.2e-38"),
         (["replay", "run", "--step", "6", "--lr", "1", "--no-page"], "--without and --lr are parts of the page"),
         (["replay", "run", "--step", "6", "--mesh", "2,2"], "'2,2'; expected three numbers of devices"),
         (["replay", "nothing", "--step", "5"], "nothing"),

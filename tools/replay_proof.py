@@ -80,7 +80,7 @@ CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
     "audio_language": (
         "configs/higgs.py:blank",
         SMALL | {"model.vocab": "512", "model.kv_heads": "2", "model.head_dim": "8", "model.mlp": "16", "train.accumulate": "1",
-                 "train.batch": "2", "lora.rank": "0", "warm_start.source": ""},
+                 "train.batch": "2", "lora.rank": "0", "warm_start.source": "", "data.buckets": "2"},
     ),
 }  # fmt: skip
 DEVICES, EVERY = 2, 50  # of the mesh; steps between checkpoints

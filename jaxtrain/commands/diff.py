@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in (*_settings(first, second), compared.summary()):
         print(line)
     if compared.differs is None:
-        return 0
+        return 0 if compared.steps else 1
     for line in _arrays(first, second):
         print(line)
     return 1
@@ -50,18 +50,30 @@ def _settings(a: Any, b: Any) -> list[str]:
 
 def _arrays(a: Any, b: Any) -> list[str]:
     """Return the arrays that differ in the first checkpoints of one step that are not equal."""
-    from jaxtrain.arrays import saved_steps, source
+    from jaxtrain.arrays import source
 
     kept = [run.checkpoints() for run in (a, b)]
     both = sorted(kept[0].keys() & kept[1].keys())
     for step in both:
         one, other = (source.find(str(saved[step])).arrays() for saved in kept)
-        shared = [path for path in one if path in other and one[path].shape == other[path].shape]
-        found = {path: saved_steps.Difference(one[path], other[path]) for path in shared}
-        unequal = [path for path in shared if not found[path].equal]
-        if unequal or one.keys() != other.keys():
-            named = (f"  {path}: {found[path].unequal / max(math.prod(one[path].shape), 1):.2%} of its values differ, "
-                     f"by {found[path].largest:.3g} at most" for path in unequal[:10])  # fmt: skip
-            more = [f"  and {len(unequal) - 10} more"] if len(unequal) > 10 else []
-            return [f"checkpoints of step {step}: {len(unequal)} of {len(shared)} arrays differ", *named, *more]
+        shared = [path for path in one if path in other]
+        lines = [line for path in shared if (line := _difference(path, one[path], other[path]))]
+        if lines or one.keys() != other.keys():
+            more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+            for run, own, others in ((a, one, other), (b, other, one)):
+                alone = [path for path in own if path not in others]
+                more += [f"  only {run.name} has {', '.join(alone[:5])}{' …' * (len(alone) > 5)}"] if alone else []
+            return [f"checkpoints of step {step}: {len(lines)} of {len(shared)} arrays differ", *lines[:10], *more]
     return [f"no checkpoint of one step differs; steps that both runs have kept: {', '.join(map(str, both)) or 'none'}"]
+
+
+def _difference(path: str, a: Any, b: Any) -> str:
+    """Say how an array differs in two checkpoints, or return ""."""
+    from jaxtrain.arrays import saved_steps
+
+    if a.shape != b.shape:
+        return f"  {path}: its shape is {list(a.shape)} and {list(b.shape)}"
+    found = saved_steps.Difference(a, b)
+    if found.equal:
+        return ""
+    return f"  {path}: {found.unequal / max(math.prod(a.shape), 1):.2%} of its values differ, by {found.largest:.3g} at most"

@@ -25,7 +25,6 @@ Ends with 0 if all recorded steps are the same, else with 1.
 import argparse
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import shutil
@@ -74,15 +73,15 @@ def _rate(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number above 0")
+    if not 1.2e-38 < value < 3.4e38:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number above 0, from 1.2e-38 to 3.4e38 as float32 holds it")
     return value
 
 
 def _mesh(text: str) -> tuple[int, int, int]:
     sizes = text.split(",")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected three numbers of devices, for example 2,4,1")
+    if len(sizes) != 3 or not all(size == "-1" or size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected three numbers of devices: --mesh=2,4,1, or --mesh=-1,1,1 for all")
     data, fsdp, model = map(int, sizes)
     return data, fsdp, model
 
@@ -122,7 +121,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, run: Any, recorded: Any, until: int) -> None:
-    """Raise RunError for steps that the run has not recorded, or that have no page."""
+    """Raise RunError for steps that the run has not recorded."""
     from jaxtrain.telemetry.report.run import RunError
 
     first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
@@ -134,11 +133,6 @@ def _refuse(args: argparse.Namespace, run: Any, recorded: Any, until: int) -> No
         every = run.setting("metrics.every", 1)
         raise RunError(
             f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
-        )
-    if not args.no_page and until > args.step and run.setting("guard.rewinds", 0):
-        raise RunError(
-            f"{args.run} may rewind (config.guard.rewinds), which the checkpoint that a page needs would change; omit --until, "
-            "or add --no-page"
         )
 
 
@@ -168,7 +162,8 @@ def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
     """Make the steps. If they are refused before the first of them, no workdir is left."""
     from jaxtrain import loop
 
-    replay = loop.Replay(until, functools.partial(_check, args, config.workdir, data))
+    save = 0 if args.no_page else args.step - 1  # from which the page is made
+    replay = loop.Replay(until, save, functools.partial(_check, args, config.workdir, data))
     try:
         loop.run(config, {"source": f"a replay of {args.run}"}, replay=replay)
     except (UserError, ValueError):
@@ -308,14 +303,15 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
         )
     own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}  # the linked checkpoint, the run's data
     found = config_lib.from_dict({**run.config, "resume": own_start})
-    every = found.train.steps if args.no_page or args.step == 1 else args.step - 1
+    every = found.checkpoint.every if found.guard.rewinds else found.train.steps  # rewinds go back to regular saves
+    stays = 0 if args.no_page else args.step - 1  # on disk, until the page is made
     data, fsdp, model = args.mesh or (found.mesh.data, found.mesh.fsdp, found.mesh.model)
     return dataclasses.replace(
         found,
         workdir=str(out),
         train=dataclasses.replace(found.train, eval_every=0, patience=0),
         mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
-        checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, best=""),
+        checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, keep_every=stays, best=""),
         guard=dataclasses.replace(found.guard, verify_every=0),
         metrics=config_lib.Metrics(every=1, digest=True),
     )
