@@ -97,7 +97,8 @@ class ProcessContext:
         self._closing.__exit__(kind, error, trace)
 
     def _facts(self) -> dict[str, Any]:
-        return {"versions": cluster.versions(), "commit": cluster.commit(), "devices": cluster.devices(), **self._command}
+        devices = {"devices": cluster.devices(), "cores": cluster.cores()}
+        return {"versions": cluster.versions(), "commit": cluster.commit(), **devices, **self._command}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
         """Take the lease of the workdir, in process 0. Return the refusal, for all processes."""

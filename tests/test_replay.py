@@ -202,12 +202,14 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     named = _of_array(runs / "changed", 4, "params/w_out")
     start = runs / "changed" / "goodput" / "process-0.jsonl"
-    start.write_text(
+    text = (
         start.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.0.1"').replace('"processes": 1', '"processes": 2')
     )
+    start.write_text(re.sub(r'"cores": \d+', '"cores": 97', text))
     assert replay("changed", "--step", "6", "--no-page") == 1
     said = capsys.readouterr().out
     assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps, about" in said
+    assert "cores: 97 → " in said, "by which XLA chooses how it computes products"
     assert (
         f"versions.jax: 0.0.1 → {jax.__version__}" in said and "processes: 2 → 1" in said and "so bits need not agree" in said
     )

@@ -207,13 +207,13 @@ def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -
 
 
 def _otherwise(run: Any, made: Any, step: int) -> list[str]:
-    """List the versions, devices and sizes of the mesh that differ from the run's at a step."""
+    """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
 
     starts = [start for start in run.starts if start.first < step] or run.starts[:1]
     if not starts or not made.starts:
         return []
-    names = ("versions", "devices")
+    names = ("versions", "devices", "cores")
     one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (starts[-1], made.starts[-1]))
     shared = one.keys() & two.keys()
     one, two = (

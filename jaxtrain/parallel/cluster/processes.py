@@ -158,6 +158,17 @@ def devices() -> str:
     return f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
 
 
+def cores() -> int:
+    """Return the number of cores on which XLA computes, 0 if its devices are no CPUs.
+
+    For one core it chooses other kernels for matrix products than for several (jax 0.10.2), and
+    their last bits differ.
+    """
+    if jax.default_backend() != "cpu":
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def digest_of_files() -> str:
     """Hash the Python files, as two installations of one version or commit may differ."""
     here = pathlib.Path(jaxtrain.__file__).resolve().parents[1]

@@ -105,7 +105,7 @@ def _examples(found: Any) -> str:
     order = sorted(range(len(found.rows)), key=lambda k: (-_finite(found.rows[k].grad_norm), k))
     for k in order:
         row = found.rows[k]
-        media = _media(row.shown)
+        media = _media(row.shown, row.id)
         shown = "".join(media) if sum(map(len, media)) <= left else "<span class='soft'>left out: the page is full</span>"
         left -= len(shown)
         text = f'<div class="text">{esc(row.shown.text[:TEXT])}{" …" if len(row.shown.text) > TEXT else ""}</div>'
@@ -125,14 +125,17 @@ def _finite(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
 
-def _media(shown: Any) -> list[str]:
+def _media(shown: Any, example: str) -> list[str]:
     parts = []
     for name, picture in shown.pictures.items():
         file = io.BytesIO()
         Image.fromarray(writers.pixels(np.asarray(picture)[None])[0]).save(file, "PNG")
-        parts.append(f'<img alt="{esc(name)}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">')
+        label, data = esc(f"{name} of {example}"), base64.b64encode(file.getvalue()).decode()
+        parts.append(f'<img alt="{label}" src="data:image/png;base64,{data}">')
     if shown.sound is not None:
-        parts.append(f'<br><audio controls preload="none" src="data:audio/wav;base64,{_wav(*shown.sound)}"></audio>')
+        label = esc(f"sound of {example}")
+        sound = _wav(*shown.sound)
+        parts.append(f'<br><audio controls aria-label="{label}" preload="none" src="data:audio/wav;base64,{sound}"></audio>')
     return parts
 
 
