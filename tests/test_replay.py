@@ -21,6 +21,7 @@ from jaxtrain import cli, specs
 from jaxtrain.commands import prove
 from jaxtrain.parallel.layout import make_mesh
 from jaxtrain.step import digest
+from loaders.io import machine
 from tests.support import processes
 from tests.support.pages import examples
 
@@ -192,7 +193,7 @@ def _of_array(run, step, name):
     return names
 
 
-def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(runs, capsys):
+def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(runs, capsys, monkeypatch):
     shutil.copytree(runs / "run", runs / "changed")
     shutil.rmtree(runs / "changed" / "checkpoints")
     path = runs / "changed" / "metrics.jsonl"
@@ -205,11 +206,13 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     text = (
         start.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.0.1"').replace('"processes": 1', '"processes": 2')
     )
-    start.write_text(re.sub(r'"cores": \d+', '"cores": 97', text))
+    start.write_text(re.sub(r'"cores": \d+', '"cores": 1', text))
+    monkeypatch.setattr(machine, "cores", lambda: 97)
     assert replay("changed", "--step", "6", "--no-page") == 1
     said = capsys.readouterr().out
     assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps, about" in said
-    assert "cores: 97 → " in said, "by which XLA chooses how it computes products"
+    options = json.loads((runs / "changed-replay-6" / "config.json").read_text())["compiler"]
+    assert "cores: 1 → 97" in said and options == {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     assert (
         f"versions.jax: 0.0.1 → {jax.__version__}" in said and "processes: 2 → 1" in said and "so bits need not agree" in said
     )

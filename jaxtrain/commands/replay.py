@@ -12,7 +12,7 @@ from it. Each is compared with the run's record of it: by its digest, if the run
 config.metrics.digest, and else by loss and gradient norm. The run is only read, so it may still
 train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
 another version of jax the bits need not agree: the replay says so, and how far apart the losses and
-the gradient norms are.
+the gradient norms are. With another number of CPU cores it is compiled as the run was.
 
 DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics
 of the steps around it, norms by parameter, and the largest activations. These are computed on one
@@ -206,19 +206,38 @@ def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -
     return f"no checkpoint before step {step} is kept; the replay begins at step 0 and makes {until} steps{cost}{nearest}"
 
 
+def _compiler(run: Any, step: int) -> dict[str, Any]:
+    """Return the compiler's options of the run that its number of CPU cores made others."""
+    from jaxtrain.compile import xla_options
+    from loaders.io import machine
+
+    start = _start(run, step)
+    cores = start.facts.get("cores") if start else 0
+    if not isinstance(cores, int) or cores < 1:
+        return {}
+    theirs, own = (xla_options.defaults("cpu", count=1, cores=n) for n in (cores, machine.cores()))
+    return {} if theirs == own else theirs
+
+
+def _start(run: Any, step: int) -> Any:
+    """Return the start of the run that made a step, or None."""
+    starts = [start for start in run.starts if start.first < step] or run.starts[:1]
+    return starts[-1] if starts else None
+
+
 def _otherwise(run: Any, made: Any, step: int) -> list[str]:
     """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
 
-    starts = [start for start in run.starts if start.first < step] or run.starts[:1]
-    if not starts or not made.starts:
+    start = _start(run, step)
+    if not start or not made.starts:
         return []
     names = ("versions", "devices", "cores")
-    one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (starts[-1], made.starts[-1]))
+    one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (start, made.starts[-1]))
     shared = one.keys() & two.keys()
     one, two = (
         {**{name: facts[name] for name in shared}, "mesh": r.config.get("mesh"), "processes": start.processes}
-        for facts, r, start in ((one, run, starts[-1]), (two, made, made.starts[-1]))
+        for facts, r, start in ((one, run, start), (two, made, made.starts[-1]))
     )
     changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
     return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
@@ -309,6 +328,7 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
     return dataclasses.replace(
         found,
         workdir=str(out),
+        compiler=_compiler(run, args.step) | found.compiler,
         train=dataclasses.replace(found.train, eval_every=0, patience=0),
         mesh=dataclasses.replace(found.mesh, data=data, fsdp=fsdp, model=model),
         checkpoint=dataclasses.replace(found.checkpoint, folder="", every=every, keep_every=stays, best=""),

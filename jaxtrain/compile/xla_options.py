@@ -75,6 +75,11 @@ TABLE = (
 )
 
 
+def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
+    """Return the table's options for ``count`` devices of a kind, in a process with ``cores``."""
+    return {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores}
+
+
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
     """Return a step's options for ``count`` devices of a kind: the table's, with ``own`` over them.
 
@@ -90,8 +95,7 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
     """
     platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
     elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
-    cores = machine.cores()
-    table = {o.name: o.value for o in TABLE if (count > 1 or o.alone) and kind.startswith(o.kinds) and cores >= o.cores}
+    table = defaults(kind, count=count, cores=machine.cores())
     wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
     if others := own.keys() - wanted.keys():
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))

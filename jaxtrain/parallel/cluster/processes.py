@@ -161,12 +161,10 @@ def devices() -> str:
 def cores() -> int:
     """Return the number of cores on which XLA computes, 0 if its devices are no CPUs.
 
-    For one core it chooses other kernels for matrix products than for several (jax 0.10.2), and
-    their last bits differ.
+    `jaxtrain.compile.xla_options` chooses the kernels of matrix products by it, and their last bits
+    differ.
     """
-    if jax.default_backend() != "cpu":
-        return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return machine.cores() if jax.default_backend() == "cpu" else 0
 
 
 def digest_of_files() -> str:
