@@ -1,6 +1,6 @@
 """The front end of an encoder: which spectrogram a waveform becomes.
 
-Kaldi's log-mel filter bank (rust/core/src/fbank.rs, and on the device
+Kaldi's log-mel filter bank (rust/core/src/fbank/mod.rs, and on the device
 `jaxtrain.workloads.bird.log_mel`), at any rate, with any windows and
 bands. An encoder reads the spectrograms that it was trained on and no others: its run's config says
 which.

@@ -288,7 +288,7 @@ def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
 
 
 def mel_bands() -> np.ndarray:
-    """Return the weights of Kaldi's mel bands, float64 [128, 513], as in rust/core/src/fbank.rs."""
+    """Return the weights of Kaldi's mel bands, float64 [128, 513], as in rust/core/src/fbank."""
 
     def mel(hz: Any) -> Any:
         return 1127.0 * np.log1p(hz / 700.0)

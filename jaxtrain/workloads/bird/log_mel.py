@@ -1,6 +1,6 @@
 """The spectrogram of a waveform on the device, inside the step.
 
-The numbers are the loader's (rust/core/src/fbank.rs).
+The numbers are the loader's (rust/core/src/fbank/mod.rs).
 
 Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by
 default 800 samples every 320 at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i]

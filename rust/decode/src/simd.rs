@@ -16,9 +16,13 @@
 #[allow(clippy::missing_safety_doc)] // the trait's section holds for each method
 pub trait Lanes: Copy {
     const N: usize;
+    /// Whether `mul_add` rounds once.
+    const FUSED: bool;
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn store(self, p: *mut f32);
+    /// The four values from `p` + i `stride` on in lane i of each: every lane's pointer must be valid for 4 values.
+    unsafe fn fours(p: *const f32, stride: usize) -> [Self; 4];
     unsafe fn add(self, b: Self) -> Self;
     unsafe fn sub(self, b: Self) -> Self;
     unsafe fn mul(self, b: Self) -> Self;
@@ -47,6 +51,7 @@ macro_rules! lanes {
 
 impl Lanes for Portable {
     const N: usize = 8;
+    const FUSED: bool = false;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -63,6 +68,18 @@ impl Lanes for Portable {
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: as for load.
         unsafe { p.cast::<[f32; 8]>().write_unaligned(self.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn fours(p: *const f32, stride: usize) -> [Self; 4] {
+        let mut fours = [Self([0.0; 8]); 4];
+        for i in 0..8 {
+            for (k, four) in fours.iter_mut().enumerate() {
+                // SAFETY: the caller's pointers are valid for 4 values.
+                four.0[i] = unsafe { *p.add(i * stride + k) };
+            }
+        }
+        fours
     }
 
     #[inline(always)]
@@ -110,6 +127,7 @@ mod x86 {
     // SAFETY, all methods: the trait's contract (AVX2 and FMA present, pointers valid for 8 values).
     impl Lanes for Avx2 {
         const N: usize = 8;
+        const FUSED: bool = true;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -124,6 +142,27 @@ mod x86 {
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             unsafe { _mm256_storeu_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn fours(p: *const f32, stride: usize) -> [Self; 4] {
+            unsafe {
+                // Of lanes i and i + 4.
+                let mut rows = [_mm256_setzero_ps(); 4];
+                for (i, row) in rows.iter_mut().enumerate() {
+                    let at = p.add(i * stride);
+                    let low = _mm256_castps128_ps256(_mm_loadu_ps(at));
+                    *row = _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(at.add(4 * stride)));
+                }
+                let (ab, ab_high) = (_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[0], rows[1]));
+                let (cd, cd_high) = (_mm256_unpacklo_ps(rows[2], rows[3]), _mm256_unpackhi_ps(rows[2], rows[3]));
+                [
+                    Self(_mm256_shuffle_ps::<0x44>(ab, cd)),
+                    Self(_mm256_shuffle_ps::<0xee>(ab, cd)),
+                    Self(_mm256_shuffle_ps::<0x44>(ab_high, cd_high)),
+                    Self(_mm256_shuffle_ps::<0xee>(ab_high, cd_high)),
+                ]
+            }
         }
 
         #[inline(always)]
@@ -168,6 +207,7 @@ mod x86 {
     // SAFETY, all methods: the trait's contract (AVX-512F present, pointers valid for 16 values).
     impl Lanes for Avx512 {
         const N: usize = 16;
+        const FUSED: bool = true;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -182,6 +222,29 @@ mod x86 {
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             unsafe { _mm512_storeu_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn fours(p: *const f32, stride: usize) -> [Self; 4] {
+            unsafe {
+                // Of lanes i, i + 4, i + 8 and i + 12.
+                let mut rows = [_mm512_setzero_ps(); 4];
+                for (i, row) in rows.iter_mut().enumerate() {
+                    let at = p.add(i * stride);
+                    let lanes = _mm512_castps128_ps512(_mm_loadu_ps(at));
+                    let lanes = _mm512_insertf32x4::<1>(lanes, _mm_loadu_ps(at.add(4 * stride)));
+                    let lanes = _mm512_insertf32x4::<2>(lanes, _mm_loadu_ps(at.add(8 * stride)));
+                    *row = _mm512_insertf32x4::<3>(lanes, _mm_loadu_ps(at.add(12 * stride)));
+                }
+                let (ab, ab_high) = (_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+                let (cd, cd_high) = (_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+                [
+                    Self(_mm512_shuffle_ps::<0x44>(ab, cd)),
+                    Self(_mm512_shuffle_ps::<0xee>(ab, cd)),
+                    Self(_mm512_shuffle_ps::<0x44>(ab_high, cd_high)),
+                    Self(_mm512_shuffle_ps::<0xee>(ab_high, cd_high)),
+                ]
+            }
         }
 
         #[inline(always)]

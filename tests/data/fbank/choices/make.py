@@ -4,7 +4,7 @@ torchaudio 2.11.0 (CPU).
 Each file has `waveform`, int16 [n], `front_end`, fields of `loaders.audio.front_end.FrontEnd` as
 JSON, and `reference`, float32 [frames, mels]. The reference is torchaudio.compliance.kaldi.fbank,
 computed in float64. Its float32 numbers differ from it by at most 1.7e-4, and by 4.4e-6 in the
-mean. The formula of rust/core/src/fbank.rs in float64 differs by at most 2.6e-4. No band begins
+mean. The formula of rust/core/src/fbank/mod.rs in float64 differs by at most 2.6e-4. No band begins
 exactly at a bin, because torchaudio's float32 weights would then decide whether the bin counts.
 """
 
