@@ -122,6 +122,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             # 4. Rewind before a save: a bad state never reaches the disk.
             if metrics_logger.streak.broken:
                 state = checkpoints.rewind(state, step, metrics_logger.streak)
+                metrics_logger.rewound(batch, state)
             # 5. Save, then evaluate: a kill between the two costs one evaluation.
             if now.save and now.resumable:
                 metrics_logger.saved(step, checkpoints.save(step, state))

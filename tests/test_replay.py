@@ -152,6 +152,7 @@ make_loader = Spiky
     ]
     assert cli.main([*command, "--config.guard.patience=3", "--config.guard.rewinds=1", "--config.guard.settle=5"]) == 0
     assert "the state is again that of step 8" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", "spiky", "--step", "12"]) == 0, "saved after the rewind"
     shutil.rmtree(runs / "spiky" / "checkpoints")
     assert replay("spiky", "--step", "3", "--until", "20") == 0
     said = capsys.readouterr()
@@ -364,6 +365,7 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "6", "--mesh", "2,2"], "'2,2'; expected three numbers of devices"),
         (["replay", "nothing", "--step", "5"], "nothing"),
         (["diff", "run", "nothing"], "nothing"),
+        (["prove", "--minutes", "nan"], "'nan'; expected a number of minutes, at least 0"),
         (["replay", "gs://bucket/run", "--step", "5"], "gs://bucket/run is an address; copy the run's workdir into a folder"),
     ],
 )

@@ -5,16 +5,17 @@
     jaxtrain prove --minutes 10                     the demo, --config=xcm
     jaxtrain prove --config=folder:index            a run of yours
 
-One run is undisturbed. Then, until the time is over, a run with the same config gets a SIGKILL at
-up to K random instants, and each time it is started again by the same command. A run that has ended
-before its SIGKILL is not counted. The digest of the whole state must be the same after each step
-that both recorded, and in the last checkpoint. On GPUs this needs
-XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+One run is undisturbed. Then, until the time is over, a run with the same config gets up to K
+SIGKILLs, the first at any instant, the others after random steps. Each time it is started again by
+the same command. A run that has ended before its SIGKILL is not counted. The digest of the whole
+state must be the same after each step that both recorded, and in the last checkpoint. On GPUs this
+needs XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
 Ends with 0 if every run was the same to the last bit, else with 1.
 """
 
 import argparse
+import math
 import pathlib
 import random
 import shutil
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     usage = "jaxtrain prove [--config=FILE[:ARGUMENT] …] [--minutes M] [--steps N] [--kills K] [--out DIR]"
     parser = arguments.Parser("jaxtrain prove", __doc__, usage=usage)
-    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="after which no run begins; default: 10")
+    parser.add_argument("--minutes", type=_minutes, default=10, metavar="M", help="after which no run begins; default: 10")
     parser.add_argument("--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60")
     parser.add_argument("--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3")
     parser.add_argument(
@@ -47,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _prove(config_arguments, args, pathlib.Path(args.out))
     with tempfile.TemporaryDirectory(prefix="jaxtrain-prove-") as folder:
         return _prove(config_arguments, args, pathlib.Path(folder))
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of minutes, at least 0")
+    return value
 
 
 def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
@@ -78,7 +89,8 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
         while (first := _killed(command, again, rng.uniform(0, seconds))) is None:
             shutil.rmtree(again)
             seconds /= 2
-        tried = [first, *(_killed(command, again, rng.uniform(0, seconds)) for _ in range(args.kills - 1))]
+        reached = sorted(rng.choices(range(args.steps), k=args.kills - 1))
+        tried = [first, *(_killed(command, again, rng.uniform(0, seconds / args.steps), after=step) for step in reached)]
         after = [step for step in tried if step is not None]
         _train(command, again)
         same, line = _compared(whole, again)
@@ -97,12 +109,15 @@ def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
         raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
 
 
-def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> int | None:
-    """Start a run, and kill it soon. Return its last recorded step, None if it ended before."""
-    from jaxtrain.telemetry.report import run as run_lib
+def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float, *, after: int = 0) -> int | None:
+    """Start a run, and kill it ``seconds`` after it has recorded a step.
 
+    Return its last recorded step, None if it ended before.
+    """
     process = subprocess.Popen([*command, f"--config.workdir={workdir}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        while process.poll() is None and _step(workdir) < after:
+            time.sleep(0.05)
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
@@ -111,6 +126,12 @@ def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float) -> in
         process.wait()
     if process.returncode != -signal.SIGKILL:
         return None
+    return _step(workdir)
+
+
+def _step(workdir: pathlib.Path) -> int:
+    from jaxtrain.telemetry.report import run as run_lib
+
     return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
 
 

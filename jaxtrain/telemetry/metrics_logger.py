@@ -147,6 +147,11 @@ class MetricsLogger:
         of_state = parts[[not name.startswith(f"{digest.BATCH}/") for name in self._digested]]
         return dict(zip(DIGEST, map(int, of_state.sum(0, dtype=digest.WORD)), strict=True))
 
+    def rewound(self, item: Item, state: TrainState) -> None:
+        """Write the digests of the arrays again: those that a checkpoint after this step has."""
+        if self._digest and self._is_recorded(item.step):
+            self._read_digest(item.step, jax.device_get(self._digest(dict(item.arrays), saved_parts(state))))
+
     def _is_recorded(self, step: int) -> bool:
         return step % self._config.metrics.every == 0 or step == self._config.train.steps
 
