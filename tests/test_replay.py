@@ -168,10 +168,8 @@ def test_a_replay_on_another_mesh_says_so_and_how_far_apart_they_are(runs, capsy
 
 
 def test_a_replayed_step_is_the_runs_own_and_the_checkpoint_has_its_digest(runs, capsys):
-    before = {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")}
     assert replay("run", "--step", "10", "--until", "12", "--no-page") == 0
     assert "identical to step 12: 2 recorded steps have the same digest" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in (runs / "run").rglob("*")} == before, "the run is only read"
     lines = [json.loads(line) for line in (runs / "run-replay-10" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "train"] == [9, 10, 11, 12]
     last = next(line for line in lines if line["step"] == 12 and line["split"] == "train")
@@ -231,6 +229,11 @@ def test_a_replay_imports_no_module_that_a_foreign_config_names(runs, capsys):
         path.write_text(json.dumps({**config, "workload": "jaxtrain.workloads.language", **change}))
         assert cli.main(["replay", "foreign", "--step", "6"]) == 2
         assert "which is imported only if you trust its code" in capsys.readouterr().err
+    path.write_text("{")
+    assert replay("foreign", "--step", "6") == 2
+    assert "foreign/config.json is missing or cannot be read; put it back" in capsys.readouterr().err
+    assert cli.main(["diff", "foreign", "run"]) == 0
+    assert "foreign: config.json is missing or cannot be read, so no field is compared" in capsys.readouterr().out
 
 
 def test_a_run_that_still_trains_is_replayed_and_nothing_in_its_workdir_changes(runs, capsys):
@@ -355,6 +358,10 @@ def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):
         (["replay", "run", "--step", "5"], "has a record every 2 steps, and none from step 5 to 5; add --until"),
         (["replay", "run", "--step", "0"], "'0'; it must be an integer of at least 1"),
         (["replay", "run", "--step", "6", "--out", "other", *MINE], "other exists; remove it, or choose another --out"),
+        (
+            ["replay", "run", "--step", "6", "--out", "run/x", *MINE],
+            "run/x is inside the run, which is only read; choose an --out",
+        ),
         (["replay", "run", "--step", "6", "--out", "x"], "the run's workload is 'my_workload', which is imported only if you"),
         (
             ["replay", "run", "--step", "6", "--without", "row:32", "--out", "x", *MINE],

@@ -45,7 +45,10 @@ def _settings(a: Any, b: Any) -> list[str]:
     changes += [
         ("start", *one) for one in saved_steps.changes(*facts) if one[0].partition(".")[0] not in ("source", "overrides")
     ]
-    return [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
+    unread = [
+        f"{run.name}: config.json is missing or cannot be read, so no field is compared" for run in (a, b) if not run.config
+    ]
+    return unread + [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
 
 
 def _arrays(a: Any, b: Any) -> list[str]:

@@ -145,6 +145,8 @@ def _begin(args: argparse.Namespace, run: Any, out: pathlib.Path, until: int) ->
 
     if out.exists():
         raise RunError(f"{out} exists; remove it, or choose another --out")
+    if out.resolve().is_relative_to(run.path.resolve()):
+        raise RunError(f"{out} is inside the run, which is only read; choose an --out outside of {run.path}")
     saved = _kept(run)
     for begin in sorted((step for step in saved if step < args.step), reverse=True):
         if _link(saved[begin], out):
@@ -309,6 +311,10 @@ def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
     from jaxtrain.arrays import run_workload
     from jaxtrain.telemetry.report.run import RunError
 
+    if not run.config:
+        raise RunError(
+            f"{run.path}/config.json is missing or cannot be read; put it back, since a replay needs the run's config"
+        )
     workload = args.workload
     if not run_workload.of_run(run.config, workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
