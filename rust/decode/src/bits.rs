@@ -28,18 +28,9 @@ impl<'a> Msb<'a> {
         let at = self.bit >> 3;
         let word = match self.data.get(at..).and_then(<[u8]>::first_chunk) {
             Some(word) => u64::from_be_bytes(*word),
-            None => self.last_bytes(at),
+            None => last_bytes(self.data, at),
         };
         word << (self.bit & 7)
-    }
-
-    #[cold]
-    fn last_bytes(&self, at: usize) -> u64 {
-        let mut word = [0; 8];
-        if let Some(rest) = self.data.get(at..) {
-            word[..rest.len()].copy_from_slice(rest);
-        }
-        u64::from_be_bytes(word)
     }
 
     #[inline(always)]
@@ -105,6 +96,64 @@ impl<'a> Msb<'a> {
     pub fn overrun(&self) -> bool {
         self.bytes() > self.data.len()
     }
+}
+
+/// Bits from a register that is filled before it is empty, most significant first: quicker than [`Msb`] for many short
+/// codes, since a load does not wait for the length of the code before. Past the end it reads zeros.
+#[derive(Clone, Copy)]
+pub(super) struct Register<'a> {
+    data: &'a [u8],
+    /// The next byte to load.
+    at: usize,
+    /// The next bits, left-aligned.
+    pub bits: u64,
+    /// How many of them are valid.
+    valid: u32,
+}
+
+impl<'a> Register<'a> {
+    /// Valid bits after `fill`.
+    pub const FULL: u32 = 56;
+
+    pub fn at(data: &'a [u8], bit: usize) -> Self {
+        let mut register = Self { data, at: bit >> 3, bits: 0, valid: 0 };
+        register.fill();
+        register.skip((bit & 7) as u32);
+        register
+    }
+
+    #[inline(always)]
+    pub fn fill(&mut self) {
+        let word = match self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
+            Some(word) => u64::from_be_bytes(*word),
+            None => last_bytes(self.data, self.at),
+        };
+        // What lies beyond the valid bits is the same as what is added here.
+        self.bits |= word >> self.valid;
+        self.at += ((63 - self.valid) >> 3) as usize;
+        self.valid |= Self::FULL;
+    }
+
+    /// At most as many bits as are valid, and fewer than 64.
+    #[inline(always)]
+    pub fn skip(&mut self, n: u32) {
+        self.bits <<= n & 63;
+        self.valid = self.valid.wrapping_sub(n);
+    }
+
+    /// Bits read so far.
+    pub fn position(&self) -> usize {
+        8 * self.at - self.valid as usize
+    }
+}
+
+#[cold]
+fn last_bytes(data: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    if let Some(rest) = data.get(at..) {
+        word[..rest.len()].copy_from_slice(rest);
+    }
+    u64::from_be_bytes(word)
 }
 
 /// The zigzag code: 0, 1, 2, 3, 4 .. to 0, -1, 1, -2, 2 ..
@@ -328,6 +377,21 @@ mod tests {
         assert!(!bits.overrun());
         assert_eq!(bits.unary(), None);
         assert_eq!(Msb::new(&[]).rice(3), None);
+    }
+
+    #[test]
+    fn a_register_reads_what_single_reads_do() {
+        let data: Vec<u8> = (0..40u32).map(|i| (i * 37 + 11) as u8).collect();
+        for first in [0, 3, 8, 21] {
+            let (mut register, mut single) = (Register::at(&data, first), Msb::at(&data, first));
+            // Up to beyond the end, where both read zeros.
+            for n in [1, 7, 19, 28, 3, 0, 13].into_iter().cycle().take(40) {
+                register.fill();
+                assert_eq!((register.bits >> 1 >> (63 - n)) as u32, single.read(n), "{n}");
+                register.skip(n);
+                assert_eq!(register.position(), single.position());
+            }
+        }
     }
 
     #[test]

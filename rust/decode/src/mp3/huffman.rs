@@ -2,13 +2,13 @@
 
 use std::sync::OnceLock;
 
-use super::super::bits::Msb;
+use super::super::bits::Register;
 use super::header::Header;
 use super::side::{Bands, Granule, LINES};
 use super::tables as facts;
 
 /// Bits that the first look-up of a Huffman code covers.
-const FIRST: u32 = 8;
+const FIRST: u32 = 9;
 /// The largest quantised value: 15 and 13 further bits.
 const LARGEST: usize = 15 + (1 << 13) - 1;
 
@@ -16,15 +16,21 @@ const LARGEST: usize = 15 + (1 << 13) - 1;
 struct Tables {
     /// x^(4/3)
     powers: [f32; LARGEST + 1],
-    /// Look-up tables of all Huffman codes: a leaf's code length << 8 | its values, or `LINK` | bits of a further
-    /// look-up << 16 | where its table begins.
+    /// Look-up tables of all Huffman codes. A leaf: whether x is not 0 << 24 | bits of code and signs << 16 | of the code
+    /// << 8 | x << 4 | y, and `ESCAPE` if more bits follow. Or `LINK` | bits of a further look-up << 16 | where its table
+    /// begins.
     nodes: Vec<u32>,
     /// Where a table of pairs begins in `nodes`; None where every value is 0.
     pairs: [Option<u32>; 32],
+    /// Bits of code and signs << 8 | of the code << 4 | which of the four values are not 0.
     quads: [[u16; 64]; 2],
+    /// The four values by which of them are not 0 << 4 | the next four bits.
+    fours: [[f32; 4]; 256],
 }
 
 const LINK: u32 = 1 << 31;
+/// A value of 15 in a table of which it stands for larger ones.
+const ESCAPE: u32 = 1 << 30;
 
 fn tables() -> &'static Tables {
     static TABLES: OnceLock<Box<Tables>> = OnceLock::new();
@@ -49,7 +55,7 @@ fn tables() -> &'static Tables {
             (24, &facts::PAIRS_24),
         ];
         for (table, leaves) in trees {
-            pairs[table] = Some(grow(&mut nodes, leaves));
+            pairs[table] = Some(grow(&mut nodes, leaves, facts::LINBITS[table] > 0));
         }
         for table in 17..32 {
             pairs[table] = pairs[if table < 24 { 16 } else { 24 }];
@@ -58,18 +64,38 @@ fn tables() -> &'static Tables {
             let mut table = [0; 64];
             let mut at = 0;
             for leaf in leaves {
-                let span = 64 >> (leaf >> 8);
-                table[at..at + span].fill(*leaf);
+                let (length, set) = (leaf >> 8, leaf & 15);
+                let span = 64 >> length;
+                table[at..at + span].fill((length + set.count_ones() as u16) << 8 | length << 4 | set);
                 at += span;
             }
             table
         });
-        Box::new(Tables { powers: std::array::from_fn(|x| (x as f64).powf(4.0 / 3.0) as f32), nodes, pairs, quads })
+        let fours = std::array::from_fn(|i| {
+            let mut next = 3;
+            std::array::from_fn(|k| {
+                if i >> 4 >> (3 - k) & 1 == 0 {
+                    return 0.0;
+                }
+                next -= 1;
+                [1.0, -1.0][i >> (next + 1) & 1]
+            })
+        });
+        let powers = std::array::from_fn(|x| (x as f64).powf(4.0 / 3.0) as f32);
+        Box::new(Tables { powers, nodes, pairs, quads, fours })
     })
 }
 
-/// Appends the look-up tables of a code to `nodes`, and returns where they begin.
-fn grow(nodes: &mut Vec<u32>, leaves: &[u16]) -> u32 {
+/// A leaf of `nodes`, from a length << 8 | x << 4 | y.
+fn leaf(code: u16, larger: bool) -> u32 {
+    let (length, x, y) = (u32::from(code >> 8), code >> 4 & 15, code & 15);
+    let escape = if larger && (x == 15 || y == 15) { ESCAPE } else { 0 };
+    let set = [x, y].map(|value| u32::from(value != 0));
+    escape | set[0] << 24 | (length + set[0] + set[1]) << 16 | u32::from(code)
+}
+
+/// Appends the look-up tables of a code to `nodes`, and returns where they begin. `larger`: 15 stands for larger values.
+fn grow(nodes: &mut Vec<u32>, leaves: &[u16], larger: bool) -> u32 {
     let root = nodes.len();
     nodes.resize(root + (1 << FIRST), 0);
     // The next leaf's code, left-aligned in 32 bits.
@@ -79,7 +105,7 @@ fn grow(nodes: &mut Vec<u32>, leaves: &[u16]) -> u32 {
         let length = u32::from(leaves[i] >> 8);
         let at = root + (code >> (32 - FIRST)) as usize;
         if length <= FIRST {
-            nodes[at..at + (1 << (FIRST - length))].fill(u32::from(leaves[i]));
+            nodes[at..at + (1 << (FIRST - length))].fill(leaf(leaves[i], larger));
             code += 1 << (32 - length);
             i += 1;
             continue;
@@ -94,9 +120,9 @@ fn grow(nodes: &mut Vec<u32>, leaves: &[u16]) -> u32 {
             n += 1;
         }
         nodes[at] = LINK | (longest - FIRST) << 16 | nodes.len() as u32;
-        for leaf in &leaves[i..n] {
-            let span = 1 << (longest - u32::from(leaf >> 8));
-            nodes.resize(nodes.len() + span, u32::from(*leaf));
+        for code in &leaves[i..n] {
+            let span = 1 << (longest - u32::from(code >> 8));
+            nodes.resize(nodes.len() + span, leaf(*code, larger));
         }
         (i, code) = (n, end);
     }
@@ -115,7 +141,7 @@ fn quarter_power(x: i32) -> f32 {
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn spectrum(
-    bits: &mut Msb,
+    bits: &mut Register,
     end: usize,
     granule: &Granule,
     header: Header,
@@ -154,7 +180,7 @@ pub(super) fn spectrum(
         let run = &mut lines[line..run_end];
         match tables.pairs[table] {
             None => run.fill(0.0),
-            Some(root) => pairs(bits, tables, root as usize, facts::LINBITS[table], of_band, run),
+            Some(root) => *bits = pairs(*bits, tables, root as usize, facts::LINBITS[table], of_band, run),
         }
         line = run_end;
         // Damaged: the codes reach beyond the channel.
@@ -164,25 +190,28 @@ pub(super) fn spectrum(
     }
     let quads = &tables.quads[granule.quads];
     while line + 4 <= LINES && bits.position() < end {
-        let mut window = bits.window();
-        let leaf = quads[(window >> 58) as usize];
-        let length = u32::from(leaf >> 8);
-        let n = length + (leaf & 15).count_ones();
-        if bits.position() + n as usize > end {
+        bits.fill();
+        let leaf = quads[(bits.bits >> 58) as usize];
+        let total = u32::from(leaf >> 8);
+        if bits.position() + total as usize > end {
             break;
         }
-        bits.skip(n);
-        window <<= length;
-        for i in 0..4 {
-            while line + i >= band_end && b < bands.n {
-                band_end = bands.ends[b].1.min(LINES);
-                of_band = factor(b);
-                b += 1;
+        let signs = bits.bits << (leaf >> 4 & 15) >> 60;
+        bits.skip(total);
+        let four = &tables.fours[(usize::from(leaf & 15) << 4 | signs as usize) & 255];
+        if line + 4 <= band_end || b == bands.n {
+            for (to, x) in lines[line..line + 4].iter_mut().zip(four) {
+                *to = of_band * x;
             }
-            let set = u32::from(leaf >> (3 - i) & 1);
-            let sign = ((window >> 63) as u32 & set) << 31;
-            lines[line + i] = f32::from_bits((of_band.to_bits() * set) | sign);
-            window <<= set;
+        } else {
+            for (i, x) in four.iter().enumerate() {
+                while line + i >= band_end && b < bands.n {
+                    band_end = bands.ends[b].1.min(LINES);
+                    of_band = factor(b);
+                    b += 1;
+                }
+                lines[line + i] = of_band * x;
+            }
         }
         line += 4;
     }
@@ -192,57 +221,72 @@ pub(super) fn spectrum(
 
 /// Decodes pairs of values, times `factor`, into `run`.
 #[inline(always)]
-fn pairs(bits: &mut Msb, tables: &Tables, root: usize, linbits: u8, factor: f32, run: &mut [f32]) {
-    let nodes = &tables.nodes[..];
-    let lookup = |window: u64| {
-        let node = nodes[root + (window >> (64 - FIRST)) as usize];
-        if node & LINK == 0 {
-            return node;
-        }
-        nodes[(node & 0xffff) as usize + (window << FIRST >> (64 - (node >> 16 & 0xff))) as usize]
-    };
-    if linbits == 0 {
-        // Two pairs fit in one window: codes of up to 19 bits and two signs each.
-        let mut fours = run.chunks_mut(4);
-        for four in &mut fours {
-            let mut window = bits.window();
-            let mut used = 0;
-            for pair in four.chunks_exact_mut(2) {
-                let leaf = lookup(window);
-                let (length, x, y) = (leaf >> 8, leaf >> 4 & 15, leaf & 15);
-                window <<= length;
-                let x_set = u32::from(x != 0);
-                let x_sign = ((window >> 63) as u32 & x_set) << 31;
-                window <<= x_set;
-                let y_set = u32::from(y != 0);
-                let y_sign = ((window >> 63) as u32 & y_set) << 31;
-                window <<= y_set;
-                used += length + x_set + y_set;
-                pair[0] = f32::from_bits((tables.powers[x as usize] * factor).to_bits() | x_sign);
-                pair[1] = f32::from_bits((tables.powers[y as usize] * factor).to_bits() | y_sign);
-            }
-            bits.skip(used);
-        }
-        return;
+fn pairs<'a>(
+    mut bits: Register<'a>,
+    tables: &Tables,
+    root: usize,
+    linbits: u8,
+    factor: f32,
+    run: &mut [f32],
+) -> Register<'a> {
+    const { assert!(2 * (19 + 2) <= Register::FULL && 17 + 2 * (13 + 1) <= Register::FULL) };
+    let first: &[u32; 1 << FIRST] = tables.nodes[root..].first_chunk().expect("grow appends as many");
+    let mut values = [0.0; 16];
+    for (value, power) in values.iter_mut().zip(&tables.powers) {
+        *value = power * factor;
     }
-    for pair in run.chunks_exact_mut(2) {
-        let mut window = bits.window();
-        let leaf = lookup(window);
-        let mut used = leaf >> 8;
-        window <<= used;
-        for (to, value) in pair.iter_mut().zip([leaf >> 4 & 15, leaf & 15]) {
-            let mut value = value;
-            if value == 15 {
-                value += (window >> (64 - linbits)) as u32;
-                window <<= linbits;
-                used += u32::from(linbits);
+    for four in run.chunks_mut(4) {
+        bits.fill();
+        for pair in four.chunks_exact_mut(2) {
+            let mut node = first[(bits.bits >> (64 - FIRST)) as usize];
+            if node & LINK != 0 {
+                let further = bits.bits << FIRST >> (64 - (node >> 16 & 0xff));
+                node = tables.nodes[(node & 0xffff) as usize + further as usize];
             }
-            let set = u32::from(value != 0);
-            let sign = ((window >> 63) as u32 & set) << 31;
-            window <<= set;
-            used += set;
-            *to = f32::from_bits((tables.powers[value as usize] * factor).to_bits() | sign);
+            if node & ESCAPE != 0 {
+                bits = large(bits, tables, node, linbits, factor, pair);
+                continue;
+            }
+            let x_sign = bits.bits << (node >> 8 & 31);
+            let y_sign = x_sign << (node >> 24 & 1);
+            bits.skip(node >> 16 & 63);
+            pair[0] = signed(values[(node >> 4 & 15) as usize], x_sign);
+            pair[1] = signed(values[(node & 15) as usize], y_sign);
         }
-        bits.skip(used);
     }
+    bits
+}
+
+/// `value` with the first bit of `bits` as its sign. A 0 has no such bit, and may become -0, as which it adds nothing.
+#[inline(always)]
+fn signed(value: f32, bits: u64) -> f32 {
+    f32::from_bits(value.to_bits() ^ ((bits >> 32) as u32 & 1 << 31))
+}
+
+/// A pair of which one value at least is 15 and `linbits` further bits.
+#[inline(always)]
+fn large<'a>(
+    mut bits: Register<'a>,
+    tables: &Tables,
+    node: u32,
+    linbits: u8,
+    factor: f32,
+    pair: &mut [f32],
+) -> Register<'a> {
+    bits.fill();
+    bits.skip(node >> 8 & 31);
+    for (to, value) in pair.iter_mut().zip([node >> 4 & 15, node & 15]) {
+        let mut value = value;
+        if value == 15 {
+            value += (bits.bits >> (64 - linbits)) as u32;
+            bits.skip(u32::from(linbits));
+        }
+        *to = 0.0;
+        if value != 0 {
+            *to = signed(tables.powers[value as usize] * factor, bits.bits);
+            bits.skip(1);
+        }
+    }
+    bits.fill();
+    bits
 }

@@ -198,13 +198,24 @@ impl Hybrid {
 fn transform_rows(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
     #[cfg(target_arch = "x86_64")]
     if simd::avx2() {
-        // SAFETY: the instruction set was just checked.
-        unsafe { transform_avx2(work, matrix, subbands) };
+        // SAFETY: the instruction set was just checked. Each lane rounds the same in both.
+        unsafe {
+            match simd::avx512() {
+                true => transform_avx512(work, matrix, subbands),
+                false => transform_avx2(work, matrix, subbands),
+            }
+        }
         return;
     }
     let _ = simd::avx2;
     // SAFETY: portable lanes need nothing of the machine.
     unsafe { transform_lanes::<Portable>(work, matrix, subbands) };
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f")]
+unsafe fn transform_avx512(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
+    unsafe { transform_lanes::<simd::Avx512>(work, matrix, subbands) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -246,13 +257,24 @@ unsafe fn transform_lanes<V: Lanes>(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2
 fn synthesise(work: &mut Hybrid, tables: &Tables) {
     #[cfg(target_arch = "x86_64")]
     if simd::avx2() {
-        // SAFETY: the instruction set was just checked.
-        unsafe { synthesise_avx2(work, tables) };
+        // SAFETY: the instruction set was just checked. Each lane rounds the same in both.
+        unsafe {
+            match simd::avx512() {
+                true => synthesise_avx512(work, tables),
+                false => synthesise_avx2(work, tables),
+            }
+        }
         return;
     }
     let _ = simd::avx2;
     // SAFETY: portable lanes need nothing of the machine.
     unsafe { synthesise_lanes::<Portable>(work, tables) };
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f")]
+unsafe fn synthesise_avx512(work: &mut Hybrid, tables: &Tables) {
+    unsafe { synthesise_lanes::<simd::Avx512>(work, tables) }
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -6,7 +6,7 @@
 
 use std::f64::consts::PI;
 
-use super::super::bits::Msb;
+use super::super::bits::{Msb, Register};
 use super::header::Header;
 use super::huffman;
 use super::hybrid::Hybrid;
@@ -123,6 +123,7 @@ impl Layer3 {
             if !(only_middle && c == 1) {
                 let gain = if only_middle { -2 } else { 0 };
                 let scale = &self.scale[c];
+                let mut bits = Register::at(&self.main, bits.position());
                 self.used[c] =
                     huffman::spectrum(&mut bits, end, channel, header, gain, emphasis, scale, &mut self.lines[c]);
             }
