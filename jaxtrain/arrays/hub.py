@@ -35,7 +35,7 @@ def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> s
 
         api = huggingface_hub.HfApi(library_name="jaxtrain")
     # The exported files alone. The client sends large ones first, and none that the Hub has.
-    names = [line.partition("  ")[2] for line in files.lines(files.read_text(place / SUMS, most=files.MOST_JSON))]
+    names = [line.partition("  ")[2] for line in files.lines(files.read_text(place / SUMS, most=files.MAX_JSON))]
     try:
         made = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
         whole = getattr(made, "repo_id", None) or name

@@ -37,7 +37,7 @@ class Source(NamedTuple):
         digest = ""
         if self.path.is_dir() and (self.path / self.manifest).exists():
             try:
-                content = files.read(stored.inside(self.path, self.manifest), most=files.MOST_JSON)
+                content = files.read(stored.inside(self.path, self.manifest), most=files.MAX_JSON)
             except files.FileError as error:
                 raise StoredError(str(error)) from error
             digest = hashlib.sha256(content).hexdigest()[:16]
@@ -129,7 +129,7 @@ class Source(NamedTuple):
             raise checksums.NoManifest(f"{self.path} has no {SUMS}")
         bad = []
         try:
-            lines = files.lines(files.read_text(stored.inside(self.path, SUMS), most=files.MOST_JSON))
+            lines = files.lines(files.read_text(stored.inside(self.path, SUMS), most=files.MAX_JSON))
         except (files.FileError, StoredError) as error:
             return [str(error)]
         for line in lines:

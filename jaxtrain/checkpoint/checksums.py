@@ -77,7 +77,7 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     if not (folder / NAME).exists():
         raise NoManifest(f"{folder} has no {NAME}")
     try:
-        raw = files.read(_inside(folder, NAME), most=files.MOST_JSON)
+        raw = files.read(_inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
         intact = _encode(listed) == raw and all(_is_entry(*entry) for entry in listed.items())
     except files.FileError as error:

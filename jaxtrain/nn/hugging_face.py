@@ -134,7 +134,7 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
 def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
     """Read the existing files of a folder, by name. Raises FileError."""
     there = [name for name in names if (folder / name).is_file()]
-    return {name: files.read(files.inside(folder, name), most=files.MOST_JSON) for name in there}
+    return {name: files.read(files.inside(folder, name), most=files.MAX_JSON) for name in there}
 
 
 def terms_files(folder: pathlib.Path) -> dict[str, bytes]:

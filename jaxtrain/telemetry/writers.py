@@ -25,7 +25,7 @@ from PIL import Image
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import jsonl
-from loaders.io.checks import first_line
+from loaders.io.checks import first_line, flatten
 
 log = logging.getLogger("jaxtrain")
 
@@ -177,7 +177,7 @@ class MlflowWriter(Writer):
                 mlflow.start_run(run_id=path.read_text())
                 return
             path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
-            flat = list(_flat(config))
+            flat = [(name, str(value)) for name, value in flatten(config).items()]
             for i in range(0, len(flat), 100):  # the most that a request may hold
                 mlflow.log_params(dict(flat[i : i + 100]))
 
@@ -203,9 +203,8 @@ class TrackioWriter(Writer):
             path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
         self._reached = dict(reached)
         with _reachable("metrics.trackio_project", project):
-            self._run = trackio.init(
-                project=project, name=path.read_text(), resume="allow", config=dict(_flat(config)), embed=False
-            )
+            given = {name: str(value) for name, value in flatten(config).items()}
+            self._run = trackio.init(project=project, name=path.read_text(), resume="allow", config=given, embed=False)
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
         if step > self._reached.get(split, -1):
@@ -223,14 +222,6 @@ def _reachable(field: str, name: str) -> Iterator[None]:
     except Exception as error:  # clients raise what they like
         why = first_line(error)
         raise ConfigError([(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]) from error
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)
 
 
 def make_writers(config: Config, step: int) -> list[Writer]:

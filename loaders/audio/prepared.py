@@ -40,7 +40,7 @@ from loaders.io import atomic_write, files, machine
 
 NAME = "prepared.json"
 GROUP = 32  # rows of a shard that are in memory together
-MOST_BATCH = 1 << 30  # [bytes] of a batch of rows: 32-bit offsets count twice as many
+MAX_BATCH = 1 << 30  # [bytes] of a batch of rows: 32-bit offsets count twice as many
 HEAD, MARK = 50, slice(46, 50)  # [bytes] of a prepared recording up to the name of its block of metadata
 SETTINGS = ("sample_rate", "time_expansion", "channel")  # of `loaders.audio.spectrogram.Config`, which must agree
 
@@ -307,7 +307,7 @@ def _prepared_batches(
         counts.clipped += clipped > 0
         if reason:
             counts.kept.append(f"row {first + k} ({index.path(first + k) or 'without a name'}): {reason}")
-    size = 1 if sum(len(value or b"") for value in values) > MOST_BATCH else len(group)
+    size = 1 if sum(len(value or b"") for value in values) > MAX_BATCH else len(group)
     for at in range(0, len(group), size):
         some, rows = group.slice(at, size), audio.slice(at, size)
         columns = [rows.field(k) for k in range(len(audio.type))]

@@ -45,8 +45,8 @@ SUFFIXES = (".arrow", ".parquet", "/state.json", "/index.json")
 PART = 1 << 20  # [bytes] of a file that are there or not
 TOGETHER = 8  # parts asked for at once
 POLL = 0.01  # [s] between looks at the copies
-MOST_ANSWER = 64 << 20  # [bytes] of a server's answer: a page of links, or parts of a file
-MOST_PAGES = 1000  # of links
+MAX_ANSWER = 64 << 20  # [bytes] of a server's answer: a page of links, or parts of a file
+MAX_PAGES = 1000  # of links
 LINK = re.compile(r"""\bhref=["']([^"'<>\s]{1,2000})["']""", re.I)
 LONGEST_NAME = 240  # [bytes] that a file system takes, with the endings of `neighbours`
 TRIES = 6  # of a part, with longer and longer waits between them
@@ -210,12 +210,12 @@ async def _client(**options: Any) -> Any:
     class Answer(aiohttp.ClientResponse):
         async def read(self) -> bytes:
             if self._body is None:
-                parts, left = [], MOST_ANSWER
+                parts, left = [], MAX_ANSWER
                 async for part in self.content.iter_any():
                     left -= len(part)
                     if left < 0:
                         self.close()
-                        raise aiohttp.ClientPayloadError(f"more than {MOST_ANSWER:,} bytes come")
+                        raise aiohttp.ClientPayloadError(f"more than {MAX_ANSWER:,} bytes come")
                     parts.append(part)
                 self._body = b"".join(parts)
             return await super().read()
@@ -228,8 +228,8 @@ def _linked(system: Any, root: str) -> list[str]:
     top = root.rstrip("/") + "/"
     pages, found = [top], {top: None}
     for page in pages:  # which grow
-        if len(pages) > MOST_PAGES:
-            raise DataError(f"{root} has more than {MOST_PAGES} pages of links; name one of its folders")
+        if len(pages) > MAX_PAGES:
+            raise DataError(f"{root} has more than {MAX_PAGES} pages of links; name one of its folders")
         text = system.cat_file(root if page == top else page).decode(errors="replace")
         for link in LINK.findall(text):
             url = urllib.parse.urljoin(page, html.unescape(link)).partition("#")[0]

@@ -217,7 +217,7 @@ def note_root(folder: pathlib.Path, root: str) -> None:
 
 def _noted_root(folder: pathlib.Path) -> str:
     try:
-        return files.read_text(_note_of(folder), most=files.MOST_JSON)
+        return files.read_text(_note_of(folder), most=files.MAX_JSON)
     except files.FileError:
         return ""
 

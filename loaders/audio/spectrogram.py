@@ -498,7 +498,7 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
     for name in names:
         if name.startswith("@"):
             try:
-                lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MOST_JSON))
+                lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MAX_JSON))
             except (OSError, files.FileError) as error:
                 raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
             excluded.update(line.strip() for line in lines if line.strip())

@@ -39,7 +39,7 @@ HEADER, HEADER_END, RECIPIENT = "<|start_header_id|>", "<|end_header_id|>", "<|r
 SPECIAL = (BEGIN, HEADER, HEADER_END, END_OF_TURN, END_OF_MESSAGE, AUDIO, AUDIO_OUT, AUDIO_BOS, AUDIO_OUT_BOS, AUDIO_EOS)
 ROLES = ("system", "user", "assistant")
 NONE = -100  # no label
-MOST_MANIFEST = 4 << 30  # [bytes]
+MAX_MANIFEST = 4 << 30  # [bytes]
 
 
 class SampleError(ValueError):
@@ -86,7 +86,7 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Read the samples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
-        return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MOST_MANIFEST)
+        return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MAX_MANIFEST)
     except files.FileError as error:
         raise DataError(f"{path} cannot be read as a manifest, a JSON list of samples: {error}") from error
 

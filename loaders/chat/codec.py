@@ -41,13 +41,13 @@ from loaders.base import DataError, narrowed
 from loaders.io import atomic_write, files, machine
 
 VERSION = 1
-MOST_CODEC = 1 << 30  # [bytes] of a codec.npz
-MOST_CODES = 1 << 15  # of a codebook: they are kept as int16
+MAX_CODEC = 1 << 30  # [bytes] of a codec.npz
+MAX_CODES = 1 << 15  # of a codebook: they are kept as int16
 RATE, WINDOW, HOP, N_MELS = 32_000, 800, 320, 128  # of the filter bank
 STACK = 4  # frames in a vector
 N_FFT, EMPHASIS = 1024, 0.97
 FRAME_RATE = RATE / HOP / STACK  # [1/s]
-MOST_RECORDING = 4 << 30  # [bytes] of a file
+MAX_RECORDING = 4 << 30  # [bytes] of a file
 FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
 
 
@@ -141,8 +141,8 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
     path = pathlib.Path(text).expanduser()
     if path.is_file():
         try:
-            content = files.read(path, most=MOST_CODEC)
-            found = files.arrays(path, most=MOST_CODEC)
+            content = files.read(path, most=MAX_CODEC)
+            found = files.arrays(path, most=MAX_CODEC)
             if int(found["version"]) != VERSION:
                 raise DataError(f"{path} has version {found['version']}; expected {VERSION}: train it again")
             mean, basis, books = (found[name].astype(np.float32) for name in ("mean", "basis", "books"))
@@ -153,7 +153,7 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
         if (
             shapes != ((STACK * N_MELS,), (components, STACK * N_MELS), (components,))
             or not books.size
-            or books.shape[1] > MOST_CODES
+            or books.shape[1] > MAX_CODES
         ):
             raise DataError(f"{path} is not a codec: its arrays have the shapes {mean.shape}, {basis.shape} and {books.shape}")
         return Rvq(mean, basis, books, name=f"rvq-{hashlib.sha256(content).hexdigest()[:10]}")
@@ -313,7 +313,7 @@ class Source(NamedTuple):
         """Return the encoded recording. Raises ValueError: no base64; FileError: not opened."""
         if self.path is None:
             return base64.b64decode(self.raw, validate=True)
-        return files.read(self.path, most=MOST_RECORDING)
+        return files.read(self.path, most=MAX_RECORDING)
 
     def codes(self, codec: Codec, cache: str) -> pathlib.Path:
         """Return its file of codes: next to it, or in a folder, named by its path or content."""
@@ -376,7 +376,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     path = pathlib.Path(path).expanduser()
     try:
         if path.suffix == ".npz":
-            table: dict[str, Any] = dict(files.arrays(path, most=MOST_RECORDING))
+            table: dict[str, Any] = dict(files.arrays(path, most=MAX_RECORDING))
         else:
             from loaders.io import columnar  # imports pyarrow, which other codes do without
 

@@ -15,10 +15,10 @@ The text continues the field's path: "train.steps is 0; it must be at least 1".
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 Problems = Iterator[tuple[str, str]]
 # The kinds of a field, by what it changes in a run that is resumed.
 FREE, FUNCTION, STATE = "free", "function", "state"
@@ -107,9 +107,9 @@ def within(section: Any, interval: str, *names: str) -> Problems:
 
 
 def threads(section: Any, *, least: int) -> Problems:
-    """Yield ``threads`` of ``section`` if it is below ``least``, or above `MOST_THREADS`."""
+    """Yield ``threads`` of ``section`` if it is below ``least``, or above `MAX_THREADS`."""
     yield from _numbers(
-        section, ("threads",), lambda value: least <= value <= MOST_THREADS, f"expected {least} to {MOST_THREADS}"
+        section, ("threads",), lambda value: least <= value <= MAX_THREADS, f"expected {least} to {MAX_THREADS}"
     )
 
 
@@ -125,6 +125,17 @@ def under(path: str, problems: Iterable[tuple[str, str]]) -> Problems:
     """Yield problems with ``path`` before each field: "sources[0].share" of "share"."""
     for name, text in problems:
         yield f"{path}.{name}", text
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested sections as ``section.field``: value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def first_line(error: BaseException, most: int = 300) -> str:

@@ -28,10 +28,10 @@ from loaders.io.checks import UserError, first_line
 if TYPE_CHECKING:
     import numpy as np  # imported for arrays alone: it takes a third of the start of commands that read none
 
-MOST_JSON = 64 << 20  # [bytes] of a file that describes others
-MOST_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
-MOST_DEPTH = 100  # of its lists and objects
-MOST_AXES = 64  # that numpy's arrays may have
+MAX_JSON = 64 << 20  # [bytes] of a file that describes others
+MAX_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
+MAX_DEPTH = 100  # of its lists and objects
+MAX_AXES = 64  # that numpy's arrays may have
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which may lack its other half
 LINKS = "; its links are followed with data.follow_links=true"
 
@@ -198,7 +198,7 @@ def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
-def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MOST_JSON) -> Any:
+def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MAX_JSON) -> Any:
     """Read a regular file as JSON. Raises FileError, also for no ``kind``, or too deep nesting."""
     return parse(read_text(path, most=most), os.fspath(path), kind=kind)
 
@@ -215,7 +215,7 @@ def parse(text: str, source: str, *, kind: type = dict) -> Any:
     except ValueError as error:  # also of a number with thousands of digits
         raise FileError(f"{source} is not JSON: {error}") from error
     if too_deep:
-        raise FileError(f"{source} is nested more than {MOST_DEPTH} deep")
+        raise FileError(f"{source} is nested more than {MAX_DEPTH} deep")
     if not isinstance(tree, kind):
         names: dict[type, str] = {dict: "an object", list: "a list"}
         found = names.get(type(tree), f"{str(tree)[:40]!r}")
@@ -224,9 +224,9 @@ def parse(text: str, source: str, *, kind: type = dict) -> Any:
 
 
 def _is_shallow(tree: Any) -> bool:
-    """Whether a tree is at most `MOST_DEPTH` deep, so that functions on it may recurse."""
+    """Whether a tree is at most `MAX_DEPTH` deep, so that functions on it may recurse."""
     level = [tree]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         if not (
             level := [
                 child for x in level if isinstance(x, dict | list) for child in (x.values() if isinstance(x, dict) else x)
@@ -284,7 +284,7 @@ def array(path: os.PathLike[str]) -> "np.ndarray":
         return np.memmap(source, dtype, "r", offset, shape, order)
 
 
-def arrays(path: os.PathLike[str], *, most: int = MOST_ARRAYS) -> "dict[str, np.ndarray]":
+def arrays(path: os.PathLike[str], *, most: int = MAX_ARRAYS) -> "dict[str, np.ndarray]":
     """Return the arrays of a regular .npz file, of ``most`` bytes at most. Raises FileError."""
     import numpy as np
 
@@ -324,7 +324,7 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, column_major, dtype = reader(file)
         size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
-        if dtype.hasobject or not 0 < size < 2**63 or len(shape) > MOST_AXES or any(type(n) is not int or n < 0 for n in shape):
+        if dtype.hasobject or not 0 < size < 2**63 or len(shape) > MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"it holds {dtype} {shape}")
     except Exception as error:  # noqa: BLE001  numpy raises many kinds for files that are no arrays
         raise FileError(f"{path} cannot be read as an array: {first_line(error)}") from error

@@ -16,7 +16,7 @@ import numpy as np
 
 from loaders.io import atomic_write, files
 
-MOST_ENDS = 1 << 30  # [bytes] of the ends of an interrupted command's records
+MAX_ENDS = 1 << 30  # [bytes] of the ends of an interrupted command's records
 
 
 class Records:
@@ -71,7 +71,7 @@ def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Re
 def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
     """Return the ends of the complete records of an earlier attempt."""
     try:
-        counted = files.read(files.inside(ends.parent, ends.name), most=MOST_ENDS)
+        counted = files.read(files.inside(ends.parent, ends.name), most=MAX_ENDS)
         with files.regular(files.inside(partial.parent, partial.name)) as opened:
             size = os.fstat(opened.fileno()).st_size
     except files.FileError:

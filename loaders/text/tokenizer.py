@@ -95,7 +95,7 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
       specials: whether the names of special tokens inside texts become these tokens.
     """
     place = pathlib.Path(path).expanduser()
-    content = files.read(place, most=files.MOST_JSON)
+    content = files.read(place, most=files.MAX_JSON)
     return _opened(place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent)))
 
 
@@ -119,7 +119,7 @@ def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
         names = []
     sources = {name: name for name in names} | ({FILES[0]: own.name} if own.is_file() else {})
     return {
-        name: files.read(files.inside(folder, source, links=links), most=files.MOST_JSON) for name, source in sources.items()
+        name: files.read(files.inside(folder, source, links=links), most=files.MAX_JSON) for name, source in sources.items()
     }
 
 
@@ -128,7 +128,7 @@ def _is_beside_another(path: pathlib.Path) -> bool:
     other = path.parent / FILES[0]
     if path.name == FILES[0] or not (path.is_file() and other.is_file()):
         return False
-    return files.read(other, most=files.MOST_JSON) != files.read(path, most=files.MOST_JSON)
+    return files.read(other, most=files.MAX_JSON) != files.read(path, most=files.MAX_JSON)
 
 
 class _Added(NamedTuple):

@@ -322,7 +322,7 @@ class Liar(http.server.BaseHTTPRequestHandler):
 def test_a_server_that_lies(tmp_path, monkeypatch, page, reason):
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
-    for name, value in {"MOST_ANSWER": 300_000, "MOST_PAGES": 20, "TRIES": 2, "WAIT": 0.01}.items():
+    for name, value in {"MAX_ANSWER": 300_000, "MAX_PAGES": 20, "TRIES": 2, "WAIT": 0.01}.items():
         monkeypatch.setattr(remote, name, value)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
     server.page, server.daemon_threads = page, True

@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxtrain.parallel.cluster import handshake
 from jaxtrain.parallel.cluster.handshake import HandshakeError, Line
-from loaders.io.checks import UserError
+from loaders.io.checks import UserError, flatten
 
 MAX_UNAUTHENTICATED = 128  # peers that may be connected
 PATIENCE = 10.0  # [s] for a peer to authenticate and to send its message
@@ -338,7 +338,7 @@ async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] 
 
 def differences(reports: Sequence[Mapping[str, Any]]) -> str:
     """List the processes that differ from most others, and in which facts. Else return ""."""
-    flat = [_flat(report["facts"]) for report in reports]
+    flat = [{key: json.dumps(value) for key, value in flatten(report["facts"]).items()} for report in reports]
     lines = []
     for key in sorted({key for f in flat for key in f}):
         values = [f.get(key, "nothing") for f in flat]
@@ -348,12 +348,6 @@ def differences(reports: Sequence[Mapping[str, Any]]) -> str:
             hosts = ", ".join(sorted({report["host"] for report in reports if report["process"] in who and "host" in report}))
             lines.append(f"  {_numbered(who)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere {usual}")
     return "\n".join([f"the {len(reports)} processes of this run differ:", *lines]) if lines else ""
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, str]:
-    if isinstance(tree, Mapping) and tree:
-        return {k: v for name, x in tree.items() for k, v in _flat(x, f"{path}.{name}".lstrip(".")).items()}
-    return {path: json.dumps(tree)}
 
 
 def _numbered(processes: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from jaxtrain.telemetry.report import trace as trace_lib
 from jaxtrain.telemetry.report.markup import duration, esc, identifier, number, short, table, title
 from jaxtrain.telemetry.report.run import Run, RunError
 from loaders.io import files
+from loaders.io.checks import flatten
 
 MAX_RUNS = 64
 MAX_TRACES = 4
@@ -178,8 +179,8 @@ class Page:
     def _config(self, run: Run) -> str:
         if not run.config:
             return ""
-        given = run_lib.flatten(run.config)
-        usual = run_lib.flatten(json.loads(config_lib.to_json(config_lib.Config())))
+        given = flatten(run.config)
+        usual = flatten(json.loads(config_lib.to_json(config_lib.Config())))
         sections = {name.partition(".")[0] for name in usual if "." in name}
         typed = run.command[1]
         changed = {

@@ -14,7 +14,7 @@ from jaxtrain.parallel import lease
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import goodput, jsonl
 from loaders.io import files
-from loaders.io.checks import UserError
+from loaders.io.checks import UserError, flatten
 
 # Folders of a run's workdir, in which no run is looked for. Other workdirs may lie next to them.
 PARTS = {"checkpoints", "goodput", "logs", "pictures", "tensorboard", "traces", "slurm", "wandb"}
@@ -303,14 +303,3 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     fields = sorted({field for each in flat.values() for field in each} - {"workdir"})
     rows = {field: {name: each.get(field) for name, each in flat.items()} for field in fields}
     return {field: row for field, row in rows.items() if len({json.dumps(value) for value in row.values()}) > 1}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as ``section.field``: value."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

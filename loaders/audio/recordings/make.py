@@ -18,15 +18,15 @@ from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out
 from loaders.base import DataError
 from loaders.io import atomic_write, files
 
-MOST_ABOUT = 1 << 20  # [bytes] of a member's name, and of its other metadata
+MAX_ABOUT = 1 << 20  # [bytes] of a member's name, and of its other metadata
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive, of whose description at most `MOST_ABOUT` is read."""
+    """A member of an archive, of whose description at most `MAX_ABOUT` is read."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-        if self.type in kinds and self.size > MOST_ABOUT:
+        if self.type in kinds and self.size > MAX_ABOUT:
             raise tarfile.ReadError(f"it describes a member with {self.size:,} bytes")
         if self.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError(f"it holds {self.name[:200]!r}, a sparse file")

@@ -31,8 +31,8 @@ OPSET, IR_VERSION = 20, 9  # the first opset with GELU; both are read by onnxrun
 MODEL, DATA = "model.onnx", "model.onnx.data"
 LARGEST = 1_900_000_000  # [bytes] of the arrays inside of the file, whose format ends at 2^31; more lie next to it
 PAGE = 65_536  # [bytes] of which multiples are mapped into memory
-MOST_TOKENS = 1 << 16  # attention compares each with each
-MOST_VALUES = 1 << 28  # of the matrix of a frame's transform. Windows of 25 ms have fewer up to 384 kHz
+MAX_TOKENS = 1 << 16  # attention compares each with each
+MAX_VALUES = 1 << 28  # of the matrix of a frame's transform. Windows of 25 ms have fewer up to 384 kHz
 COMMAND = "python example_onnx.py bird.wav"
 EXAMPLE = '''"""Classes in a recording, window by window: python example_onnx.py bird.wav"""
 import json, pathlib, sys
@@ -152,12 +152,12 @@ def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
         raise StoredError(
             f"the run's config.data makes {frames} frames of {of.n_mels} mels, and its model reads {c.n_frames} of {c.n_mels}"
         )
-    if (tokens := c.n_patches + c.n_cls + c.n_registers) > MOST_TOKENS:
-        raise StoredError(f"the run's model has {tokens:,} tokens; --onnx writes models of up to {MOST_TOKENS:,}")
-    if of.window << (of.window - 1).bit_length() > MOST_VALUES:
+    if (tokens := c.n_patches + c.n_cls + c.n_registers) > MAX_TOKENS:
+        raise StoredError(f"the run's model has {tokens:,} tokens; --onnx writes models of up to {MAX_TOKENS:,}")
+    if of.window << (of.window - 1).bit_length() > MAX_VALUES:
         raise StoredError(
             f"the run's front end has windows of {of.window} samples, whose transform would be a matrix of more than "
-            f"{MOST_VALUES * 4 // 10**6} MB in the file; omit --onnx"
+            f"{MAX_VALUES * 4 // 10**6} MB in the file; omit --onnx"
         )
     return of, samples
 

@@ -242,7 +242,7 @@ def esc(
 def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict[str, int]:
     """Write out/table.csv, file and label of each clip. Return the folds by file name."""
     try:
-        lines = list(csv.DictReader(io.StringIO(files.read_text(path, most=files.MOST_JSON))))
+        lines = list(csv.DictReader(io.StringIO(files.read_text(path, most=files.MAX_JSON))))
         chosen = [line for line in lines if not only_ten or line["esc10"].strip().lower() == "true"]
         folds = {line["filename"]: int(line["fold"]) for line in chosen}
         labels = [(line["filename"], line["category"]) for line in chosen]

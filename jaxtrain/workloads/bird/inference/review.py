@@ -253,7 +253,7 @@ def wave(item: Item) -> tuple[np.ndarray, int, float]:
                 file.seek(first)
                 x = file.read(length, dtype="float32", always_2d=True).mean(1)
         else:
-            content = files.read(pathlib.Path(item.path), most=codec.MOST_RECORDING)
+            content = files.read(pathlib.Path(item.path), most=codec.MAX_RECORDING)
             _, rate, n = spectrogram.decode(content, 0, 0)
             first, length = _part(item, rate, n)
             x = spectrogram.decode(content, first, length)[0]
