@@ -58,17 +58,21 @@ def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
 
 
 def test_programs_that_share_names_keep_their_scopes(tmp_path):
-    """Both programs have instructions with the same names. Each ran twice."""
+    """Both programs have instructions with the same names. Each ran twice.
 
-    def product(scope):
+    They compute different numbers. The compilation cache leaves the scopes out of its key, and one
+    program would be the other's.
+    """
+
+    def product(scope, factor):
         def f(w, x):
             with jax.named_scope(scope):
-                return jnp.tanh(x @ w) @ w.T
+                return jnp.tanh(factor * (x @ w)) @ w.T
 
         return jax.jit(f).lower(w, x).compile()
 
     w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
-    mine, other = product("mine"), product("other")
+    mine, other = product("mine", 0.5), product("other", 0.25)
     with jax.profiler.trace(str(tmp_path)):
         for program in (other, mine, other, mine):
             program(w, x).block_until_ready()
