@@ -30,6 +30,18 @@ def rows_of_one(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     return Rows(x.shape[0], ((0, x.sharding.shard_shape(x.shape)[0]),))
 
 
+def measure(loader: Loader, seconds: float) -> float:
+    """Read batches for so many seconds, one at least, and return the rows/s."""
+    loader.seek(0)
+    next(loader)  # so that threads and caches are warm
+    began, rows, passed = time.perf_counter(), 0, 0.0
+    for _, batch in loader:
+        rows += sum(len(part) for part in next(iter(batch.values())))
+        if (passed := time.perf_counter() - began) >= seconds:
+            break
+    return rows / passed if passed else 0.0
+
+
 def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
     """Global arrays from this process's rows, split as ``batch`` is.
 

@@ -1,6 +1,5 @@
 """A config's data, in a subprocess, as a dead server may hang: index, examples, rows a second."""
 
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import config as config_lib
+from jaxtrain.data import feed
 from jaxtrain.doctor.check import Check, Found, fail, ok, raised, warn
 from loaders import base
 from loaders.base import DataError, Loader, Rows
@@ -47,7 +47,7 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
         checks = [ok(GROUP, "index", text)]
         for split, loader in (("train", train), ("test", test)):
             checks += _samples(config, split, loader)
-        checks.append(_rate(train, stop - first, wanted / processes))
+        checks.append(_rate(train, wanted / processes))
         return checks, {"data": {"train": train.state(0), "test": test.fingerprint}}
     finally:
         train.close()
@@ -109,15 +109,8 @@ def _spread(n: int, most: int) -> list[int]:
     return [int(x) for x in np.linspace(0, n - 1, min(n, most))]
 
 
-def _rate(train: Loader, rows: int, wanted: float) -> Check:
-    train.seek(0)
-    next(train)  # so that threads and caches are warm
-    began, batches = time.perf_counter(), 0
-    for _ in train:
-        batches += 1  # one at least, however long it takes
-        if time.perf_counter() - began >= COUNTING:
-            break
-    rate = rows * batches / (time.perf_counter() - began)
+def _rate(train: Loader, wanted: float) -> Check:
+    rate = feed.measure(train, COUNTING)
     text = f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s"
     if not wanted:
         text += "; the need of a step is unknown on these devices"
@@ -125,8 +118,6 @@ def _rate(train: Loader, rows: int, wanted: float) -> Check:
     text += f"; a step needs {wanted:,.0f} of this process at most"
     if rate >= wanted:
         return ok(GROUP, "rate", text)
-    counts = train.diagnostics()
-    cores = min(counts.get("threads", 1), machine.cores())
-    more = max(1, math.ceil(cores * (wanted / rate - 1))) if rate else 0
+    more = machine.cores_missing(wanted, rate, train.diagnostics().get("threads", 1))
     remedy = f"{more:,} more cores (srun --cpus-per-task), data.threads, or data nearer: steps will wait"
     return warn(GROUP, "rate", text, remedy)

@@ -13,6 +13,7 @@ from jaxtrain import specs
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
+from jaxtrain.parallel import chips
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, worker
 from jaxtrain.plan.bound import Bound, bound
@@ -22,9 +23,11 @@ from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
 from loaders import base
+from loaders.io import machine
 
 SECOND = "second state of verified steps"  # of config.guard.verify_every
 MFU = 0.4  # share of the peak that hours are projected with
+READING = 0.7  # [s] for which the loader's rows are counted
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
@@ -53,10 +56,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     flops, chip = assembly.task.flops, target.chip
     lines += ["a step computes", f"  {flops:.3e} FLOP of the model"]
     if chip:
-        computing = flops / (target.count * chip.flops)
-        state = assembly.abstract.state
-        written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
-        moving = (state_lib.bytes_per_device(state) + written) / chip.bandwidth
+        computing, moving = _ideal(assembly, chip, target.count)
         ideal = max(computing, moving)
         hours = config.train.steps * ideal / MFU / 3600
         lines += [
@@ -64,8 +64,7 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             f"  {1e3 * moving:.2f} ms to read the state and write it again once, at {chip.bandwidth / 1e12:g} TB/s",
             f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
         ]
-        rows = config.train.batch / ideal * MFU
-        lines += [f"  {rows:,.0f} rows/s from the loader at {MFU:.0%} of it; jaxtrain doctor measures what these cores give"]
+        lines += [f"  {config.train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it"]
         if tokens := assembly.task.tokens:
             lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]
     else:
@@ -79,6 +78,16 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             problems.append(text)
     lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "this run has no problem"]
     return "\n".join(lines), not problems
+
+
+def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
+    """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
+    state = assembly.abstract.state
+    written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
+    return (
+        assembly.task.flops / (count * chip.flops),
+        (state_lib.bytes_per_device(state) + written) / chip.bandwidth,
+    )
 
 
 def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[str]) -> Iterator[str]:
@@ -212,7 +221,7 @@ def room(place: str, keep: int, saved: int) -> tuple[str, bool]:
 
 def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
     """Yield (name, finding, whether it is good) of the data, the disk and the host's memory."""
-    yield _check_data(config, assembly)
+    yield from _check_data(config, assembly, target)
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
     text, fits = room(disk_usage.folder_of(config.workdir, config.checkpoint.folder), keep, saved)
@@ -237,9 +246,9 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
         yield "host memory", text, True
 
 
-def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str, bool]:
-    """Read one device's rows of a training and of a test batch."""
-    source, findings = base.module(config.loader), []
+def _check_data(config: config_lib.Config, assembly: Assembly, target: Target) -> Iterator[tuple[str, str, bool]]:
+    """Read one device's rows of a training and of a test batch, and measure the loader's rate."""
+    source, findings, rate = base.module(config.loader), [], ""
     for split in ("train", "test"):
         began = time.perf_counter()
         loader = source.make_loader(config.data, split=split, rows=feed.rows_of_one(assembly.abstract.batch), seed=config.seed)
@@ -249,10 +258,30 @@ def _check_data(config: config_lib.Config, assembly: Assembly) -> tuple[str, str
                 continue
             loader.seek(0)
             next(loader)
+            took = time.perf_counter() - began
+            if split == "train":
+                rate = _rate(loader, assembly, target)
         except ValueError as error:
-            return "data", f"{split}: {error}", False
+            yield "data", f"{split}: {error}", False
+            return
         finally:
             loader.close()
         count = f"{loader.n_batches:,} batches, the first of them" if loader.n_batches > 1 else "1 batch,"
-        findings.append(f"{split} has {count} read in {time.perf_counter() - began:.1f} s")
-    return "data", "; ".join(findings), True
+        findings.append(f"{split} has {count} read in {took:.1f} s")
+    yield "data", "; ".join(findings), True
+    if rate:
+        yield "loader", rate, True
+
+
+def _rate(loader: base.Loader, assembly: Assembly, target: Target) -> str:
+    """Compare the rows/s that the loader gives here with those that a step asks for."""
+    given, threads = feed.measure(loader, READING), loader.diagnostics().get("threads", 1)
+    cores = min(threads, machine.cores())
+    text = f"{given:,.0f} rows/s, measured here for {READING:g} s on {cores} core{'s' * (cores > 1)}"
+    if not (target.chip and given):
+        return text
+    asked = assembly.config.train.batch / max(_ideal(assembly, target.chip, target.count)) * MFU
+    text += f"; a step asks for {asked:,.0f}"
+    if missing := machine.cores_missing(asked, given, threads):
+        text += f": {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
+    return text

@@ -107,8 +107,7 @@ class Meter:
         if rows <= 0 or seconds <= 0:
             return {}
         given = loader["threads"] * rows / seconds * self._batch / self._local_rows  # if other processes' are as fast
-        cores = min(loader["threads"], machine.cores())
-        missing = max(0, math.ceil(cores * (asked / given - 1)))
+        missing = machine.cores_missing(asked, given, loader["threads"])
         return {"rows_asked_per_second": asked, "rows_given_per_second": given, "cores_missing": missing}
 
 

@@ -25,6 +25,16 @@ def cores() -> int:
     return max(1, math.ceil(min(allowed, _quota(cgroups()))))
 
 
+def cores_missing(asked: float, given: float, threads: int) -> int:
+    """Return how many more cores a loader needs for ``asked`` rows/s.
+
+    Args:
+      asked, given: rows/s, the second above 0.
+      threads: the loader's, which now give ``given`` on this machine's cores.
+    """
+    return max(0, math.ceil(min(threads, cores()) * (asked / given - 1)))
+
+
 def cache_folder(*parts: str) -> pathlib.Path:
     """Return the folder of files made once and kept.
 

@@ -39,6 +39,12 @@ def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     for line in ("parameters                      20.12 MB", "optimizer                       40.23 MB", "19.14 MB"):
         assert line in text
     assert "data          train has 1 batch, read in" in text
+    # The loader's rows are counted here, and compared with what a step asks for.
+    [given] = re.findall(r"^loader +([\d,]+) rows/s, measured here", text, re.MULTILINE)
+    asked = f"{0.4 * 768 * 8 * 989e12 / flops:,.0f}"
+    assert f"  {asked} rows/s from the loader" in text and f"; a step asks for {asked}" in text
+    is_slow = float(given.replace(",", "")) < float(asked.replace(",", ""))
+    assert ("more such core" in text) == is_slow
     assert re.search(r"ms to read the state and write it again once, at 3.35 TB/s", text)
 
 
