@@ -171,6 +171,17 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Return the type of a seed: an integer of 32 bits."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer from 0 to {(1 << 32) - 1}")
+    return value
+
+
 def report(text: object) -> None:
     """Print a mistake on stderr."""
     print(f"error: {text}", file=sys.stderr)

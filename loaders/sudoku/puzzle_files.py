@@ -47,7 +47,9 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
     boards, solutions = (
         kinds.to_symbols(source.kind, side, [texts[i] or "" for i in chosen], where) for texts in (questions, answers)
     )
-    _check(source.kind, side, boards, solutions, where)
+    check_answers(source.kind, boards, solutions, where)
+    if source.kind in BOXES:  # mazes may have more than one path, and lights have one answer by their size
+        check_boards(source.kind, boards, where)
     return kinds.singles(boards, solutions, rating[chosen])
 
 
@@ -58,8 +60,8 @@ def _line(path: pathlib.Path, row: int) -> int:
         return next(itertools.islice(numbers, int(row) + 1, None))
 
 
-def _check(kind: str, side: int, inputs: np.ndarray, labels: np.ndarray, where: Callable[[int], str]) -> None:
-    """Raise DataError, with the line, if an answer is none, or is not the only one."""
+def check_answers(kind: str, inputs: np.ndarray, labels: np.ndarray, where: Callable[[int], str]) -> None:
+    """Raise DataError, with the line, if an answer is none. Arguments as of `check_boards`."""
     for start in range(0, len(inputs), CHUNK):
         boards, answers = (x[start : start + CHUNK] for x in (inputs, labels))
         if (bad := np.flatnonzero(~kinds.is_solved(kind, boards, answers))).size:
@@ -67,12 +69,11 @@ def _check(kind: str, side: int, inputs: np.ndarray, labels: np.ndarray, where: 
             why = "it breaks a rule"
             if kind in BOXES:
                 differs = np.flatnonzero(((board > 1) & (board != answer)) | (answer == 1))
-                why_not = f"{kinds.name_of(differs[0], side)} is blank, or not as in the question" if differs.size else why
+                why_not = (
+                    f"{kinds.name_of(differs[0], KINDS[kind])} is blank, or not as in the question" if differs.size else why
+                )
                 why = kinds.clash(kind, answer) or why_not
             raise DataError(f"{where(start + bad[0])}: the answer is no solution: {why}; correct or remove that row")
-        if kind not in BOXES:
-            continue  # mazes may have more than one path, and lights have one answer by their size
-        check_boards(kind, boards, lambda i, start=start: where(start + i))  # type: ignore[misc]
 
 
 def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> None:

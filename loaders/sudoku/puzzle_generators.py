@@ -30,9 +30,12 @@ def generate(source: Source, seed: int) -> dict[str, Puzzles]:
         if idle > 20:
             have = ", ".join(f"{len(chosen[split])} of {n} for {split}" for split, n in sizes.items())
             which = f"{source.grade} {source.kind}".strip()
-            raise DataError(
-                f"no more different {which} puzzles with blanks={source.blanks}, after {have}; lower n_train and n_test"
-            )
+            blanks = f" with blanks={source.blanks}" if source.kind in BOXES else ""
+            if not any(chosen.values()):
+                raise DataError(
+                    f"none of {start} {source.kind} puzzles{blanks} is {source.grade}; take another grade or blanks"
+                )
+            raise DataError(f"no more different {which} puzzles{blanks}, after {have}; lower n_train and n_test")
         boards, answers, rating = _chunk(source, seed, start, chunk)
         held = order.hash_of(HELD_OUT, _class_of(source, boards, answers))
         is_test = (held >> np.uint64(11)).astype(np.float64) < TEST_SHARE * 2.0**53

@@ -45,6 +45,7 @@ from loaders.sudoku.puzzles import BOXES, EDGES, GRADES, KINDS, VIEW, Puzzles, S
 log = logging.getLogger("jaxtrain")
 
 VERSION = 1  # changes whenever the same (seed, epoch, index) would give another board
+MAX_SIDE = 40  # [cells] of a maze or of lights
 IGNORED = -100  # the label of a cell that is not predicted
 
 
@@ -64,15 +65,16 @@ class Config(checks.DataSection):
             yield from checks.under(where, checks.positive(s, "share"))
             yield from checks.under(where, checks.at_least(s, 0 if s.path else 1, "n_train"))
             yield from checks.under(where, checks.not_negative(s, "n_test", "views"))
-            yield from checks.under(where, checks.at_least(s, 5, "side"))
+            if not 5 <= s.side <= MAX_SIDE:
+                yield f"{where}.side", f"is {s.side}; expected 5 to {MAX_SIDE}"
             if not 0 <= s.blanks[0] <= s.blanks[1]:
                 yield f"{where}.blanks", f"is {s.blanks}; expected the fewest and the most, for example (46, 64)"
             if s.grade:
                 yield from checks.under(where, checks.choice(s, GRADES, "grade"))
                 if s.path or s.kind not in BOXES:
                     yield f"{where}.grade", f"is {s.grade!r}, of a generated Sudoku alone; leave it empty"
-            if s.kind == "lights" and not s.path and 5 <= s.side <= 30 and not kinds.has_one_answer(s.side):
-                near = [side for side in range(5, 31) if kinds.has_one_answer(side)]
+            if s.kind == "lights" and not s.path and 5 <= s.side <= MAX_SIDE and not kinds.has_one_answer(s.side):
+                near = [side for side in range(5, MAX_SIDE + 1) if kinds.has_one_answer(side)]
                 yield f"{where}.side", f"is {s.side}, at which lights have no answer or several; expected one of {near}"
             if s.path and not pathlib.Path(s.path).expanduser().is_dir():
                 yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"

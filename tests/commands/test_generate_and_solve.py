@@ -280,6 +280,20 @@ def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_p
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '"source","question","answer"\n"a, b","{q}","{a}"\n',
+        "\nsource,Question ,ANSWER\ns,{q},{a}\n",
+        "question,answer\r{q},{a}\r",
+    ],
+)
+def test_a_table_is_read_however_it_is_written(tmp_path, text):
+    question = "." + SOLUTION[1:]
+    (tmp_path / "p.csv").write_bytes(text.format(q=question, a=SOLUTION).encode())
+    assert solve.read_puzzles(str(tmp_path / "p.csv"), "sudoku4", 4) == [solve.Puzzle(question, SOLUTION)]
+
+
+@pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["generate", "{writer}", "x" * 60, "--tokens", "40"], "has 60 tokens, and 40 more are asked for" ),
@@ -298,6 +312,9 @@ def test_a_table_that_excel_marked_as_utf_8_is_read_as_the_loader_reads_it(tmp_p
         (["solve", "{untrained}", "{tmp}/one.txt", "--noise=1", "--rollouts=2"], "a halting head that was never trained"),
         (["solve", "{solver}", "{tmp}/one.txt", "--calibrate={tmp}/one.txt"], "one.txt shares 1 boards with"),
         (["solve", "{solver}", "{tmp}/empty.csv"], "holds no board"),
+        (["solve", "{solver}", "{tmp}/wrong.csv"], "wrong.csv:3: the answer is no solution: row 1, column 1 is blank, or not"),
+        (["solve", "{solver}", "{tmp}/cut.csv"], "cut.csv:3: '1234' has 4 characters"),
+        (["solve", "{solver}", "{tmp}/other.csv"], "other.csv has no column question; it begins with 'id, grid'"),
         (["solve", "{writer}", "{tmp}/short.csv"], "expected a run of jaxtrain.workloads.trm"),
     ],
 )  # fmt: skip
@@ -306,6 +323,10 @@ def test_an_error_is_one_line(writer, solver, untrained, tmp_path, capsys, argv,
     for name, text_of in {**boards, "one": f".{SOLUTION[1:]}"}.items():
         (tmp_path / f"{name}.txt").write_text(text_of + "\n")
     (tmp_path / "short.csv").write_text("question\n12..\n")
+    asked = f"question,answer\n,\n1.{SOLUTION[2:]},"
+    (tmp_path / "wrong.csv").write_text(asked + SOLUTION.translate(str.maketrans("12", "21")) + "\n")
+    (tmp_path / "cut.csv").write_text(asked + SOLUTION[:4] + "\n")
+    (tmp_path / "other.csv").write_text(f"id,grid\n0,{SOLUTION}\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     tokens = [] if "--tokens" in argv or argv[0] == "solve" else ["--tokens", "4"]
@@ -315,3 +336,17 @@ def test_an_error_is_one_line(writer, solver, untrained, tmp_path, capsys, argv,
     )
     told = capsys.readouterr().err
     assert told.startswith("error: ") and text in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("--noise=1e39", "it must be a number from 0 to 1e+38"),
+        ("--seed=-1", "it must be an integer from 0 to 4294967295"),
+        ("--curve=c.csv --calibrate=k.csv", "--curve writes none"),
+    ],
+)
+def test_a_value_that_no_search_has_is_refused_before_anything_is_read(capsys, given, text):
+    with pytest.raises(SystemExit):
+        cli.main(["solve", "run", "p.csv", *given.split()])
+    assert text in capsys.readouterr().err

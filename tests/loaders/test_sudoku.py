@@ -219,6 +219,8 @@ def test_grades_are_what_a_slow_solver_needs():
 def test_more_boards_than_there_are_is_an_error():
     with pytest.raises(DataError, match="no more different sudoku4 puzzles"):
         sudoku.generate(replace(SOURCES["sudoku4"], blanks=(0, 0), n_train=400), 0)
+    with pytest.raises(DataError, match="none of [0-9]+ sudoku4 puzzles .* is extreme; take another grade"):
+        sudoku.generate(replace(SOURCES["sudoku4"], grade="extreme", n_train=2, n_test=2), 0)
 
 
 def test_a_4_by_4_maze_and_9_by_9_by_the_numbers():
@@ -427,10 +429,18 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
 def test_errors_of_the_config_are_named():
     wrong = sudoku.Source(kind="chess", share=0, path="no such folder")
     config = sudoku.Config(
-        (wrong, replace(SMALL, blanks=(9, 3)), replace(SMALL, grade="hardest"), replace(SOURCES["maze"], grade="easy"))
+        (
+            wrong,
+            replace(SMALL, blanks=(9, 3)),
+            replace(SMALL, grade="hardest"),
+            replace(SOURCES["maze"], grade="easy"),
+            sudoku.Source(kind="maze", side=1000),
+            sudoku.Source(kind="lights", side=34),
+        )
     )
     assert [where for where, _ in config.problems()] == [
         "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks", "sources[2].grade", "sources[3].grade",
+        "sources[4].side", "sources[5].side",
     ]  # fmt: skip
 
 

@@ -82,6 +82,12 @@ def test_noise_follows_from_the_board_and_the_rollout_alone(variables, whole):
     np.testing.assert_allclose(explore(replicated, Search(4, 6), shard=layout.shard).q, whole.q, atol=1e-2)
 
 
+def test_a_rollout_that_overflows_is_not_chosen(variables):
+    found = explore(variables, Search(3, 2), 1e30)
+    assert np.isneginf(found.q[:, 1:, 0]).all() and not found.sure[:, 1:].any() and not np.isnan(found.q).any()
+    assert all((np.asarray(found.best(by)) == 0).all() for by in ("q", "check"))
+
+
 @pytest.mark.parametrize(("kind", "side"), [("sudoku", 9), ("sudoku6", 6), ("sudoku4", 4), ("maze", 7), ("lights", 6)])
 def test_a_view_of_a_board_has_the_view_of_its_answer(kind, side):
     source = puzzles.Source(kind=kind, n_train=12, n_test=0, blanks=(3, 6), side=side)

@@ -144,6 +144,7 @@ def explore(
         i, done_n = state["i"], state["done"]
         z = {"z_h": disturbed(state["z_h"], i, 0), "z_l": disturbed(state["z_l"], i, 1)}
         z_h, z_l, logits_nsv, q_n2 = refine(c, variables.params, {**given, **z}, c.cycles, shard)
+        q_n2 = jnp.where(jnp.isnan(q_n2), -jnp.inf, q_n2)  # a state that overflowed is not chosen
         answer_ns, before_ns = logits_nsv.argmax(-1), state["logits"].argmax(-1)
         changed_n = (answer_ns != before_ns).any(-1) | (i == 0)
         sure_n = q_n2[:, 0] > (q_n2[:, 1] if c.q_continue else 0)

@@ -140,30 +140,41 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     `jaxtrain sudoku` writes such a table.
 
     Raises DataError, with the line and the cell: another size, other symbols, no solution or
-    several.
+    several, or an answer that is none.
     """
-    text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
-    lines = files.lines(text)
-    header = [name.strip().casefold() for name in lines[0].split(",")] if lines else []
+    rows = _rows(path)
+    header = [name.casefold() for name in rows[0][1]] if rows else []
     question = next((header.index(name) for name in QUESTION if name in header), None)
     answer = next((header.index(name) for name in ANSWER if name in header), None)
-    found, numbers = [], []
+    if question is not None:
+        rows = rows[1:]
+    elif len(header) > 1 and len(header[0]) != side * side:
+        raise DataError(f"{path} has no column question; it begins with {', '.join(rows[0][1])[:90]!r}; name the column so")
+    if not rows:
+        raise DataError(f"{path} holds no board; expected a column question, or a board a line")
+    found = []
+    for _, row in rows:
+        board, solution = (row[at] if at is not None and at < len(row) else "" for at in (question or 0, answer))
+        found.append(Puzzle(board.replace("0", ".") if kind in kinds.BOXES else board, solution))
+    lines = [line for line, _ in rows]
+    boards = kinds.to_symbols(kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{lines[i]}")
+    known = [i for i, puzzle in enumerate(found) if puzzle.answer]
+    answers = kinds.to_symbols(kind, side, [found[i].answer for i in known], lambda i: f"{path}:{lines[known[i]]}")
+    puzzle_files.check_answers(kind, boards[known], answers, lambda i: f"{path}:{lines[known[i]]}")
+    if kind in kinds.BOXES:
+        puzzle_files.check_boards(kind, boards, lambda i: f"{path}:{lines[i]}")
+    return found
+
+
+def _rows(path: str) -> list[tuple[int, list[str]]]:
+    """Return the rows of a table that are not blank, each with its line."""
+    text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
+    rows = csv.reader(io.StringIO(text, newline=None))
     try:
-        for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
-            if not any(field.strip() for field in row) or (question is not None and number == 1):
-                continue
-            fields = [row[at].strip() if at is not None and at < len(row) else "" for at in (question or 0, answer)]
-            board = fields[0].replace("0", ".") if kind in kinds.BOXES else fields[0]
-            found.append(Puzzle(board, fields[1]))
-            numbers.append(number)
+        stripped = [(rows.line_num, [field.strip() for field in row]) for row in rows]
     except csv.Error as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
-    if not found:
-        raise DataError(f"{path} holds no board; expected a column question, or a board a line")
-    boards = kinds.to_symbols(kind, side, [puzzle.question for puzzle in found], lambda i: f"{path}:{numbers[i]}")
-    if kind in kinds.BOXES:
-        puzzle_files.check_boards(kind, boards, lambda i: f"{path}:{numbers[i]}")
-    return found
+    return [(line, row) for line, row in stripped if any(row)]
 
 
 def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
@@ -198,7 +209,14 @@ def solve(
         some = puzzles[start : start + batch]
         boards = kinds.to_symbols(solver.kind, solver.side, [puzzle.question for puzzle in some], str)
         inputs = np.concatenate([boards, np.ones((batch - len(some), boards.shape[1]), np.uint8)]).astype(np.int32)
-        out = jax.device_get(run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed)))
+        try:
+            out = jax.device_get(run(solver.variables, inputs, np.float32(how.noise), jax.random.key(how.seed)))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
+                raise
+            raise DataError(
+                f"{batch} boards with {search.rollouts} rollouts each need more memory than there is; lower --batch, --rollouts"
+            ) from error
         for i in range(len(some)):
             at = out[how.choose][i]
             yield Solved(

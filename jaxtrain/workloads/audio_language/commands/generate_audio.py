@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="default: 1")
     parser.add_argument("--top-k", type=int, nargs="+", default=[0], help="default: 0, all codes")
     parser.add_argument("--text", action="store_true", help="let the answer begin with text")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json; default: the run's")
     parser.add_argument("--codec", default="", help="a codec.npz, or module:function; default: the run's")
     args = parser.parse_args(argv)

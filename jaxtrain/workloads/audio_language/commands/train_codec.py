@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--frames", type=arguments.positive, default=200_000, help="times (40 ms) to learn from, at most; default: 200000"
     )
     parser.add_argument("--test-share", type=float, default=0.1, help="of the recordings; default: 0.1")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     args = parser.parse_args(argv)
     print(train(args))
     return 0

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", default="", choices=("", "mean", "cls"), help="features; default: those of the run's head")
     parser.add_argument("--prototypes", type=arguments.positive, default=1, help="of a class, by patches; default: 1")
     parser.add_argument("--precision", type=float, default=0.9, help="that thresholds are for; default: 0.9")
-    parser.add_argument("--seed", type=int, default=0, help="of folds and background; default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of folds and background; default: 0")
     args = parser.parse_args(argv)
     if not 0 < args.precision <= 1:
         parser.error(f"--precision is {args.precision}; it must lie in (0, 1]")

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     row.add_argument("--no-empty", dest="empty", action="store_false", help="leave out windows without an event")
     row.add_argument("--channels", default="mean", help="mean, each as a row, table (as it says), or a number; default: mean")
     row.add_argument("--split", default="", metavar="HOW", help="recording=0.2, site=0.2, date=DAY, column=NAME, folder")
-    row.add_argument("--seed", type=int, default=0, help="of the split; default: 0")
+    row.add_argument("--seed", type=arguments.seed, default=0, help="of the split; default: 0")
     row.add_argument("--on", action="append", default=[], metavar="KIND=WHAT", help="refuse, drop or keep mistakes of a kind")
     args = parser.parse_args(argv)
     if args.show is not None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from jaxtrain.workloads.trm.confidence import Scale
     from jaxtrain.workloads.trm.rollouts import Search
 
+MAX_SIZE = 1e38  # of noise and residuals, in float32
 COLUMNS = ("question", "board", "confidence", "steps", "halted", "valid", "rollout", "q_valid", "halts", "solves")
 CURVE = (
     *("noise", "symmetry", "rollouts", "boards", "by_q", "q_low", "q_high", "by_check", "check_low", "check_high"),
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--choose", choices=("q", "check"), default="q", help="default: q, the halting head")
     parser.add_argument("--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to")
     parser.add_argument("--curve", type=arguments.out_file, metavar="FILE", help="write the accuracy by rollouts and noise")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise; default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of the noise; default: 0")
     args = parser.parse_args(argv)
     if args.noise and len(args.noise) > 1 and not args.curve:
         parser.error(f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE")
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--stop {args.stop} ends rollouts by each other, and --curve counts the first 1, 2, 4 … of them; leave it"
         )
+    if args.curve and args.calibrate:
+        parser.error("--calibrate fits the confidence of boards, and --curve writes none; leave one of them")
     if args.curve and args.out:
         parser.error("--curve and --out are two commands; run one after the other")
 
@@ -91,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _size(text: str) -> float:
-    """Return the type of an argument that is a size: a finite number of at least 0."""
+    """Return the type of an argument that is a size: a number of at least 0 that float32 has."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number of at least 0")
+    if not 0 <= value <= MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number from 0 to {MAX_SIZE:g}")
     return value
 
 
@@ -133,7 +136,7 @@ def _solve(args: argparse.Namespace) -> int:
     puzzles = solve.read_puzzles(args.puzzles, solver.kind, solver.side)
     if args.curve:
         return _curve(args, solver, puzzles, search, noises)
-    how = solve.How(noises[0], args.choose, args.seed, args.batch)
+    how = solve.How(noises[0], args.choose, args.seed, min(args.batch, len(puzzles)))
     scale = _calibrated(args, solver, puzzles, search, how)
     began = time.perf_counter()
     found = _boards(args, solver, puzzles, search, how, scale)
@@ -209,7 +212,7 @@ def _calibrated(
         )
     if any(not puzzle.answer for puzzle in known):
         raise DataError(f"--calibrate {args.calibrate} has boards without an answer; it needs a column answer")
-    found = list(solve.solve(solver, known, search, how))
+    found = list(solve.solve(solver, known, search, how._replace(batch=min(args.batch, len(known)))))
     q = np.array([each.q for each in found])
     right = np.array([each.board == puzzle.answer for puzzle, each in zip(known, found, strict=True)])
     scale, (before, after) = confidence.fit(q, right), confidence.errors(q, right)
@@ -233,7 +236,7 @@ def _curve(
     rows.writerow(CURVE)
     print("  ".join(f"{name:>10}" for name in CURVE))
     for noise in noises:
-        how = solve.How(noise, args.choose, args.seed, args.batch)
+        how = solve.How(noise, args.choose, args.seed, min(args.batch, len(puzzles)))
         list(solve.solve(solver, puzzles[:1], search, how, run=run))  # compiled before it is timed
         began = time.perf_counter()
         found = list(solve.solve(solver, puzzles, search, how, run=run))

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blanks", type=int, nargs=2, default=(46, 64), metavar=("FEWEST", "MOST"), help="of a Sudoku")
     parser.add_argument("--grade", choices=kinds.GRADES, default="", help="of a Sudoku; default: any")
     parser.add_argument("--side", type=int, default=30, help="of a maze or of lights; default: 30")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="default: 0")
     parser.add_argument("--format", choices=("csv", "npy"), default="csv", help="default: csv")
     args = parser.parse_args(argv)
     return make(args)
@@ -70,6 +70,9 @@ def make(args: argparse.Namespace) -> int:
         else:
             write_npy(args.out, split, puzzles)
     n = sum(len(p.inputs) for p in splits.values())
+    fewer = sum(int(((p.inputs == 1).sum(1) < args.blanks[0]).sum()) for p in splits.values())
+    if fewer and args.kind in kinds.BOXES:
+        print(f"{fewer} of {n} have fewer than {args.blanks[0]} blanks: one more would give them several solutions")
     ratings = np.concatenate([p.rating for p in splits.values()])
     classes = np.bincount(np.searchsorted(kinds.EDGES[args.kind], ratings, side="right"), minlength=5)
     print(f"{n} puzzles in {seconds:.1f} s, {n / seconds:.0f} per second; by difficulty: {classes.tolist()}; in {args.out}")
