@@ -79,7 +79,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         with process.phase(goodput.RESTORE, "its checkpoint"):
             state, step, checkpoints.history = init_or_restore(assembly, checkpoints)
             process.clock.resumed(step)
-        due = Schedule(config, tests=data.test.n_batches > 0, also=replay.save if replay else 0)
+        due = Schedule(config, tests=data.test.n_batches > 0 and not replay, also=replay.save if replay else 0)
         if step >= due.steps:
             log.info("the run has already reached step %d; raise config.train.steps to train on", step)
             if not is_missed(config, step, due=due.at(step).evaluate):

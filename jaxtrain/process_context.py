@@ -97,7 +97,7 @@ class ProcessContext:
         self._closing.__exit__(kind, error, trace)
 
     def _facts(self) -> dict[str, Any]:
-        devices = {"devices": cluster.devices(), "cores": cluster.cores()}
+        devices = {"devices": cluster.devices(), **cluster.of_cpus()}
         return {"versions": cluster.versions(), "commit": cluster.commit(), **devices, **self._command}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:

@@ -157,6 +157,7 @@ make_loader = Spiky
     assert replay("spiky", "--step", "3", "--until", "20") == 0
     said = capsys.readouterr()
     assert "identical to step 20: 20 recorded steps" in said.out and "the state is again that of step 8" in said.err
+    assert "step 20 test" not in said.err, "a replay evaluates nothing"
     assert cells((runs / "spiky-replay-3" / "step-3.html").read_text(), "Parameters")[1:]
 
 
@@ -205,12 +206,14 @@ def test_a_replay_says_which_step_differs_and_begins_at_0_without_a_checkpoint(r
     text = (
         start.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.0.1"').replace('"processes": 1', '"processes": 2')
     )
-    start.write_text(re.sub(r'"cores": \d+', '"cores": 1', text))
+    start.write_text(re.sub(r'"cores": \d+, "threads": \d+', '"cores": 1, "threads": 77', text))
+    monkeypatch.setenv("NPROC", os.environ.get("NPROC", "32"))
     monkeypatch.setattr(machine, "cores", lambda: 97)
     assert replay("changed", "--step", "6", "--no-page") == 1
     said = capsys.readouterr().out
     assert "no checkpoint before step 6 is kept; the replay begins at step 0 and makes 6 steps, about" in said
     options = json.loads((runs / "changed-replay-6" / "config.json").read_text())["compiler"]
+    assert os.environ["NPROC"] == "77", "the threads of the run, by which XLA splits sums"
     assert "cores: 1 → 97" in said and options == {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     assert (
         f"versions.jax: 0.0.1 → {jax.__version__}" in said and "processes: 2 → 1" in said and "so bits need not agree" in said

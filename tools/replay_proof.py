@@ -447,6 +447,7 @@ def main() -> int:
     parser.add_argument("--workload", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="of each part and workload")
     args = parser.parse_args()
+    cluster.use_threads_for_host_devices()
     if jax.device_count() != DEVICES:
         parser.error(f"there are {jax.device_count()} devices; set XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}")
     cluster.use_compilation_cache()

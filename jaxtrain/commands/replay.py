@@ -12,7 +12,8 @@ from it. Each is compared with the run's record of it: by its digest, if the run
 config.metrics.digest, and else by loss and gradient norm. The run is only read, so it may still
 train. Without a checkpoint before N the replay begins at step 0. On other devices, another mesh or
 another version of jax the bits need not agree: the replay says so, and how far apart the losses and
-the gradient norms are. With another number of CPU cores it is compiled as the run was.
+the gradient norms are. On another number of CPU cores it is compiled as the run was, and has as
+many threads if these are enough for its devices.
 
 DIR/step-N.html has the examples of step N with the loss and the gradient norm of each, the metrics
 of the steps around it, norms by parameter, and the largest activations. These are computed on one
@@ -64,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console.start_console()
     cluster.use_compilation_cache()
-    cluster.use_threads_for_host_devices()
     return _replay(args)
 
 
@@ -93,6 +93,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
+    cluster.use_threads_for_host_devices(_of_start(run, args.step, "threads"))
     problem = ""
     if membership.process == 0:
         try:
@@ -213,9 +214,8 @@ def _compiler(run: Any, step: int) -> dict[str, Any]:
     from jaxtrain.compile import xla_options
     from loaders.io import machine
 
-    start = _start(run, step)
-    cores = start.facts.get("cores") if start else 0
-    if not isinstance(cores, int) or cores < 1:
+    cores = _of_start(run, step, "cores")
+    if not cores:
         return {}
     theirs, own = (xla_options.defaults("cpu", count=1, cores=n) for n in (cores, machine.cores()))
     return {} if theirs == own else theirs
@@ -227,6 +227,13 @@ def _start(run: Any, step: int) -> Any:
     return starts[-1] if starts else None
 
 
+def _of_start(run: Any, step: int, name: str) -> int:
+    """Return a number that the run's start recorded, 0 without one."""
+    start = _start(run, step)
+    found = start.facts.get(name) if start else 0
+    return found if type(found) is int and 0 < found < 100_000 else 0
+
+
 def _otherwise(run: Any, made: Any, step: int) -> list[str]:
     """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
@@ -234,7 +241,7 @@ def _otherwise(run: Any, made: Any, step: int) -> list[str]:
     start = _start(run, step)
     if not start or not made.starts:
         return []
-    names = ("versions", "devices", "cores")
+    names = ("versions", "devices", "cores", "threads")
     one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (start, made.starts[-1]))
     shared = one.keys() & two.keys()
     one, two = (

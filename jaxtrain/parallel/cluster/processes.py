@@ -158,13 +158,19 @@ def devices() -> str:
     return f"{len(found)} × {kinds} of {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
 
 
-def cores() -> int:
-    """Return the number of cores on which XLA computes, 0 if its devices are no CPUs.
+def of_cpus() -> dict[str, int]:
+    """Return the numbers of cores and threads, which decide the last bits on CPUs, else {}.
 
-    `jaxtrain.compile.xla_options` chooses the kernels of matrix products by it, and their last bits
-    differ.
+    `jaxtrain.compile.xla_options` chooses the kernels of matrix products by the cores. XLA splits
+    the long sums of those that it computes itself by the threads of its pool.
     """
-    return machine.cores() if jax.default_backend() == "cpu" else 0
+    if jax.default_backend() != "cpu":
+        return {}
+    return {"cores": machine.cores(), "threads": int(os.environ.get("NPROC") or _schedulable())}
+
+
+def _schedulable() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def digest_of_files() -> str:
@@ -209,16 +215,22 @@ def use_compilation_cache() -> None:
         options.update("jax_compilation_cache_dir", str(machine.cache_folder("xla")))
 
 
-def use_threads_for_host_devices() -> None:
+def use_threads_for_host_devices(threads: int = 0) -> None:
     """Give XLA's CPU client a thread for each of several host devices.
 
     It runs independent collectives of one program at once on NPROC threads, by default one for each
     core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
     devices on 2 cores). It must be called before JAX makes its devices.
+
+    Args:
+      threads: those of a run that is made again, unless they are too few for these devices.
     """
-    count = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if count and int(count[1]) > 1:
-        os.environ.setdefault("NPROC", str(max(4 * int(count[1]), os.cpu_count() or 1)))
+    found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    count = int(found[1]) if found else 1
+    if threads and (count == 1 or threads >= 4 * count):
+        os.environ["NPROC"] = str(threads)
+    elif count > 1:
+        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
 
 
 def is_main() -> bool:
