@@ -1,6 +1,7 @@
 """Contracts of training of the recursive model: gradients by NumPy, depths, floating-point
 operations, meshes and parts."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -108,6 +109,25 @@ def test_depths_are_drawn_and_grow_and_are_counted():
     assert trm.train_flops(replace(c, least_steps=0), c.cycles) - deep == 15 * one
 
 
+@pytest.mark.parametrize("options", [{"contract": "last"}, {"contract": "deep"}, {"contract": "deep", "q_continue": True}])
+def test_operations_are_those_that_xla_counts(options):
+    """With one cycle, since XLA counts the body of a loop once. XLA also counts norms and
+    activations."""
+    sizes = dict(embed=64, puzzle_embed=64, inner_multiple=64, cycles_high=1, cycles_low=1, dtype="float32")
+    c = replace(LAST, **sizes, halt_steps=1, least_steps=0, explore_end=None, **options)
+    task = trm_loss.make_task(
+        config_lib.Config(model=c, train=config_lib.Train(batch=32)), stored_params.one_device().shard, 32
+    )
+    variables = Run(CASE._replace(model=c), (1, 1, 1)).init().variables
+    batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
+
+    def total(params):
+        return task.loss(Variables(params, carry=variables.carry), batch, jax.random.key(0)).loss.total
+
+    counted = jax.jit(jax.grad(total)).lower(variables.params).compile().cost_analysis()["flops"]
+    assert counted == pytest.approx(task.flops, rel=0.08)
+
+
 def test_cycles_of_the_thought_grow_on_their_own():
     c = replace(TINY, cycles_high=3, cycles_low=6, first_high=1, first_low=2, growth=100, growth_low=10)
     assert [trm_loss.curriculum(c, step) for step in (0, 5, 10, 50, 100)] == [(1, 2), (1, 4), (1, 6), (2, 6), (3, 6)]
@@ -132,5 +152,10 @@ def test_options_of_one_contract_are_refused_with_the_other():
 
     assert names(least_steps=2, first_steps=1) == ["least_steps", "first_steps", "first_steps"]
     assert names(contract="last") == ["explore_end"] and not list(LAST.problems())
+    assert names(growth_low=5) == names(growth=0, growth_low=5) == ["growth_low"]
+    assert names(growth=5) == ["growth"] and not names(growth=5, first_low=1) and not names(growth=5, first_high=1)
+    last = dict(contract="last", explore_end=None)
+    assert names(**last, growth_steps=5) == ["growth_steps"] and not names(**last, growth_steps=5, first_steps=2)
+    assert names(noise=math.inf, rollouts=2) == ["noise"] and names(residual=math.inf) == ["residual"]
     assert names(contract="first") == ["contract", "explore_end"]
     assert names(contract="last", explore_end=None, least_steps=4) == ["least_steps"]

@@ -124,11 +124,20 @@ class Config(ModelSection):
                 )
             if getattr(self, first) > getattr(self, last):
                 yield first, f"is {getattr(self, first)}, more than {last}={getattr(self, last)}"
+        for growth in dict.fromkeys(growths):
+            grown = [
+                first for first, of in zip(("first_high", "first_low", "first_steps"), growths, strict=True) if of == growth
+            ]
+            if getattr(self, growth) and not any(getattr(self, first) for first in grown):
+                yield growth, f"is {getattr(self, growth)}, and nothing grows; set {' or '.join(grown)}, or {growth}=0"
 
     def _contract_problems(self) -> Iterator[tuple[str, str]]:
         yield from checks.choice(self, CONTRACTS, "contract")
         yield from checks.at_least(self, 1, "rollouts")
         yield from checks.not_negative(self, "noise", "residual", "test_steps")
+        for name in ("noise", "residual"):
+            if math.isinf(getattr(self, name)):
+                yield name, "is infinite; set a number"
         if self.rollouts > 1 and not (self.noise or self.symmetry):
             yield "rollouts", f"is {self.rollouts}, and all would be the same; set symmetry=True, or noise, for example 0.3"
         if self.rollouts == 1 and (self.noise or self.symmetry):
@@ -381,8 +390,13 @@ def train_flops(c: Config, cycles: Cycles) -> int:
 
     The backward pass costs twice the forward one, and only the last cycle has one. Of the contract
     "last", the supervision steps before it are forward alone: their mean, if their number is drawn.
+    ``q_continue`` takes another supervision step, forward alone.
     """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
-    before = (c.halt_steps + (c.least_steps or c.halt_steps) - 2) * high * (low + 1) * net_flops(c) // 2
-    return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads + (before if c.contract == "last" else 0)
+    step = high * (low + 1) * net_flops(c)
+    if c.contract == "last":
+        others = (c.halt_steps + (c.least_steps or c.halt_steps) - 2) * step // 2
+    else:
+        others = step + heads if c.q_continue else 0
+    return (high - 1 + 3) * (low + 1) * net_flops(c) + 3 * heads + others
