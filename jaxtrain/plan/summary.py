@@ -275,13 +275,17 @@ def _check_data(config: config_lib.Config, assembly: Assembly, target: Target) -
 
 def _rate(loader: base.Loader, assembly: Assembly, target: Target) -> str:
     """Compare the rows/s that the loader gives here with those that a step asks for."""
-    given, threads = feed.measure(loader, READING), loader.diagnostics().get("threads", 1)
-    cores = min(threads, machine.cores())
-    text = f"{given:,.0f} rows/s, measured here for {READING:g} s on {cores} core{'s' * (cores > 1)}"
+    given, threads = feed.measure(loader, READING), loader.diagnostics().get("threads")
+    text = f"{given:,.0f} rows/s, measured here for {READING:g} s"
+    if threads:
+        cores = min(threads, machine.cores())
+        text += f" on {cores} core{'s' * (cores > 1)}"
     if not (target.chip and given):
         return text
     asked = assembly.config.train.batch / max(_ideal(assembly, target.chip, target.count)) * MFU
     text += f"; a step asks for {asked:,.0f}"
-    if missing := machine.cores_missing(asked, given, threads):
+    if threads and (missing := machine.cores_missing(asked, given, threads)):
         text += f": {missing:,} more such core{'s' * (missing > 1)}, on all hosts together"
+    elif asked > given:
+        text += ": steps will wait for data, if a process gives no more there"
     return text
