@@ -188,11 +188,6 @@ impl<'a> Lsb<'a> {
         Some(value as u32)
     }
 
-    /// Bits read so far.
-    pub fn position(&self) -> usize {
-        self.bit
-    }
-
     pub fn flag(&mut self) -> Option<bool> {
         Some(self.read(1)? == 1)
     }

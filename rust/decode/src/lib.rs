@@ -2,7 +2,7 @@
 //!
 //! Plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more slowly
 //! the formats of `other`. Every format has its own index into the bytes (the containers are read here, so that a seek is
-//! exact to the sample); symphonia decodes Vorbis packets, opus-pure Opus packets. In each format a crop equals the same
+//! exact to the sample); opus-pure decodes Opus packets. In each format a crop equals the same
 //! slice of the whole recording: exactly for plain samples and FLAC, and within 1e-5 for MP3, Vorbis and Opus, whose
 //! decoders are warmed up on the sound before the crop.
 //!
@@ -31,8 +31,6 @@ pub mod simd;
 mod vorbis;
 
 use std::ops::RangeInclusive;
-
-use symphonia::core::audio::{Audio, AudioBuffer};
 
 use chain::{Chain, Link};
 pub use flac_write::{Origin, Writer as FlacWriter, BLOCK as FLAC_BLOCK};
@@ -83,35 +81,6 @@ pub enum Error {
     Range { start: u64, length: usize, frames: u64 },
     #[error("channel {channel} does not exist: the recording has {channels}, counted from 0")]
     Channel { channel: u16, channels: u16 },
-}
-
-/// Writes the samples from `skip` on: the mean of the channels, or one of them.
-fn mix(decoded: &AudioBuffer<f32>, skip: usize, channel: Option<u16>, out: &mut [f32]) {
-    if let Some(plane) = channel.and_then(|channel| decoded.plane(channel.into())) {
-        for (y, x) in out.iter_mut().zip(plane.get(skip..).unwrap_or(&[])) {
-            *y = *x;
-        }
-        return;
-    }
-    let channels = decoded.num_planes();
-    for (i, plane) in decoded.iter_planes().enumerate() {
-        let plane = plane.get(skip..).unwrap_or(&[]);
-        if i == 0 {
-            for (y, x) in out.iter_mut().zip(plane) {
-                *y = *x;
-            }
-        } else {
-            for (y, x) in out.iter_mut().zip(plane) {
-                *y += *x;
-            }
-        }
-    }
-    if channels > 1 {
-        let gain = 1.0 / channels as f32;
-        for y in out {
-            *y *= gain;
-        }
-    }
 }
 
 fn corrupt<T>(format: &'static str, what: &'static str) -> Result<T, Error> {

@@ -34,6 +34,22 @@ pub trait Lanes: Copy {
     unsafe fn sum(self) -> f32;
 }
 
+/// Lanes that also change places.
+///
+/// # Safety
+/// As for [`Lanes`].
+#[allow(clippy::missing_safety_doc)] // the trait's section holds for each method
+pub trait Shuffle: Lanes {
+    /// The lanes in the opposite order.
+    unsafe fn reverse(self) -> Self;
+    /// Alternately a lane of self and of b.
+    unsafe fn interleave(self, b: Self) -> [Self; 2];
+    /// The even and the odd lanes of self and b, in this order.
+    unsafe fn deinterleave(self, b: Self) -> [Self; 2];
+    /// The entries of a table at the lanes' integer parts, and its first or last entry for those beyond its ends.
+    unsafe fn look_up(self, table: &[f32; 256]) -> Self;
+}
+
 /// Lanes for any machine: the compiler uses what the baseline instruction set offers.
 #[derive(Clone, Copy)]
 pub struct Portable([f32; 8]);
@@ -114,11 +130,33 @@ impl Lanes for Portable {
     }
 }
 
+impl Shuffle for Portable {
+    #[inline(always)]
+    unsafe fn reverse(self) -> Self {
+        lanes!(i => self.0[7 - i])
+    }
+
+    #[inline(always)]
+    unsafe fn interleave(self, b: Self) -> [Self; 2] {
+        [lanes!(i => [self.0, b.0][i % 2][i / 2]), lanes!(i => [self.0, b.0][i % 2][4 + i / 2])]
+    }
+
+    #[inline(always)]
+    unsafe fn deinterleave(self, b: Self) -> [Self; 2] {
+        [lanes!(i => [self.0, b.0][i / 4][2 * i % 8]), lanes!(i => [self.0, b.0][i / 4][2 * i % 8 + 1])]
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(self, table: &[f32; 256]) -> Self {
+        lanes!(i => table[(self.0[i] as i32).clamp(0, 255) as usize])
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::Lanes;
+    use super::{Lanes, Shuffle};
 
     /// Eight lanes of AVX2 with fused multiply-add.
     #[derive(Clone, Copy)]
@@ -196,6 +234,43 @@ mod x86 {
                 let half = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
                 let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
                 _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
+            }
+        }
+    }
+
+    // SAFETY, all methods: the contract of `Lanes`; indices are clamped to the table.
+    impl Shuffle for Avx2 {
+        #[inline(always)]
+        unsafe fn reverse(self) -> Self {
+            Self(unsafe { _mm256_permutevar8x32_ps(self.0, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0)) })
+        }
+
+        #[inline(always)]
+        unsafe fn interleave(self, b: Self) -> [Self; 2] {
+            unsafe {
+                let (low, high) = (_mm256_unpacklo_ps(self.0, b.0), _mm256_unpackhi_ps(self.0, b.0));
+                [Self(_mm256_permute2f128_ps::<0x20>(low, high)), Self(_mm256_permute2f128_ps::<0x31>(low, high))]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn deinterleave(self, b: Self) -> [Self; 2] {
+            unsafe {
+                let even = _mm256_castps_pd(_mm256_shuffle_ps::<0x88>(self.0, b.0));
+                let odd = _mm256_castps_pd(_mm256_shuffle_ps::<0xdd>(self.0, b.0));
+                [
+                    Self(_mm256_castpd_ps(_mm256_permute4x64_pd::<0xd8>(even))),
+                    Self(_mm256_castpd_ps(_mm256_permute4x64_pd::<0xd8>(odd))),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn look_up(self, table: &[f32; 256]) -> Self {
+            unsafe {
+                let index = _mm256_max_epi32(_mm256_cvttps_epi32(self.0), _mm256_setzero_si256());
+                let index = _mm256_min_epi32(index, _mm256_set1_epi32(255));
+                Self(_mm256_i32gather_ps::<4>(table.as_ptr(), index))
             }
         }
     }

@@ -1,0 +1,196 @@
+//! Vorbis I in OGG: its pages and positions. `setup` reads the headers, `packet` the lines of a block, and `transform` turns them
+//! into samples.
+//!
+//! A page's granule position is the sample after its last packet. A packet overlaps the one before, so decoding a crop
+//! begins with the last packet of a page that ends at or before it: that packet only fills the overlap, and the samples of
+//! the following packets begin exactly at the page's position. On every further page the count must agree with its position.
+//!
+//! The first audio page may hold more samples than its position: the surplus is dropped at the beginning (or at the end,
+//! if that page is also the last). It may hold fewer where a stream was cut out of a longer one: positions then do not
+//! begin at 0. libvorbis does the same in both cases.
+
+mod book;
+mod packet;
+mod setup;
+mod transform;
+
+use setup::{Setup, IDENTIFICATION};
+
+use super::ogg::{self, Packets};
+use super::{corrupt, Error, Info};
+
+const NAME: &str = "OGG Vorbis";
+/// Headers that are kept: the recordings of one corpus share a few different headers.
+const MAX_KEPT: usize = 4;
+/// Packets that are decoded before the crop: a page, which has a position, holds up to 255.
+const MAX_AHEAD: usize = 1024;
+
+/// Samples that a packet holds, at most: half of the longest block.
+const LONGEST: u64 = 4096;
+
+/// Headers, the last used ones at the end, and the decoder's memory.
+#[derive(Default)]
+pub(super) struct Vorbis {
+    kept: Vec<Prepared>,
+    headers: Vec<u8>,
+    pieces: Vec<u8>,
+    packet: packet::Work,
+    transform: Box<transform::Work>,
+}
+
+struct Prepared {
+    /// Identification and setup header, which determine the rest.
+    headers: Vec<u8>,
+    setup: Setup,
+}
+
+/// Where a stream's audio is.
+struct Stream {
+    serial: u32,
+    /// First audio page.
+    audio: usize,
+    /// Position of the first decoded sample.
+    origin: i64,
+    /// Positions of the recording.
+    begin: i64,
+    end: i64,
+}
+
+impl Vorbis {
+    pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
+        let stream = self.open(bytes, serial)?;
+        let setup = &self.kept.last().expect("open succeeded").setup;
+        let frames = stream.end.saturating_sub(stream.begin).max(0) as u64;
+        if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST) {
+            return corrupt(NAME, "its last position lies beyond what its packets can hold");
+        }
+        Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames, stated: 0 })
+    }
+
+    /// Reads the headers, moves their setup to the end of `kept`, and finds where the audio begins and ends.
+    fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
+        self.headers.clear();
+        let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
+        for kind in [1, 3, 5] {
+            match packets.next()? {
+                Some(packet) if packet.data.first() == Some(&kind) && packet.data.get(1..7) == Some(b"vorbis") => {
+                    match kind {
+                        1 => self.headers.extend(packet.data.iter().take(IDENTIFICATION)),
+                        // The comments do not concern the audio.
+                        3 => {}
+                        _ => self.headers.extend_from_slice(packet.data),
+                    }
+                }
+                _ => return corrupt(NAME, "the headers are cut off or out of order"),
+            }
+        }
+        if self.headers.get(IDENTIFICATION) != Some(&5) {
+            return corrupt(NAME, "the identification header is cut off");
+        }
+        let audio = packets.at();
+        match self.kept.iter().position(|kept| kept.headers == self.headers) {
+            Some(i) => self.kept[i..].rotate_left(1),
+            None => {
+                let setup = Setup::parse(&self.headers)?;
+                if self.kept.len() == MAX_KEPT {
+                    self.kept.remove(0);
+                }
+                self.kept.push(Prepared { headers: self.headers.clone(), setup });
+            }
+        }
+        let setup = &self.kept.last().expect("just put there").setup;
+
+        let Some(last) = ogg::last_page(bytes, audio, serial) else {
+            return Err(Error::NoAudio { format: NAME });
+        };
+        let end = last.granule.expect("last_page returns one with a position");
+        // Count the samples up to the first page that has a position; the very first packet gives none.
+        let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
+        let (mut samples, mut before) = (0i64, None);
+        let (first, only) = loop {
+            let Some(packet) = packets.next()? else {
+                return Err(Error::NoAudio { format: NAME });
+            };
+            if let Some(block) = setup.block(packet.data) {
+                samples += before.map_or(0, |before| i64::from((before + block) / 4));
+                before = Some(block);
+            }
+            if let Some(granule) = packet.granule {
+                break (granule, packet.last_page);
+            }
+        };
+        let origin = if only && samples > first { 0 } else { first.saturating_sub(samples) };
+        Ok(Stream { serial, audio, origin, begin: origin.max(0), end })
+    }
+
+    pub fn read(
+        &mut self,
+        bytes: &[u8],
+        serial: u32,
+        start: u64,
+        channel: Option<u16>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        let stream = self.open(bytes, serial)?;
+        let Self { kept, pieces, packet: work, transform, .. } = self;
+        let setup = &kept.last().expect("open succeeded").setup;
+        let begin = stream.begin.saturating_add_unsigned(start);
+        let end = begin.saturating_add_unsigned(out.len() as u64);
+        if end > stream.end {
+            return corrupt(NAME, "the pages end before the stated length");
+        }
+        let (at, seek) = match ogg::seek(bytes, stream.audio, stream.serial, begin) {
+            Some(page) => (page.at, page.granule),
+            None => (stream.audio, None),
+        };
+        let mut packets = Packets::new(bytes, at, stream.serial, pieces);
+        // Position of the next sample and size of the last block; None until the first packet, which only fills the overlap.
+        let mut position: Option<(i64, u32)> = None;
+        let mut seeking = seek.is_some();
+        let (mut done, mut ahead) = (0, 0);
+        while done < out.len() {
+            if done == 0 && ahead > MAX_AHEAD {
+                return corrupt(NAME, "there is no position near the crop");
+            }
+            ahead += 1;
+            let Some(packet) = packets.next()? else {
+                return corrupt(NAME, "the pages end before the stated length");
+            };
+            if seeking && packet.granule.is_none() {
+                continue;
+            }
+            seeking = false;
+            // Like libvorbis, ignore packets that are not audio.
+            if let Some(block) = setup.block(packet.data) {
+                let (from, to) = match position {
+                    None => (seek.unwrap_or(stream.origin), seek.unwrap_or(stream.origin)),
+                    Some((from, before)) => (from, from.saturating_add(i64::from((before + block) / 4))),
+                };
+                // A packet needs no other than the one before: those that end too early are not decoded.
+                if to.saturating_add(i64::from((block + setup.blocks[1]) / 4)) > begin {
+                    let table = transform::table(block as usize / 2);
+                    if packet::decode(setup, work, packet.data, channel, &mut transform.lines).is_none() {
+                        return corrupt(NAME, "a packet cannot be decoded");
+                    }
+                    transform.transform(table);
+                    let skip = (begin + done as i64).saturating_sub(from).max(0);
+                    if let Some((_, before)) = position.filter(|_| skip < to.saturating_sub(from)) {
+                        let n = transform.overlap(transform::table(before as usize / 2), table);
+                        let n = (n - skip as usize).min(out.len() - done);
+                        out[done..done + n].copy_from_slice(&transform.samples[skip as usize..][..n]);
+                        done += n;
+                    }
+                }
+                position = Some((to, block));
+            }
+            if let (Some(granule), Some((position, _))) = (packet.granule, position) {
+                // Only the last page may end before its last packet does.
+                let cut = position > granule && granule == stream.end;
+                if position != granule && !cut {
+                    return corrupt(NAME, "a page's position does not agree with its packets");
+                }
+            }
+        }
+        Ok(())
+    }
+}
