@@ -52,7 +52,7 @@ const SPAN: usize = 320;
 /// Vectors of lanes that share the loads of weights.
 const VECTORS: usize = 4;
 /// Values of such vectors, at most.
-const MOST_LANES: usize = 16 * VECTORS;
+const MAX_LANES: usize = 16 * VECTORS;
 /// Outputs of each lane before they are put in their places.
 const TILE: usize = 8;
 /// Filters that one cache keeps, so that no set of recordings makes it grow without bound.
@@ -78,7 +78,7 @@ pub struct Resampler {
 /// Values side by side.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
-struct Line([f32; MOST_LANES]);
+struct Line([f32; MAX_LANES]);
 
 fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 {
@@ -139,7 +139,7 @@ impl Resampler {
         }
         let repeats = if interpolated.is_some() { 0 } else { SPAN.div_ceil(up as usize) };
         let n_rows = if interpolated.is_some() { 0 } else { repeats * down as usize + taps };
-        let rows = vec![Line([0.0; MOST_LANES]); n_rows];
+        let rows = vec![Line([0.0; MAX_LANES]); n_rows];
         Self { up, down, taps, table, interpolated, span: repeats * up as usize, rows }
     }
 
@@ -208,7 +208,7 @@ unsafe fn process_avx512(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f
 /// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
 unsafe fn process<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
-    const { assert!(W::N == SUMS && V::N * VECTORS <= MOST_LANES) };
+    const { assert!(W::N == SUMS && V::N * VECTORS <= MAX_LANES) };
     let before = r.taps / 2 - 1;
     // For outputs [first, last) the whole filter lies inside x.
     let inside = |k: usize| {
@@ -273,7 +273,7 @@ unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
         n_rows <= r.rows.len() && first + (lanes - 1) * stride + n_rows <= x.len() && k + lanes * span <= out.len()
     );
     let rows = r.rows.as_mut_ptr().cast::<f32>();
-    let mut tile = [Line([0.0; MOST_LANES]); TILE];
+    let mut tile = [Line([0.0; MAX_LANES]); TILE];
     let tile = tile.as_mut_ptr().cast::<f32>();
     unsafe {
         simd::transpose(x.as_ptr().add(first), stride, [lanes, n_rows], rows, lanes);

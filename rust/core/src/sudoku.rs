@@ -11,7 +11,7 @@ use crate::order::{hash, mix};
 /// Domain separation of hashes; see `order`.
 const PUZZLE: u64 = 16;
 
-pub(crate) const MOST_CELLS: usize = 81;
+pub(crate) const MAX_CELLS: usize = 81;
 
 /// Rows, columns and boxes of a board, and the units of each cell.
 pub struct Rules {
@@ -43,8 +43,8 @@ pub struct Puzzle {
 /// Candidates of every cell (0 once it is filled) and digits of every cell.
 #[derive(Clone)]
 pub(crate) struct State {
-    pub(crate) open: [u16; MOST_CELLS],
-    pub(crate) digit: [u8; MOST_CELLS],
+    pub(crate) open: [u16; MAX_CELLS],
+    pub(crate) digit: [u8; MAX_CELLS],
     used: [u16; 27],
     left: usize,
 }
@@ -139,7 +139,7 @@ impl Rules {
 
     pub(crate) fn start(&self, board: &[u8]) -> Option<State> {
         let mut state =
-            State { open: [self.all; MOST_CELLS], digit: [0; MOST_CELLS], used: [0; 27], left: self.n_cells() };
+            State { open: [self.all; MAX_CELLS], digit: [0; MAX_CELLS], used: [0; 27], left: self.n_cells() };
         for (cell, &digit) in board.iter().enumerate() {
             if digit != 0 && (usize::from(digit) > self.side || !self.place(&mut state, cell, 1 << (digit - 1))) {
                 return None;

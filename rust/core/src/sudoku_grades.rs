@@ -9,7 +9,7 @@
 //!   3 guesses   none of these solves it
 
 use crate::order::mix;
-use crate::sudoku::{Rules, State, MOST_CELLS};
+use crate::sudoku::{Rules, State, MAX_CELLS};
 
 /// The grade of guesses.
 pub const GUESSES: u8 = 3;
@@ -116,7 +116,7 @@ impl Rules {
 
     /// Whether a candidate, taken as right, makes another one both right and wrong.
     fn contradicts(&self, open: &[u16], pairs: &Pairs, cell: usize, digit: usize) -> bool {
-        let (mut right, mut wrong) = ([0u16; MOST_CELLS], [0u16; MOST_CELLS]);
+        let (mut right, mut wrong) = ([0u16; MAX_CELLS], [0u16; MAX_CELLS]);
         let mut queue = vec![(cell, digit)];
         right[cell] = 1 << digit;
         while let Some((cell, digit)) = queue.pop() {

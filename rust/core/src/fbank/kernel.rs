@@ -1,7 +1,7 @@
 //! Several frames at once, one in each lane, from samples to normalised log-mel energies.
 
 use super::transform::{line, power, transform};
-use super::{FilterBank, FrontEnd, Scratch, EMPHASIS, FLOOR, MOST_LANES};
+use super::{FilterBank, FrontEnd, Scratch, EMPHASIS, FLOOR, MAX_LANES};
 use jaxtrain_decode::simd::{self, Lanes};
 
 #[cfg(target_arch = "x86_64")]
@@ -117,7 +117,7 @@ unsafe fn windows<V: Lanes, W: Lanes>(frames: &[f32], stride: usize, t: &FilterB
     // The first and the last samples were always rounded twice here: the stream's bytes are a promise.
     let (fused, last) = (W::N, length - length % W::N);
     unsafe {
-        let mut means = [0.0; MOST_LANES];
+        let mut means = [0.0; MAX_LANES];
         for (f, mean) in means.iter_mut().enumerate().take(V::N) {
             *mean = mean_of::<W>(&frames[f * stride..][..length]);
         }
@@ -172,7 +172,7 @@ unsafe fn four_samples<V: Lanes, const FUSED: bool>(
 /// The first of the samples of `V::N` frames, `stride` samples apart.
 #[inline(always)]
 unsafe fn one_sample<V: Lanes>(frames: &[f32], stride: usize) -> V {
-    let mut samples = [0.0; MOST_LANES];
+    let mut samples = [0.0; MAX_LANES];
     for (f, x) in samples.iter_mut().enumerate().take(V::N) {
         *x = frames[f * stride];
     }

@@ -33,11 +33,11 @@ pub const FLOOR: f32 = f32::EPSILON;
 
 const EMPHASIS: f32 = 0.97;
 /// Frames that are computed together at most, one in each lane.
-const MOST_LANES: usize = 16;
+const MAX_LANES: usize = 16;
 /// Samples of a window.
 const WINDOWS: std::ops::RangeInclusive<usize> = 16..=32_768;
-const MOST_HOP: usize = 1 << 20;
-const MOST_MELS: usize = 4096;
+const MAX_HOP: usize = 1 << 20;
+const MAX_MELS: usize = 4096;
 
 /// What a spectrogram is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,8 +88,8 @@ impl FrontEnd {
         if !WINDOWS.contains(&window) {
             return fail(format!("window = {window} samples must lie in {WINDOWS:?}"));
         }
-        if !(1..=MOST_HOP).contains(&hop) || !(1..=MOST_MELS).contains(&n_mels) {
-            return fail(format!("hop = {hop} must lie in 1..={MOST_HOP}, and n_mels = {n_mels} in 1..={MOST_MELS}"));
+        if !(1..=MAX_HOP).contains(&hop) || !(1..=MAX_MELS).contains(&n_mels) {
+            return fail(format!("hop = {hop} must lie in 1..={MAX_HOP}, and n_mels = {n_mels} in 1..={MAX_MELS}"));
         }
         if !(0.0 <= f_min && f_min < f_max && f_max <= half) {
             return fail(format!("f_min = {f_min} and f_max = {f_max} Hz must increase from 0 to {half} Hz"));
@@ -187,7 +187,7 @@ impl Default for FilterBank {
 /// Values side by side, of one element of a transform in each lane or of two.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
-struct Line([f32; MOST_LANES]);
+struct Line([f32; MAX_LANES]);
 
 struct Scratch {
     /// Frames of a group with fewer than there are lanes, one after the other.
@@ -213,8 +213,8 @@ impl Default for Fbank {
 
 impl Fbank {
     pub fn new(bank: Arc<FilterBank>) -> Self {
-        let lanes = if simd::avx512() { MOST_LANES } else { 8 };
-        let lines = |n: usize| vec![Line([0.0; MOST_LANES]); (n * lanes).div_ceil(MOST_LANES)];
+        let lanes = if simd::avx512() { MAX_LANES } else { 8 };
+        let lines = |n: usize| vec![Line([0.0; MAX_LANES]); (n * lanes).div_ceil(MAX_LANES)];
         let scratch = Scratch {
             frames: vec![0.0; lanes * bank.window.len()],
             re: lines(transform::line(bank.half, bank.half)),
@@ -267,7 +267,7 @@ impl Fbank {
     /// `rows.len() / n_mels <= self.lanes` frames, of which the first begins at wave\[0\]. Returns the smallest value.
     fn group(&mut self, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) -> f32 {
         #[cfg(target_arch = "x86_64")]
-        if self.lanes == MOST_LANES {
+        if self.lanes == MAX_LANES {
             // SAFETY: `new` checked the instruction set.
             return unsafe { kernel::group_avx512(&mut self.scratch, &self.bank, wave, norm, rows) };
         } else if simd::avx2() {

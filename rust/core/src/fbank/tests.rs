@@ -119,7 +119,7 @@ fn equals_the_formula_in_float64_with_every_instruction_set() {
             };
         }
         #[cfg(target_arch = "x86_64")]
-        if fbank.lanes == MOST_LANES {
+        if fbank.lanes == MAX_LANES {
             fbank.lanes = 8;
             let mut narrow = vec![0.0; expected.len()];
             for (g, rows) in narrow.chunks_mut(8 * n_mels).enumerate() {

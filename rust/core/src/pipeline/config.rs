@@ -9,7 +9,7 @@ use crate::source::Index;
 use jaxtrain_decode::RATES;
 
 /// Worker threads of a pipeline, at most.
-const MOST_THREADS: usize = 1024;
+const MAX_THREADS: usize = 1024;
 
 /// What a pipeline delivers, and with how many threads.
 pub struct Config {
@@ -77,8 +77,8 @@ impl Config {
         if self.threads == 0 || self.depth == 0 {
             return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
         }
-        if self.threads > MOST_THREADS {
-            return fail(format!("threads = {} must be at most {MOST_THREADS}", self.threads));
+        if self.threads > MAX_THREADS {
+            return fail(format!("threads = {} must be at most {MAX_THREADS}", self.threads));
         }
         if self.views == 0 {
             return fail("views = 0 must be at least 1".into());
