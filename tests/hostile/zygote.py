@@ -40,6 +40,7 @@ IMPORTS = (
     "tests.hostile.probes",
 )
 LEAK = "LEAKED DESCRIPTOR"
+PATIENCE = 2.0  # [s]: tensorstore closes a file on a thread of its own, after the read has returned
 
 
 def main() -> None:
@@ -114,9 +115,24 @@ def run(request: dict) -> None:
 
         traceback.print_exc()
     gc.collect()
+    deadline = time.monotonic() + PATIENCE
+    while (leaks := left_open(request["input"])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for target in leaks:
+        print(f"{LEAK}: {target}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if 0 <= (code or 0) < 256 else 97)
+
+
+def left_open(folder: str) -> list[str]:
+    """Return the files below ``folder`` that this process has open."""
+    if sys.platform != "linux":
+        return []
     # Python's mmap keeps a descriptor as long as it is open.
-    mapped_files = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps")} if sys.platform == "linux" else set()
-    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+    mapped_files = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps")}
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
             flags = int(open(f"/proc/self/fdinfo/{descriptor}").read().split()[3], 8)
@@ -124,11 +140,9 @@ def run(request: dict) -> None:
             continue
         # The run's own log in its workdir, which stays open to the end of its process.
         is_log = flags & os.O_ACCMODE == os.O_WRONLY and re.fullmatch(r"process-\d+\.log", os.path.basename(target))
-        if target.startswith(request["input"]) and target not in mapped_files and not is_log:
-            print(f"{LEAK}: {target}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if 0 <= (code or 0) < 256 else 97)
+        if target.startswith(folder) and target not in mapped_files and not is_log:
+            found.append(target)
+    return found
 
 
 if __name__ == "__main__":
