@@ -264,12 +264,18 @@ def test_a_run_that_still_trains_is_replayed_and_nothing_in_its_workdir_changes(
         live.communicate()
 
 
-def test_a_checkpoint_that_is_deleted_during_the_replay_is_passed_over(runs, capsys, monkeypatch):
+@pytest.mark.parametrize("gone", ["all of it", "a file"])
+def test_a_checkpoint_that_is_deleted_during_the_replay_is_passed_over(runs, capsys, monkeypatch, gone):
+    for name in ("rotating", "rotating-replay-10"):
+        shutil.rmtree(runs / name, ignore_errors=True)
     shutil.copytree(runs / "run", runs / "rotating")
-    link = os.link
+    link, deleted = os.link, runs / "rotating" / "checkpoints" / "8"
 
     def rotated(source, target):
-        shutil.rmtree(runs / "rotating" / "checkpoints" / "8", ignore_errors=True)
+        if gone == "all of it":
+            shutil.rmtree(deleted, ignore_errors=True)
+        elif deleted.resolve() in pathlib.Path(source).resolve().parents:
+            pathlib.Path(source).unlink(missing_ok=True)
         link(source, target)
 
     monkeypatch.setattr(os, "link", rotated)

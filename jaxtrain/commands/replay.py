@@ -101,7 +101,7 @@ def _replay(args: argparse.Namespace) -> int:
             _refuse(args, run, recorded, until)
             _config(run, out, args)  # refused before a workdir is made
             _begin(args, run, out, until)
-        except UserError as error:
+        except (UserError, OSError) as error:
             if membership.processes == 1:
                 raise
             problem = str(error)
@@ -289,11 +289,22 @@ def _kept(run: Any) -> dict[int, pathlib.Path]:
 
 
 def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
-    """Make a workdir with links to a checkpoint's files. False if that was deleted meanwhile."""
+    """Make a workdir with links to a checkpoint's files. False if one was deleted meanwhile.
+
+    Raises RunError for a file that cannot be copied.
+    """
+    from jaxtrain.telemetry.report.run import RunError
+
     try:
         shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
         saved.stat()
-    except (OSError, shutil.Error):
+    except shutil.Error as error:
+        shutil.rmtree(out, ignore_errors=True)
+        for source, target, why in error.args[0]:
+            if os.path.lexists(source):
+                raise RunError(f"{source} cannot be copied to {target}: {why}") from error
+        return False
+    except OSError:
         shutil.rmtree(out, ignore_errors=True)
         if saved.exists():
             raise

@@ -21,8 +21,12 @@ def cores() -> int:
     Under a scheduler's affinity mask, or in a container with a CPU quota, that is often fewer than
     the machine has.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, _quota(cgroups()))))
+    return max(1, math.ceil(min(schedulable(), _quota(cgroups()))))
+
+
+def schedulable() -> int:
+    """Return the number of cores of this process's affinity mask, whatever its quota."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def cores_missing(asked: float, given: float, threads: int) -> int:

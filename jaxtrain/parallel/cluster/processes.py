@@ -166,11 +166,7 @@ def of_cpus() -> dict[str, int]:
     """
     if jax.default_backend() != "cpu":
         return {}
-    return {"cores": machine.cores(), "threads": int(os.environ.get("NPROC") or _schedulable())}
-
-
-def _schedulable() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cores": machine.cores(), "threads": int(os.environ.get("NPROC") or machine.schedulable())}
 
 
 def digest_of_files() -> str:
