@@ -25,7 +25,8 @@ from loaders import mixture, order
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refuse_problems
 from loaders.buckets import Bucket, Shape, make_buckets
 from loaders.chat import chatml
-from loaders.chat.chat_samples import Config, Sample, Tools, read_samples, tools_of
+from loaders.chat.chat_samples import Config, Sample, Tools, read_samples, stamps, tools_of
+from loaders.io import files
 
 __all__ = ["Chat", "Config", "facts", "fields", "make_loader"]
 
@@ -208,9 +209,13 @@ def _fields(tools: Tools, shape: Shape) -> dict[str, Field]:
     }
 
 
-@functools.lru_cache(maxsize=2)
 def _splits(config: Config) -> dict[str, Split]:
-    """Both splits, made once in a process: facts and two loaders ask for them. Raises DataError."""
+    """Both splits, made once in a process, and again when a file has changed. Raises DataError."""
+    return _splits_once(config, stamps(config))
+
+
+@functools.lru_cache(maxsize=2)
+def _splits_once(config: Config, _: files.Stamps) -> dict[str, Split]:
     refuse_problems(config)
     samples, bad = read_samples(config, config.manifest)
     if config.test:

@@ -236,9 +236,19 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
     return done, len(sources) - len(todo), sorted(bad)
 
 
-@functools.lru_cache(maxsize=4)
+def stamps(config: Config) -> files.Stamps:
+    """Tell the files that a config names from later ones."""
+    names = (config.manifest, config.test, config.tokenizer, config.codec, config.codes)
+    return files.stamps(pathlib.Path(name).expanduser() for name in names if name)
+
+
 def tools_of(config: Config, manifest: str) -> Tools:
     """Return tokenizer and codes of a config, for one of its manifests. Raises DataError."""
+    return _tools_once(config, manifest, stamps(config))
+
+
+@functools.lru_cache(maxsize=4)
+def _tools_once(config: Config, manifest: str, made: files.Stamps) -> Tools:
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except DataError as error:
@@ -248,7 +258,7 @@ def tools_of(config: Config, manifest: str) -> Tools:
         raise DataError(f"data.tokenizer: {tokenizer.path} has no token {', '.join(missing)}; add them as special tokens")
     root = root_of(config, manifest)
     if config.codes:
-        table = _read_many(config.codes)
+        table = _codes_once(config.codes, made)
         codebooks, size, frame_rate = config.codebooks, config.codebook_size, config.frame_rate
 
         def find(clip: chatml.Clip) -> np.ndarray:
@@ -275,7 +285,9 @@ def tools_of(config: Config, manifest: str) -> Tools:
     )
 
 
-_read_many = functools.lru_cache(maxsize=2)(codec_lib.read_many)
+@functools.lru_cache(maxsize=2)
+def _codes_once(path: str, _: files.Stamps) -> dict[str, np.ndarray]:
+    return codec_lib.read_many(path)
 
 
 def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:

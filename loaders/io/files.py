@@ -20,7 +20,7 @@ import pathlib
 import re
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from loaders.io.checks import UserError, first_line
@@ -33,6 +33,7 @@ MAX_ARRAYS = 1 << 30  # [bytes] of arrays in an archive
 MAX_DEPTH = 100  # of its lists and objects
 MAX_AXES = 64  # that numpy's arrays may have
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which may lack its other half
+Stamps = tuple[tuple[str, int, int], ...]  # path, size and time of files
 LINKS = "; its links are followed with data.follow_links=true"
 
 
@@ -334,3 +335,8 @@ def _header(file: BinaryIO, path: os.PathLike[str]) -> "tuple[tuple[int, ...], b
 def _check_size(path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype", size: int) -> None:
     if math.prod(shape) * dtype.itemsize > size:
         raise FileError(f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}")
+
+
+def stamps(paths: Iterable[pathlib.Path]) -> Stamps:
+    """Return the names, sizes and times of the files that exist, to tell them from later ones."""
+    return tuple((str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file())

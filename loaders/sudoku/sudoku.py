@@ -235,11 +235,18 @@ def _n_ids(source: Source, seed: int) -> int:
     return 1 + max(int(_split(source, seed, split).puzzle.max(initial=0)) for split in ("train", "test"))
 
 
-@functools.lru_cache(maxsize=16)
 def _split(source: Source, seed: int, split: str) -> Puzzles:
-    folder = pathlib.Path(source.path).expanduser()
+    """Return a split, read once in a process, and again when a file has changed."""
     if not source.path:
         return _kept(source, seed)[split]
+    folder = pathlib.Path(source.path).expanduser()
+    places = [folder / f"{split}.csv", *sorted((folder / split).glob("*"))]
+    return _split_once(source, seed, split, files.stamps(places))
+
+
+@functools.lru_cache(maxsize=16)
+def _split_once(source: Source, seed: int, split: str, _: files.Stamps) -> Puzzles:
+    folder = pathlib.Path(source.path).expanduser()
     if (folder / f"{split}.csv").is_file():
         return read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():

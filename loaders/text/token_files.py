@@ -86,13 +86,12 @@ def open_splits(path: str, test: str, *, text: str, test_share: float, links: bo
     Raises DataError: files that cannot be read, or do not fit together.
     """
     places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
-    stamps = tuple((stat.st_size, stat.st_mtime_ns) for stat in (place.stat() for place in places if place.is_file()))
-    return _open_once(path, test, text, test_share, links, stamps)
+    return _open_once(path, test, text, test_share, links, files.stamps(places))
 
 
 @functools.lru_cache(maxsize=16)
 def _open_once(
-    path_name: str, test_name: str, text: str, test_share: float, links: bool, stamps: tuple[Any, ...]
+    path_name: str, test_name: str, text: str, test_share: float, links: bool, _: files.Stamps
 ) -> dict[str, Documents]:
     path, test = (pathlib.Path(name).expanduser() for name in (path_name, test_name))
     inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None

@@ -252,7 +252,7 @@ def read_report(folder: pathlib.Path) -> None:
 
 def _probe(probe: Callable[[str], int]) -> Callable[[pathlib.Path], None]:
     def read(folder: pathlib.Path) -> None:
-        sudoku._split.cache_clear()
+        sudoku._split_once.cache_clear()
         if probe(str(folder)):
             raise DataError(f"{folder}: refused")  # with its message, which probes.py printed
 

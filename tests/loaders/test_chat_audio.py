@@ -216,6 +216,15 @@ def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog)
         chat_audio.facts(dataclasses.replace(config, bad_budget=0.1))
 
 
+def test_a_manifest_that_changed_is_read_again_in_the_same_process(tmp_path):
+    """A notebook trains, its user changes the manifest, and it trains again."""
+    config = chat.corpus(tmp_path, n=8, test_share=0.0)
+    assert chat_audio.facts(config)["n_train"] == 8
+    samples = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(samples[:5]))
+    assert chat_audio.facts(config)["n_train"] == 5
+
+
 def test_codes_that_were_made_elsewhere(tmp_path):
     """Codes as .npz, Parquet or Arrow, and codes from a custom function give the same batches."""
     config = chat.corpus(tmp_path, n=8)

@@ -358,13 +358,11 @@ def test_a_csv_is_drawn_from_and_its_errors_are_named(tmp_path):
         ([], r"train.csv has no boards: no row follows its header"),
     ):
         write_csv(tmp_path, broken)
-        sudoku._split.cache_clear()
         with pytest.raises(DataError, match=message):
             sudoku._split(source, 0, "train")
     lines = ["source,question,answer,rating", "", f"0,{answer},{answer},0", "", "", f"1,{'.' * 16},{answer},0"]
     for end in ("\n", "\r\n"):
         (tmp_path / "train.csv").write_bytes(end.join(lines).encode())
-        sudoku._split.cache_clear()
         with pytest.raises(DataError, match="csv:6: the board has several solutions"):
             sudoku._split(source, 0, "train")
 
@@ -421,7 +419,6 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
         assert [{0: 4, 1: 7, 2: 7, 3: 1, 4: 1}[i] for i in b["index"]] == b["puzzle"].tolist()
     assert {int(i) for b in found for i in b["index"]} == set(range(5))
     np.save(tmp_path / "train" / "all__group_indices.npy", np.array([0, 2, 2, 3]))
-    sudoku._split.cache_clear()
     with pytest.raises(DataError, match="train: group 1 has no row"):
         batches(config, 1, batch=2)
 
@@ -457,7 +454,7 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
 
     def first():
         sudoku._kept.cache_clear()
-        sudoku._split.cache_clear()
+        sudoku._split_once.cache_clear()
         loader = sudoku.make_loader(config, split="train", rows=rows, seed=0)
         loader.seek(0)
         return loader.fingerprint, next(loader)[1]

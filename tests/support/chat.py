@@ -58,7 +58,7 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
 
 def forget() -> None:
     """Clears this process's caches of manifests and files."""
-    for cached in (chat_audio._splits, chat_samples.tools_of):
+    for cached in (chat_audio._splits_once, chat_samples._tools_once):
         cached.cache_clear()
 
 
