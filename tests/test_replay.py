@@ -250,6 +250,9 @@ def test_a_run_that_still_trains_is_replayed_and_nothing_in_its_workdir_changes(
     try:
         processes.wait_for(lambda: processes.step_of(runs / "live") > 12, watch=[live])
         os.kill(live.pid, signal.SIGSTOP)  # so that a change would be the replay's
+        threads = pathlib.Path(f"/proc/{live.pid}/task")
+        if sys.platform == "linux":  # a thread that writes stops a little later
+            processes.wait_for(lambda: all("State:\tT" in one.read_text() for one in threads.glob("*/status")))
         before = {path: path.stat().st_mtime_ns for path in (runs / "live").rglob("*")}
         kept = sorted(int(path.name) for path in (runs / "live" / "checkpoints").iterdir() if path.name.isdecimal())
         step = kept[-2] + 2
