@@ -39,8 +39,11 @@ def test_cores_are_those_of_the_mask_within_the_quota(monkeypatch, quota, expect
     assert machine.cores() == expected
 
 
-def test_without_affinity_all_cores_count(monkeypatch):
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_without_affinity_all_cores_count(monkeypatch, system):
+    """Systems other than Linux have no affinity masks."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(machine, "_quota", lambda folders: math.inf)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert machine.cores() == 5
