@@ -42,7 +42,11 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kills": Part("201 kills at any instant; one sequence of recordings whatever the processes", "test_kills.py"),
+    "kills": Part(
+        "200 kills at any instant; one sequence of recordings whatever the processes",
+        "test_kills.py",
+        workers=2,
+    ),
     "faults": Part(
         "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
         "test_reliability.py test_train.py test_hosts.py test_full_disks.py test_object_store.py parallel/test_lease.py "
@@ -51,6 +55,7 @@ PARTS = {
     "damage": Part(
         "every file of a checkpoint damaged at many places; damaged shards, and whatever Python reads; the targets of fuzzing",
         "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py hostile/test_hostile_readers.py tools/test_fuzz.py",
+        workers=2,
     ),
     "hostile": Part("hostile files to every command", "hostile/test_hostile_commands.py", workers=2),
     "matrix": Part(
@@ -67,6 +72,7 @@ PARTS = {
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py nn/test_attention.py nn/test_attention_compiled.py "
         "test_compiler.py",
+        workers=2,
     ),
     "size": Part(
         "giblet at its published size, its film and its memory",
@@ -84,6 +90,7 @@ PARTS = {
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
         "test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
+        workers=2,
     ),
     "peers": Part(
         "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers; skipped without)",

@@ -24,7 +24,7 @@ class Attack(NamedTuple):
     make: Callable
     beside: tuple[Callable, ...] = ()  # other inputs, which are whole
     short: int = LIGHT  # cases in CI; 0: the long form alone
-    most: int = 250  # cases of the long form
+    most: int = 120  # cases of the long form
     named: tuple[str, ...] = ()  # files that the user names in the arguments: the user chooses where they link to
 
 
@@ -48,22 +48,22 @@ ATTACKS = (
     _attack("strip a run", "checkpoint export {input} --out {out}", inputs.birds),
     _attack("export a run", "export {input} --out {out}", inputs.birds, short=6),
     _attack("export a run as ONNX", "export {input} --format onnx --out {out}", inputs.birds_with_head, short=2),
-    _attack("export a run for timm", "export {input} --format timm --out {out}", inputs.birds_with_head, short=0, most=120),
+    _attack("export a run for timm", "export {input} --format timm --out {out}", inputs.birds_with_head, short=0, most=60),
     _attack("export a language model", "export {input} --out {out}", inputs.language),
     _attack("take an export back", "export --reverse {input} --out {out}", inputs.export, short=6),
     _attack("adapters of a run", "lora-to-peft {input} --out {out}", inputs.adapters),
-    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=2, most=150),
+    _attack("embed with a run", f"embed {{input}} {EMBED} {{recordings}}", inputs.birds, inputs.recordings, short=2, most=75),
     _attack(
-        "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=100
+        "embed with an export", f"embed {{input}} {EMBED} {{recordings}}", inputs.export, inputs.recordings, short=2, most=50
     ),
-    _attack("embed with timm's", f"embed {{input}} {EMBED} {{recordings}}", inputs.timm, inputs.recordings, short=2, most=100),
+    _attack("embed with timm's", f"embed {{input}} {EMBED} {{recordings}}", inputs.timm, inputs.recordings, short=2, most=50),
     _attack(
         "score on a benchmark",
         "benchmark birdset HSN {birds_with_head} --data {input} --out {out} --draws 3 --batch 2",
         inputs.birdset,
         inputs.birds_with_head,
         short=2,
-        most=60,
+        most=30,
     ),
     _attack(
         "score a run",
@@ -71,7 +71,7 @@ ATTACKS = (
         inputs.birds_with_head,
         inputs.birdset,
         short=0,
-        most=100,
+        most=50,
     ),
     _attack(
         "score in folds",
@@ -79,16 +79,16 @@ ATTACKS = (
         inputs.clips_in_folds,
         inputs.birds,
         short=0,
-        most=60,
+        most=30,
     ),
-    _attack("embed recordings", f"embed {{birds}} {EMBED} {{input}}", inputs.recordings, inputs.birds, short=2, most=60),
+    _attack("embed recordings", f"embed {{birds}} {EMBED} {{input}}", inputs.recordings, inputs.birds, short=2, most=30),
     _attack(
         "embed several classes",
         f"embed {{birds}} {EMBED} {{input}} --label labels --multilabel",
         inputs.class_lists,
         inputs.birds,
         short=2,
-        most=30,
+        most=20,
     ),
     _attack(
         "detect with a run",
@@ -96,7 +96,7 @@ ATTACKS = (
         inputs.birds_with_head,
         inputs.annotated,
         short=2,
-        most=100,
+        most=50,
     ),
     _attack(
         "detect in recordings",
@@ -104,7 +104,7 @@ ATTACKS = (
         inputs.annotated,
         inputs.birds_with_head,
         short=2,
-        most=60,
+        most=30,
     ),
     _attack(
         "detect in an index",
@@ -112,7 +112,7 @@ ATTACKS = (
         inputs.index,
         inputs.birds_with_head,
         short=2,
-        most=100,
+        most=50,
     ),
     _attack(
         "detect with a head",
@@ -121,7 +121,7 @@ ATTACKS = (
         inputs.birds,
         inputs.annotated,
         short=0,
-        most=60,
+        most=30,
         named=("head.npz",),
     ),
     _attack(
@@ -131,7 +131,7 @@ ATTACKS = (
         inputs.birds_with_head,
         inputs.annotated,
         short=1,
-        most=100,
+        most=50,
     ),
     _attack(
         "probe embeddings",
@@ -139,7 +139,7 @@ ATTACKS = (
         inputs.embeddings,
         inputs.embeddings,
         short=2,
-        most=120,
+        most=60,
     ),
     _attack(
         "index a folder",
@@ -152,9 +152,9 @@ ATTACKS = (
         inputs.annotated,
         named=("labels.csv",),
     ),
-    _attack("index again", "index {annotated} --out {input}", inputs.index, inputs.annotated, short=0, most=100),
-    _attack("prepare an index", "prepare {input} --out {out}", inputs.index, short=0, most=100),
-    _attack("pictures of an index", "index --show {input} --pictures {out}", inputs.index, short=0, most=150),
+    _attack("index again", "index {annotated} --out {input}", inputs.index, inputs.annotated, short=0, most=50),
+    _attack("prepare an index", "prepare {input} --out {out}", inputs.index, short=0, most=50),
+    _attack("pictures of an index", "index --show {input} --pictures {out}", inputs.index, short=0, most=75),
     _attack("show an index", "index --show {input}", inputs.index),
     _attack("make tokens", "tokens {out} {input} --tokenizer bytes", inputs.texts),
     _attack(
@@ -167,7 +167,7 @@ ATTACKS = (
         "listen to a recording",
         "encode-audio --listen {input}/0.wav --codec {input}/codec.npz --out {out}.wav",
         inputs.sounds,
-        most=40,
+        most=20,
         named=("0.wav", "codec.npz"),
     ),
     _attack(
@@ -175,17 +175,17 @@ ATTACKS = (
         f"train-codec {{out}}.npz {{input}}/manifest.json {{input}} {SOUND}",
         inputs.sounds,
         short=2,
-        most=100,
+        most=50,
         named=("manifest.json",),
     ),
-    _attack("fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=3, most=100),
+    _attack("fit on embeddings", "fit {input} --out {out}.npz", inputs.embeddings, short=3, most=50),
     _attack(
         "fit by a table",
         "fit {whole_rows} --labels {input}/labels.csv --out {out}.npz",
         inputs.annotated,
         inputs.whole_rows,
         short=2,
-        most=60,
+        most=30,
         named=("labels.csv",),
     ),
     _attack(
@@ -195,9 +195,9 @@ ATTACKS = (
         inputs.birds,
         inputs.annotated,
         short=1,
-        most=60,
+        most=30,
     ),
-    _attack("search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=100),
+    _attack("search embeddings", "search {input} --like {input}@0", inputs.whole_rows, short=4, most=50),
     _attack(
         "search by a recording",
         "search {input} --like {annotated}/0.wav --run {birds}",
@@ -205,7 +205,7 @@ ATTACKS = (
         inputs.annotated,
         inputs.birds,
         short=0,
-        most=60,
+        most=30,
     ),
     _attack(
         "search by a head",
@@ -213,24 +213,24 @@ ATTACKS = (
         inputs.head,
         inputs.whole_rows,
         short=4,
-        most=100,
+        most=50,
         named=("head.npz",),
     ),
-    _attack("continue prompts", "generate {input} ! --tokenizer bytes --tokens 2", inputs.language, short=2, most=60),
+    _attack("continue prompts", "generate {input} ! --tokenizer bytes --tokens 2", inputs.language, short=2, most=30),
     _attack(
         "predict with a run",
         "predict {input} {masked_film} --out {out}.nii",
         inputs.brains,
         inputs.masked_film,
         short=2,
-        most=60,
+        most=30,
     ),
     _attack(
-        "predict of a film", "predict {brains} {input} --out {out}.nii", inputs.masked_film, inputs.brains, short=3, most=60
+        "predict of a film", "predict {brains} {input} --out {out}.nii", inputs.masked_film, inputs.brains, short=3, most=30
     ),
-    _attack("solve with a run", "solve {input} {puzzles}/test.csv", inputs.solver, inputs.puzzles, short=2, most=60),
+    _attack("solve with a run", "solve {input} {puzzles}/test.csv", inputs.solver, inputs.puzzles, short=2, most=30),
     _attack(
-        "solve boards", "solve {solver} {input}/test.csv", inputs.puzzles, inputs.solver, short=3, most=60, named=("test.csv",)
+        "solve boards", "solve {solver} {input}/test.csv", inputs.puzzles, inputs.solver, short=3, most=30, named=("test.csv",)
     ),
     _attack(
         "generate with a run",
@@ -238,7 +238,7 @@ ATTACKS = (
         inputs.speech,
         inputs.sounds,
         short=1,
-        most=100,
+        most=50,
     ),
     _attack("explain recordings", f"explain {BIRDS}", inputs.recordings, short=4),
     _attack(
@@ -247,21 +247,21 @@ ATTACKS = (
         inputs.film,
     ),
     _attack("list runs", "runs {input}", inputs.workdir),
-    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=60),
-    _attack("steps of two runs", "diff {input} {workdir}", inputs.workdir, inputs.workdir, short=2, most=60),
+    _attack("metrics of a run", "metrics {input} --out {out}.parquet", inputs.workdir, short=2, most=30),
+    _attack("steps of two runs", "diff {input} {workdir}", inputs.workdir, inputs.workdir, short=2, most=30),
     _attack("report on a run", "report {input} --out {out}.html", inputs.workdir, short=5),
     _attack("status of jobs", "launch --status {input}", inputs.jobs),
-    _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=40),
-    _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=40),
-    _attack("train on the Hub's shards", f"train {BIRDS}", inputs.parquet, short=0, most=40),
-    _attack("train from an export", f"train {OTHER} {FROM}", inputs.export, inputs.recordings, short=0, most=40),
+    _attack("plan recordings", f"plan {BIRDS}", inputs.recordings, short=0, most=20),
+    _attack("train on recordings", f"train {BIRDS}", inputs.recordings, short=0, most=20),
+    _attack("train on the Hub's shards", f"train {BIRDS}", inputs.parquet, short=0, most=20),
+    _attack("train from an export", f"train {OTHER} {FROM}", inputs.export, inputs.recordings, short=0, most=20),
     _attack(
         "resume a run",
         f"train {OTHER} --config.resume.path={{input}} --config.train.steps=2",
         inputs.trained,
         inputs.recordings,
         short=0,
-        most=40,
+        most=20,
     ),
     _attack(
         "resume in a workdir",
@@ -269,20 +269,20 @@ ATTACKS = (
         inputs.trained,
         inputs.recordings,
         short=0,
-        most=60,
+        most=30,
     ),
 )
 
 PROBES = (
-    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=400),
-    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=12, most=400),
-    _attack("read recordings", "call recordings {input}", inputs.recordings, short=12, most=400),
-    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=400),
-    _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=100),
-    _attack("read an index", "call index {input}", inputs.index, short=5, most=300),
-    _attack("read documents", "call documents {input}", inputs.tokens, short=12, most=400),
-    _attack("read boards", "call puzzles {input}", inputs.boards, short=6, most=200),
-    _attack("read codes", "call codes {input}", inputs.codes, short=6, most=200, named=("codes.npz", "codes.parquet")),
+    _attack("classes of recordings", "call class_lists {input}", inputs.class_lists, short=16, most=200),
+    _attack("classes of the Hub's recordings", "call class_lists {input}", inputs.class_lists_parquet, short=12, most=200),
+    _attack("read recordings", "call recordings {input}", inputs.recordings, short=12, most=200),
+    _attack("read the Hub's recordings", "call recordings {input}", inputs.parquet, short=6, most=200),
+    _attack("check recordings", "call problems {input}", inputs.recordings, short=5, most=50),
+    _attack("read an index", "call index {input}", inputs.index, short=5, most=150),
+    _attack("read documents", "call documents {input}", inputs.tokens, short=12, most=200),
+    _attack("read boards", "call puzzles {input}", inputs.boards, short=6, most=100),
+    _attack("read codes", "call codes {input}", inputs.codes, short=6, most=100, named=("codes.npz", "codes.parquet")),
 )
 
 HARMLESS = {
