@@ -50,10 +50,7 @@ impl From<jaxtrain_decode::Error> for Failed {
 /// # Errors
 /// See `Failed`; `out` may then hold a part.
 pub fn prepare<W: Write>(
-    bytes: &[u8],
-    options: Options,
-    out: W,
-    stop: &mut dyn FnMut() -> bool,
+    bytes: &[u8], options: Options, out: W, stop: &mut dyn FnMut() -> bool,
 ) -> Result<(W, u64), Failed> {
     let mut decoder = Decoder::new();
     let info = decoder.info(bytes)?;

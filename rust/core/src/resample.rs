@@ -166,19 +166,7 @@ impl Resampler {
             }
             return;
         }
-        #[cfg(target_arch = "x86_64")]
-        if simd::avx512() {
-            // SAFETY: the instruction set was just checked.
-            unsafe { process_avx512(self, x, lead, out) };
-            return;
-        } else if simd::avx2() {
-            // SAFETY: as above.
-            unsafe { process_avx2(self, x, lead, out) };
-            return;
-        }
-        let _ = simd::avx2;
-        // SAFETY: portable lanes need nothing of the machine.
-        unsafe { process::<Portable, Portable>(self, x, lead, out) };
+        process(self, x, lead, out);
     }
 
     /// The input sample (relative to `lead`) at or before output k, and the distance to output k in 1 / up.
@@ -189,25 +177,17 @@ impl Resampler {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn process_avx2(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
-    unsafe { process::<simd::Avx2, simd::Avx2>(r, x, lead, out) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f")]
-unsafe fn process_avx512(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
-    unsafe { process::<simd::Avx512, simd::Avx2>(r, x, lead, out) }
+simd::kernel! {
+    fn process(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) -> ():
+        avx512 process_lanes::<simd::Avx512, simd::Avx2>,
+        avx2 process_lanes::<simd::Avx2, simd::Avx2>;
+        else process_lanes::<Portable, Portable>
 }
 
 /// Many outputs in the lanes of `V`, the others one by one with those of `W`: with the same sums, so that an output does not
 /// depend on its neighbours.
-///
-/// # Safety
-/// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
-unsafe fn process<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
+unsafe fn process_lanes<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
     const { assert!(W::N == SUMS && V::N * VECTORS <= MAX_LANES) };
     let before = r.taps / 2 - 1;
     // For outputs [first, last) the whole filter lies inside x.
@@ -218,52 +198,44 @@ unsafe fn process<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize,
     let first = partition(out.len(), |k| !inside(k).0);
     let last = partition(out.len(), |k| inside(k).1).max(first);
     for k in (0..first).chain(last..out.len()) {
-        out[k] = unsafe { edge::<W>(r, x, lead, k) };
+        out[k] = edge::<W>(r, x, lead, k);
     }
-    // SAFETY: first and last keep the offsets below in range; the caller guarantees the instruction sets.
-    unsafe {
-        if let Some(phases) = r.interpolated {
-            for (k, y) in out.iter_mut().enumerate().take(last).skip(first) {
-                let (at, part) = r.position(k);
-                *y = between::<W>(r, phases, x.as_ptr().add(lead + at - before), part);
-            }
-            return;
+    // First and last keep the offsets below in range.
+    if let Some(phases) = r.interpolated {
+        for (k, y) in out.iter_mut().enumerate().take(last).skip(first) {
+            let (at, part) = r.position(k);
+            *y = between::<W>(r, phases, x.as_ptr().add(lead + at - before), part);
         }
-        let (wide, narrow) = (VECTORS * V::N * r.span, V::N * r.span);
-        let mut k = first;
-        while k < last {
-            // A block that is mostly needed is computed whole, from earlier on: its first outputs stay what they are.
-            if last - k >= wide / 2 && last - first >= wide {
-                k = k.min(last - wide);
-                block::<V, VECTORS, 2>(r, x, lead, k, out);
-                k += wide;
-            } else if last - k >= narrow / 3 && last - first >= narrow {
-                k = k.min(last - narrow);
-                block::<V, 1, SUMS>(r, x, lead, k, out);
-                k += narrow;
-            } else {
-                let (at, phase) = r.position(k);
-                let h = r.table.as_ptr().add(phase as usize * r.taps);
-                out[k] = dot::<W>(h, x.as_ptr().add(lead + at - before), r.taps);
-                k += 1;
-            }
+        return;
+    }
+    let (wide, narrow) = (VECTORS * V::N * r.span, V::N * r.span);
+    let mut k = first;
+    while k < last {
+        // A block that is mostly needed is computed whole, from earlier on: its first outputs stay what they are.
+        if last - k >= wide / 2 && last - first >= wide {
+            k = k.min(last - wide);
+            block::<V, VECTORS, 2>(r, x, lead, k, out);
+            k += wide;
+        } else if last - k >= narrow / 3 && last - first >= narrow {
+            k = k.min(last - narrow);
+            block::<V, 1, SUMS>(r, x, lead, k, out);
+            k += narrow;
+        } else {
+            let (at, phase) = r.position(k);
+            let h = r.table.as_ptr().add(phase as usize * r.taps);
+            out[k] = dot::<W>(h, x.as_ptr().add(lead + at - before), r.taps);
+            k += 1;
         }
     }
 }
 
 /// Outputs [k, k + lanes * span), where a lane has a run of `span` outputs: in all lanes output q of the run uses the same
 /// phase, so that its weights are loaded once. `AT_ONCE` of the sums of an output are computed together.
-///
-/// # Safety
-/// The machine must have the instruction set of `V`. The filters of these outputs lie inside `x`.
+/// The filters of these outputs lie inside `x`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // several arrays share one index
 unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
-    r: &mut Resampler,
-    x: &[f32],
-    lead: usize,
-    k: usize,
-    out: &mut [f32],
+    r: &mut Resampler, x: &[f32], lead: usize, k: usize, out: &mut [f32],
 ) {
     let (lanes, span, taps) = (VECTORS * V::N, r.span, r.taps);
     let (begin, stride) = (r.position(k).0, span / r.up as usize * r.down as usize);
@@ -275,39 +247,37 @@ unsafe fn block<V: Lanes, const VECTORS: usize, const AT_ONCE: usize>(
     let rows = r.rows.as_mut_ptr().cast::<f32>();
     let mut tile = [Line([0.0; MAX_LANES]); TILE];
     let tile = tile.as_mut_ptr().cast::<f32>();
-    unsafe {
-        simd::transpose(x.as_ptr().add(first), stride, [lanes, n_rows], rows, lanes);
-        for q in 0..span {
-            let (at, phase) = r.position(k + q);
-            let h = r.table.as_ptr().add(phase as usize * taps);
-            let x = rows.add((at - begin) * lanes);
-            let mut pairs = [[V::splat(0.0); VECTORS]; SUMS / 2];
-            for s in (0..SUMS).step_by(AT_ONCE) {
-                let mut sums = [[V::splat(0.0); VECTORS]; AT_ONCE];
-                for j in (0..taps).step_by(SUMS) {
-                    for c in 0..AT_ONCE {
-                        let j = j + ORDER[s + c];
-                        let h = V::splat(*h.add(j));
-                        for v in 0..VECTORS {
-                            sums[c][v] = V::load(x.add(j * lanes + v * V::N)).mul_add(h, sums[c][v]);
-                        }
-                    }
-                }
-                for c in (0..AT_ONCE).step_by(2) {
+    simd::transpose(x.as_ptr().add(first), stride, [lanes, n_rows], rows, lanes);
+    for q in 0..span {
+        let (at, phase) = r.position(k + q);
+        let h = r.table.as_ptr().add(phase as usize * taps);
+        let x = rows.add((at - begin) * lanes);
+        let mut pairs = [[V::splat(0.0); VECTORS]; SUMS / 2];
+        for s in (0..SUMS).step_by(AT_ONCE) {
+            let mut sums = [[V::splat(0.0); VECTORS]; AT_ONCE];
+            for j in (0..taps).step_by(SUMS) {
+                for c in 0..AT_ONCE {
+                    let j = j + ORDER[s + c];
+                    let h = V::splat(*h.add(j));
                     for v in 0..VECTORS {
-                        pairs[(s + c) / 2][v] = sums[c][v].add(sums[c + 1][v]);
+                        sums[c][v] = V::load(x.add(j * lanes + v * V::N)).mul_add(h, sums[c][v]);
                     }
                 }
             }
-            let row = tile.add(q % TILE * lanes);
-            for v in 0..VECTORS {
-                let sum = pairs[0][v].add(pairs[1][v]).add(pairs[2][v].add(pairs[3][v]));
-                sum.store(row.add(v * V::N));
+            for c in (0..AT_ONCE).step_by(2) {
+                for v in 0..VECTORS {
+                    pairs[(s + c) / 2][v] = sums[c][v].add(sums[c + 1][v]);
+                }
             }
-            let done = q % TILE + 1;
-            if done == TILE || q + 1 == span {
-                simd::transpose(tile, lanes, [done, lanes], out.as_mut_ptr().add(k + q + 1 - done), span);
-            }
+        }
+        let row = tile.add(q % TILE * lanes);
+        for v in 0..VECTORS {
+            let sum = pairs[0][v].add(pairs[1][v]).add(pairs[2][v].add(pairs[3][v]));
+            sum.store(row.add(v * V::N));
+        }
+        let done = q % TILE + 1;
+        if done == TILE || q + 1 == span {
+            simd::transpose(tile, lanes, [done, lanes], out.as_mut_ptr().add(k + q + 1 - done), span);
         }
     }
 }
@@ -328,13 +298,11 @@ fn partition(n: usize, holds: impl Fn(usize) -> bool) -> usize {
 
 #[inline(always)]
 unsafe fn dot<V: Lanes>(h: *const f32, x: *const f32, n: usize) -> f32 {
-    unsafe {
-        let mut sum = V::splat(0.0);
-        for j in (0..n).step_by(V::N) {
-            sum = V::load(x.add(j)).mul_add(V::load(h.add(j)), sum);
-        }
-        sum.sum()
+    let mut sum = V::splat(0.0);
+    for j in (0..n).step_by(V::N) {
+        sum = V::load(x.add(j)).mul_add(V::load(h.add(j)), sum);
     }
+    sum.sum()
 }
 
 /// One output with an interpolated table; the filter begins at `x`.
@@ -342,11 +310,9 @@ unsafe fn dot<V: Lanes>(h: *const f32, x: *const f32, n: usize) -> f32 {
 unsafe fn between<V: Lanes>(r: &Resampler, phases: u64, x: *const f32, part: u64) -> f32 {
     let at = part * phases;
     let (phase, rest) = ((at / r.up) as usize, at % r.up);
-    unsafe {
-        let h = r.table.as_ptr().add(phase * r.taps);
-        let (low, high) = (dot::<V>(h, x, r.taps), dot::<V>(h.add(r.taps), x, r.taps));
-        low + (high - low) * (rest as f32 / r.up as f32)
-    }
+    let h = r.table.as_ptr().add(phase * r.taps);
+    let (low, high) = (dot::<V>(h, x, r.taps), dot::<V>(h.add(r.taps), x, r.taps));
+    low + (high - low) * (rest as f32 / r.up as f32)
 }
 
 /// One output whose filter extends beyond `x`: the same sums over a copy with silence around it.
@@ -375,10 +341,9 @@ unsafe fn edge<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, k: usize) -> f32
                 hs[i] = weight(j + i);
             }
         }
-        // SAFETY: BLOCK is a multiple of V::N; the caller guarantees the instruction set of V.
-        unsafe { sum = V::load(xs.as_ptr()).mul_add(V::load(hs.as_ptr()), sum) };
+        sum = V::load(xs.as_ptr()).mul_add(V::load(hs.as_ptr()), sum);
     }
-    unsafe { sum.sum() }
+    sum.sum()
 }
 
 /// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones.
@@ -529,14 +494,14 @@ mod tests {
             resampler.process(&x, 0, &mut fast);
             let mut portable = fast.clone();
             // SAFETY: portable lanes need nothing of the machine.
-            unsafe { process::<Portable, Portable>(&mut resampler, &x, 0, &mut portable) };
+            unsafe { process_lanes::<Portable, Portable>(&mut resampler, &x, 0, &mut portable) };
             let worst = fast.iter().zip(&portable).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(worst < 2e-6, "{source}: {worst}");
             #[cfg(target_arch = "x86_64")]
             if simd::avx512() {
                 let mut narrow = vec![0.0; fast.len()];
                 // SAFETY: a machine with AVX-512 has AVX2.
-                unsafe { process_avx2(&mut resampler, &x, 0, &mut narrow) };
+                unsafe { process_lanes::<simd::Avx2, simd::Avx2>(&mut resampler, &x, 0, &mut narrow) };
                 assert!(narrow == fast, "8 and 16 lanes differ from {source} to {target} Hz");
             }
             // Outputs `up` apart are `down` inputs apart, so that one block of them can be computed alone.

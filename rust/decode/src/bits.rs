@@ -1,5 +1,6 @@
 //! Bit readers and checksums.
 
+#[cfg(target_arch = "x86_64")]
 use crate::simd;
 
 /// Reads bits, most significant first (FLAC, MP3). Past the end it reads zeros, and `overrun` reports it.
@@ -271,7 +272,6 @@ pub(super) fn crc16(data: &[u8]) -> u16 {
         let (folded, rest) = unsafe { fold_16(data) };
         return crc::<16>(&TABLES, crc::<16>(&TABLES, 0, &folded), rest) as u16;
     }
-    let _ = simd::polynomials;
     crc::<16>(&TABLES, 0, data) as u16
 }
 
@@ -295,32 +295,29 @@ const fn power_16(n: u32) -> i64 {
 /// four times 128 bits over 512 bits, by two products of polynomials (V. Gopal et al., "Fast CRC computation for generic
 /// polynomials using PCLMULQDQ instruction", 2009).
 ///
-/// # Safety
-/// The machine must have the instructions, and `data` at least 64 bytes.
+/// `data` must have at least 64 bytes.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "pclmulqdq,ssse3")]
 unsafe fn fold_16(data: &[u8]) -> ([u8; 64], &[u8]) {
     use std::arch::x86_64::*;
 
-    unsafe {
-        let reverse = _mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        let keys = _mm_set_epi64x(const { power_16(512 + 64) }, const { power_16(512) });
-        let (blocks, rest) = data.split_at(data.len() / 64 * 64);
-        let mut lanes = [_mm_setzero_si128(); 4];
-        for block in blocks.chunks_exact(64) {
-            for (i, lane) in lanes.iter_mut().enumerate() {
-                let next = _mm_shuffle_epi8(_mm_loadu_si128(block.as_ptr().add(16 * i).cast()), reverse);
-                let high = _mm_clmulepi64_si128::<0x11>(*lane, keys);
-                let low = _mm_clmulepi64_si128::<0x00>(*lane, keys);
-                *lane = _mm_xor_si128(next, _mm_xor_si128(high, low));
-            }
+    let reverse = _mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    let keys = _mm_set_epi64x(const { power_16(512 + 64) }, const { power_16(512) });
+    let (blocks, rest) = data.split_at(data.len() / 64 * 64);
+    let mut lanes = [_mm_setzero_si128(); 4];
+    for block in blocks.chunks_exact(64) {
+        for (i, lane) in lanes.iter_mut().enumerate() {
+            let next = _mm_shuffle_epi8(_mm_loadu_si128(block.as_ptr().add(16 * i).cast()), reverse);
+            let high = _mm_clmulepi64_si128::<0x11>(*lane, keys);
+            let low = _mm_clmulepi64_si128::<0x00>(*lane, keys);
+            *lane = _mm_xor_si128(next, _mm_xor_si128(high, low));
         }
-        let mut folded = [0; 64];
-        for (i, lane) in lanes.into_iter().enumerate() {
-            _mm_storeu_si128(folded.as_mut_ptr().add(16 * i).cast(), _mm_shuffle_epi8(lane, reverse));
-        }
-        (folded, rest)
     }
+    let mut folded = [0; 64];
+    for (i, lane) in lanes.into_iter().enumerate() {
+        _mm_storeu_si128(folded.as_mut_ptr().add(16 * i).cast(), _mm_shuffle_epi8(lane, reverse));
+    }
+    (folded, rest)
 }
 
 /// OGG's page checksum; `so_far` is that of the part before.

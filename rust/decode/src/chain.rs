@@ -97,10 +97,7 @@ impl Chain {
 
     /// Reads `out` from `start` on, a link at a time, with `read` what lies in one: its number and first sample.
     pub fn read(
-        &self,
-        start: u64,
-        out: &mut [f32],
-        mut read: impl FnMut(&Link, u64, &mut [f32]) -> Result<(), Error>,
+        &self, start: u64, out: &mut [f32], mut read: impl FnMut(&Link, u64, &mut [f32]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut done = 0;
         for link in &self.links {

@@ -123,12 +123,7 @@ impl Ogg {
     }
 
     fn read(
-        &mut self,
-        bytes: &[u8],
-        (codec, serial): (ogg::Codec, u32),
-        start: u64,
-        channel: Option<u16>,
-        out: &mut [f32],
+        &mut self, bytes: &[u8], (codec, serial): (ogg::Codec, u32), start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         match codec {
             ogg::Codec::Vorbis => self.vorbis.read(bytes, serial, start, channel, out),
@@ -255,12 +250,7 @@ impl Decoder {
     /// # Errors
     /// A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
     pub fn read(
-        &mut self,
-        bytes: &[u8],
-        info: &Info,
-        start: u64,
-        channel: Option<u16>,
-        out: &mut [f32],
+        &mut self, bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         if let Some(channel) = channel.filter(|&channel| channel >= info.channels) {
             return Err(Error::Channel { channel, channels: info.channels });

@@ -163,12 +163,7 @@ impl Opus {
     }
 
     pub fn read(
-        &mut self,
-        bytes: &[u8],
-        serial: u32,
-        start: u64,
-        channel: Option<u16>,
-        out: &mut [f32],
+        &mut self, bytes: &[u8], serial: u32, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         let Stream { head, audio, origin, begin, end } = self.open(bytes, serial)?;
         let begin = begin.saturating_add_unsigned(start);

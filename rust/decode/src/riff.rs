@@ -129,10 +129,7 @@ pub(super) fn w64(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
 
 /// The samples in `data`, as a format chunk describes them; None if they are of ADPCM, which `other` reads.
 fn with_format<'a>(
-    name: &'static str,
-    format: Option<&[u8]>,
-    data: &'a [u8],
-    stated: u64,
+    name: &'static str, format: Option<&[u8]>, data: &'a [u8], stated: u64,
 ) -> Result<Option<Pcm<'a>>, Error> {
     let Some(format) = format else { return corrupt(name, "the data comes before the format") };
     if format.len() < 16 {

@@ -42,11 +42,7 @@ pub fn check_rate(name: &str, rate: u32) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (data, start = 0, length = None, channel = None))]
 pub fn decode<'py>(
-    py: Python<'py>,
-    data: &[u8],
-    start: u64,
-    length: Option<u64>,
-    channel: Option<u16>,
+    py: Python<'py>, data: &[u8], start: u64, length: Option<u64>, channel: Option<u16>,
 ) -> PyResult<(Bound<'py, PyArray1<f32>>, u32, u64)> {
     let decoded = py.detach(|| {
         let mut decoder = Decoder::new();
@@ -95,9 +91,7 @@ thread_local! {
 }
 
 fn with_info<T: Send>(
-    py: Python<'_>,
-    path: PathBuf,
-    of: impl Fn(&mut Decoder, &[u8], Info) -> T + Sync,
+    py: Python<'_>, path: PathBuf, of: impl Fn(&mut Decoder, &[u8], Info) -> T + Sync,
 ) -> PyResult<T> {
     let read = || {
         let map = jaxtrain_loader::source::map_file(&path)?;
@@ -113,10 +107,7 @@ fn with_info<T: Send>(
 /// Resample a waveform from source_rate to target_rate (Hz), without delay.
 #[pyfunction]
 pub fn resample<'py>(
-    py: Python<'py>,
-    wave: PyReadonlyArray1<'py, f32>,
-    source_rate: u32,
-    target_rate: u32,
+    py: Python<'py>, wave: PyReadonlyArray1<'py, f32>, source_rate: u32, target_rate: u32,
 ) -> PyResult<Bound<'py, PyArray1<f32>>> {
     check_rate("source_rate", source_rate)?;
     check_rate("target_rate", target_rate)?;
@@ -141,14 +132,7 @@ impl FilterBank {
                         mean = -7.2, std = 4.43))]
     #[allow(clippy::too_many_arguments)] // keywords in Python; one struct from here on
     fn new(
-        sample_rate: u32,
-        window: usize,
-        hop: usize,
-        n_mels: usize,
-        f_min: f64,
-        f_max: f64,
-        mean: f64,
-        std: f64,
+        sample_rate: u32, window: usize, hop: usize, n_mels: usize, f_min: f64, f_max: f64, mean: f64, std: f64,
     ) -> PyResult<Self> {
         let front_end = FrontEnd { sample_rate, window, hop, n_mels, f_min, f_max, mean, std };
         Ok(Self(Arc::new(Tables::new(front_end).map_err(exception)?)))
@@ -167,10 +151,7 @@ impl FilterBank {
 #[pyfunction]
 #[pyo3(signature = (wave, *, bank = None, normalise = false))]
 pub fn fbank<'py>(
-    py: Python<'py>,
-    wave: PyReadonlyArray1<'py, f32>,
-    bank: Option<&FilterBank>,
-    normalise: bool,
+    py: Python<'py>, wave: PyReadonlyArray1<'py, f32>, bank: Option<&FilterBank>, normalise: bool,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let wave = wave.as_slice()?;
     let mut bank = Fbank::new(FilterBank::or_default(bank));
@@ -196,11 +177,7 @@ pub fn fbank<'py>(
 #[pyfunction]
 #[pyo3(signature = (wave, rate, clip_samples, n_frames, *, bank = None))]
 pub fn front_end<'py>(
-    py: Python<'py>,
-    wave: PyReadonlyArray1<'py, f32>,
-    rate: u32,
-    clip_samples: usize,
-    n_frames: usize,
+    py: Python<'py>, wave: PyReadonlyArray1<'py, f32>, rate: u32, clip_samples: usize, n_frames: usize,
     bank: Option<&FilterBank>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     check_rate("rate", rate)?;

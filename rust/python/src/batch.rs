@@ -42,10 +42,7 @@ struct SlabOwner(Arc<Slab>);
 impl SlabOwner {
     /// A read-only array over a field of a range; `shape` is that of one row.
     fn array<'py, T: Element>(
-        this: &Bound<'py, Self>,
-        range: usize,
-        field: usize,
-        shape: impl IntoDimension,
+        this: &Bound<'py, Self>, range: usize, field: usize, shape: impl IntoDimension,
     ) -> Bound<'py, PyAny> {
         let (start, bytes) = this.get().0.array(range, field);
         let mut dims = vec![0];

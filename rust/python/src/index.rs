@@ -30,14 +30,8 @@ impl Index {
     #[allow(clippy::too_many_arguments)] // named in Python
     #[pyo3(signature = (shards, *, audio = "audio", label = None, root = None, cache = None, links = false, copying = false))]
     fn new(
-        py: Python<'_>,
-        shards: Vec<PathBuf>,
-        audio: &str,
-        label: Option<&str>,
-        root: Option<PathBuf>,
-        cache: Option<PathBuf>,
-        links: bool,
-        copying: bool,
+        py: Python<'_>, shards: Vec<PathBuf>, audio: &str, label: Option<&str>, root: Option<PathBuf>,
+        cache: Option<PathBuf>, links: bool, copying: bool,
     ) -> PyResult<Self> {
         let options = source::Options { audio, label, root: root.as_deref(), cache: cache.as_deref(), links, copying };
         let index = py.detach(|| source::Index::open(&shards, options)).map_err(exception)?;
@@ -99,9 +93,7 @@ impl Index {
 
     /// Return the rows of the recordings that were stored under one of the names.
     fn rows_named<'py>(
-        &self,
-        py: Python<'py>,
-        names: std::collections::HashSet<String>,
+        &self, py: Python<'py>, names: std::collections::HashSet<String>,
     ) -> PyResult<(Bound<'py, PyArray1<i64>>, usize)> {
         let (rows, found) = py.detach(|| self.0.rows_named(&names)).map_err(exception)?;
         let rows: Vec<i64> = rows.into_iter().map(i64::from).collect();
@@ -118,15 +110,8 @@ impl Index {
     #[pyo3(signature = (row, *, rate, time_expansion = 1.0, channel = None, packed = false, out = None, stop = None))]
     #[allow(clippy::too_many_arguments)] // named in Python
     fn prepare<'py>(
-        &self,
-        py: Python<'py>,
-        row: i64,
-        rate: u32,
-        time_expansion: f64,
-        channel: Option<u16>,
-        packed: bool,
-        out: Option<PathBuf>,
-        stop: Option<Py<PyAny>>,
+        &self, py: Python<'py>, row: i64, rate: u32, time_expansion: f64, channel: Option<u16>, packed: bool,
+        out: Option<PathBuf>, stop: Option<Py<PyAny>>,
     ) -> PyResult<(Bound<'py, PyBytes>, u64)> {
         check_rate("rate", rate)?;
         let row = self.row(row)?;

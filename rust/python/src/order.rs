@@ -8,11 +8,7 @@ use pyo3::prelude::*;
 /// Map places of an epoch to recordings: a bijection of [0, n).
 #[pyfunction]
 pub fn permutation<'py>(
-    py: Python<'py>,
-    seed: u64,
-    epoch: u64,
-    n: u64,
-    i: PyReadonlyArray1<'py, i64>,
+    py: Python<'py>, seed: u64, epoch: u64, n: u64, i: PyReadonlyArray1<'py, i64>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     if n == 0 || n >= 1 << 62 {
         return Err(PyValueError::new_err(format!("n = {n} must lie in [1, 2^62)")));
@@ -24,11 +20,7 @@ pub fn permutation<'py>(
 /// Map places of an epoch to recordings in the block order; see loaders.order.block_order.
 #[pyfunction]
 pub fn block_order<'py>(
-    py: Python<'py>,
-    seed: u64,
-    epoch: u64,
-    stops: PyReadonlyArray1<'py, i64>,
-    window: u64,
+    py: Python<'py>, seed: u64, epoch: u64, stops: PyReadonlyArray1<'py, i64>, window: u64,
     i: PyReadonlyArray1<'py, i64>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let stops = stops.as_slice()?;
@@ -43,10 +35,7 @@ pub fn block_order<'py>(
 
 /// The recordings at `places`, each of which must lie in [0, n).
 fn recordings<'py>(
-    py: Python<'py>,
-    n: u64,
-    places: PyReadonlyArray1<'py, i64>,
-    recording: impl Fn(u64) -> u64 + Sync,
+    py: Python<'py>, n: u64, places: PyReadonlyArray1<'py, i64>, recording: impl Fn(u64) -> u64 + Sync,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let checked = |&place: &i64| match u64::try_from(place) {
         Ok(i) if i < n => Ok(recording(i) as i64),

@@ -28,10 +28,7 @@ fn rules_of(cells: usize, threads: usize) -> PyResult<Rules> {
 #[pyfunction]
 #[pyo3(signature = (boards, *, limit = 2, threads = 1))]
 pub fn sudoku_solve<'py>(
-    py: Python<'py>,
-    boards: PyReadonlyArray2<'py, u8>,
-    limit: u32,
-    threads: usize,
+    py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, limit: u32, threads: usize,
 ) -> PyResult<(Counts<'py>, Counts<'py>, Boards<'py>)> {
     let (n, cells) = boards.as_array().dim();
     let rules = rules_of(cells, threads)?;
@@ -48,13 +45,7 @@ pub fn sudoku_solve<'py>(
 #[pyfunction]
 #[pyo3(signature = (n, *, side = 9, seed = 0, start = 0, blanks = (0, 81), threads = 1))]
 pub fn sudoku_generate(
-    py: Python<'_>,
-    n: usize,
-    side: usize,
-    seed: u64,
-    start: u64,
-    blanks: (usize, usize),
-    threads: usize,
+    py: Python<'_>, n: usize, side: usize, seed: u64, start: u64, blanks: (usize, usize), threads: usize,
 ) -> PyResult<(Boards<'_>, Boards<'_>, Counts<'_>)> {
     let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4, 6 or 9")))?;
     check_threads(threads)?;
@@ -78,9 +69,7 @@ pub fn sudoku_generate(
 #[pyfunction]
 #[pyo3(signature = (boards, *, threads = 1))]
 pub fn sudoku_grade<'py>(
-    py: Python<'py>,
-    boards: PyReadonlyArray2<'py, u8>,
-    threads: usize,
+    py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, threads: usize,
 ) -> PyResult<(Counts<'py>, Counts<'py>)> {
     let (n, cells) = boards.as_array().dim();
     let rules = rules_of(cells, threads)?;
@@ -97,9 +86,7 @@ pub fn sudoku_grade<'py>(
 #[pyfunction]
 #[pyo3(signature = (boards, *, threads = 1))]
 pub fn sudoku_invariant<'py>(
-    py: Python<'py>,
-    boards: PyReadonlyArray2<'py, u8>,
-    threads: usize,
+    py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, threads: usize,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
     let (n, cells) = boards.as_array().dim();
     let rules = rules_of(cells, threads)?;

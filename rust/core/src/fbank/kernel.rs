@@ -2,44 +2,20 @@
 
 use super::transform::{line, power, transform};
 use super::{FilterBank, FrontEnd, Scratch, EMPHASIS, FLOOR, MAX_LANES};
-use jaxtrain_decode::simd::{self, Lanes};
+use jaxtrain_decode::simd::{self, Lanes, Portable};
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn group_avx2(
-    s: &mut Scratch,
-    t: &FilterBank,
-    wave: &[f32],
-    norm: (f32, f32),
-    rows: &mut [f32],
-) -> f32 {
-    unsafe { group::<simd::Avx2, simd::Avx2>(s, t, wave, norm, rows) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f")]
-pub(super) unsafe fn group_avx512(
-    s: &mut Scratch,
-    t: &FilterBank,
-    wave: &[f32],
-    norm: (f32, f32),
-    rows: &mut [f32],
-) -> f32 {
-    unsafe { group::<simd::Avx512, simd::Avx2>(s, t, wave, norm, rows) }
+simd::kernel! {
+    pub(super) fn group(s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) -> f32:
+        avx512 group_lanes::<simd::Avx512, simd::Avx2>,
+        avx2 group_lanes::<simd::Avx2, simd::Avx2>;
+        else group_lanes::<Portable, Portable>
 }
 
 /// As many frames as `V` has lanes. Sums over a frame's samples are those of `W`, so that a frame's values are the same in
 /// 8 lanes and in 16. Returns the smallest value.
-///
-/// # Safety
-/// The machine must have the instruction sets of `V` and `W`.
 #[inline(always)]
-pub(super) unsafe fn group<V: Lanes, W: Lanes>(
-    s: &mut Scratch,
-    t: &FilterBank,
-    wave: &[f32],
-    norm: (f32, f32),
-    rows: &mut [f32],
+pub(super) unsafe fn group_lanes<V: Lanes, W: Lanes>(
+    s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32],
 ) -> f32 {
     let FrontEnd { window: length, hop, n_mels, .. } = t.front_end;
     let n = rows.len() / n_mels;
@@ -55,20 +31,18 @@ pub(super) unsafe fn group<V: Lanes, W: Lanes>(
         }
         (frames, stride) = (&s.frames, length);
     }
-    unsafe {
-        let (re, im) = (s.re.as_mut_ptr().cast::<f32>(), s.im.as_mut_ptr().cast::<f32>());
-        let mels = s.mels.as_mut_ptr().cast::<f32>();
-        windows::<V, W>(frames, stride, t, re, im);
-        transform::<V>(re, im, t);
-        power::<V>(re, im, t);
-        bands::<V>(re, t, mels);
-        for x in std::slice::from_raw_parts_mut(mels, n_mels * V::N) {
-            let y = if V::FUSED { ln::<true>(x.max(FLOOR)) } else { ln::<false>(x.max(FLOOR)) };
-            // This rounds as y / norm.1 does: no quotient of two float32 is so near to the middle of two others.
-            *x = (f64::from(y - norm.0) * inverse) as f32;
-        }
-        simd::transpose(mels, V::N, [n_mels, n], rows.as_mut_ptr(), n_mels);
+    let (re, im) = (s.re.as_mut_ptr().cast::<f32>(), s.im.as_mut_ptr().cast::<f32>());
+    let mels = s.mels.as_mut_ptr().cast::<f32>();
+    windows::<V, W>(frames, stride, t, re, im);
+    transform::<V>(re, im, t);
+    power::<V>(re, im, t);
+    bands::<V>(re, t, mels);
+    for x in std::slice::from_raw_parts_mut(mels, n_mels * V::N) {
+        let y = if V::FUSED { ln::<true>(x.max(FLOOR)) } else { ln::<false>(x.max(FLOOR)) };
+        // This rounds as y / norm.1 does: no quotient of two float32 is so near to the middle of two others.
+        *x = (f64::from(y - norm.0) * inverse) as f32;
     }
+    simd::transpose(mels, V::N, [n_mels, n], rows.as_mut_ptr(), n_mels);
     least(rows)
 }
 
@@ -77,13 +51,11 @@ pub(super) unsafe fn group<V: Lanes, W: Lanes>(
 unsafe fn bands<V: Lanes>(power: *const f32, t: &FilterBank, mels: *mut f32) {
     for (b, band) in t.bands.iter().enumerate() {
         let places = &t.place[band.first..][..band.weights.len()];
-        unsafe {
-            let mut sum = V::splat(0.0);
-            for (&place, &w) in places.iter().zip(&band.weights) {
-                sum = V::load(power.add(place as usize * V::N)).mul_add(V::splat(w), sum);
-            }
-            sum.store(mels.add(b * V::N));
+        let mut sum = V::splat(0.0);
+        for (&place, &w) in places.iter().zip(&band.weights) {
+            sum = V::load(power.add(place as usize * V::N)).mul_add(V::splat(w), sum);
         }
+        sum.store(mels.add(b * V::N));
     }
 }
 
@@ -116,33 +88,31 @@ unsafe fn windows<V: Lanes, W: Lanes>(frames: &[f32], stride: usize, t: &FilterB
     assert!(length >= W::N && frames.len() >= (V::N - 1) * stride + length && t.window.len() == length);
     // The first and the last samples were always rounded twice here: the stream's bytes are a promise.
     let (fused, last) = (W::N, length - length % W::N);
-    unsafe {
-        let mut means = [0.0; MAX_LANES];
-        for (f, mean) in means.iter_mut().enumerate().take(V::N) {
-            *mean = mean_of::<W>(&frames[f * stride..][..length]);
+    let mut means = [0.0; MAX_LANES];
+    for (f, mean) in means.iter_mut().enumerate().take(V::N) {
+        *mean = mean_of::<W>(&frames[f * stride..][..length]);
+    }
+    let mean = V::load(means.as_ptr());
+    let mut before = V::splat(0.0);
+    for i in (0..length / 4 * 4).step_by(4) {
+        let x = V::fours(frames.as_ptr().add(i), stride);
+        let to = line(i / 2, t.half) * V::N;
+        let weights = t.window.as_ptr().add(i);
+        if (fused..last).contains(&i) {
+            four_samples::<V, true>(x, mean, &mut before, weights, re.add(to), im.add(to));
+        } else {
+            four_samples::<V, false>(x, mean, &mut before, weights, re.add(to), im.add(to));
         }
-        let mean = V::load(means.as_ptr());
-        let mut before = V::splat(0.0);
-        for i in (0..length / 4 * 4).step_by(4) {
-            let x = V::fours(frames.as_ptr().add(i), stride);
-            let to = line(i / 2, t.half) * V::N;
-            let weights = t.window.as_ptr().add(i);
-            if (fused..last).contains(&i) {
-                four_samples::<V, true>(x, mean, &mut before, weights, re.add(to), im.add(to));
-            } else {
-                four_samples::<V, false>(x, mean, &mut before, weights, re.add(to), im.add(to));
+    }
+    for j in length / 4 * 2..t.half {
+        for (part, i) in [(re, 2 * j), (im, 2 * j + 1)] {
+            let mut y = V::splat(0.0);
+            if i < length {
+                let now = one_sample::<V>(&frames[i..], stride).sub(mean);
+                y = now.sub(before.mul(V::splat(EMPHASIS))).mul(V::splat(t.window[i]));
+                before = now;
             }
-        }
-        for j in length / 4 * 2..t.half {
-            for (part, i) in [(re, 2 * j), (im, 2 * j + 1)] {
-                let mut y = V::splat(0.0);
-                if i < length {
-                    let now = one_sample::<V>(&frames[i..], stride).sub(mean);
-                    y = now.sub(before.mul(V::splat(EMPHASIS))).mul(V::splat(t.window[i]));
-                    before = now;
-                }
-                y.store(part.add(line(j, t.half) * V::N));
-            }
+            y.store(part.add(line(j, t.half) * V::N));
         }
     }
 }
@@ -150,22 +120,15 @@ unsafe fn windows<V: Lanes, W: Lanes>(frames: &[f32], stride: usize, t: &FilterB
 /// Pre-emphasis and window of four samples of each frame. `before` is the one before them, without its mean.
 #[inline(always)]
 unsafe fn four_samples<V: Lanes, const FUSED: bool>(
-    x: [V; 4],
-    mean: V,
-    before: &mut V,
-    weights: *const f32,
-    re: *mut f32,
-    im: *mut f32,
+    x: [V; 4], mean: V, before: &mut V, weights: *const f32, re: *mut f32, im: *mut f32,
 ) {
-    unsafe {
-        let emphasis = V::splat(EMPHASIS);
-        for (k, x) in x.into_iter().enumerate() {
-            let now = x.sub(mean);
-            let y = if FUSED { before.neg_mul_add(emphasis, now) } else { now.sub(before.mul(emphasis)) };
-            *before = now;
-            let to = if k % 2 == 0 { re } else { im };
-            y.mul(V::splat(*weights.add(k))).store(to.add(k / 2 * V::N));
-        }
+    let emphasis = V::splat(EMPHASIS);
+    for (k, x) in x.into_iter().enumerate() {
+        let now = x.sub(mean);
+        let y = if FUSED { before.neg_mul_add(emphasis, now) } else { now.sub(before.mul(emphasis)) };
+        *before = now;
+        let to = if k % 2 == 0 { re } else { im };
+        y.mul(V::splat(*weights.add(k))).store(to.add(k / 2 * V::N));
     }
 }
 
@@ -176,27 +139,25 @@ unsafe fn one_sample<V: Lanes>(frames: &[f32], stride: usize) -> V {
     for (f, x) in samples.iter_mut().enumerate().take(V::N) {
         *x = frames[f * stride];
     }
-    unsafe { V::load(samples.as_ptr()) }
+    V::load(samples.as_ptr())
 }
 
 /// The mean of a frame. Its order is that of the lanes of `W`.
 #[inline(always)]
 unsafe fn mean_of<W: Lanes>(x: &[f32]) -> f32 {
     let n = x.len();
-    unsafe {
-        let mut sums = [W::splat(0.0); 4];
-        let fours = n - n % (4 * W::N);
-        for i in (0..fours).step_by(4 * W::N) {
-            for (j, sum) in sums.iter_mut().enumerate() {
-                *sum = sum.add(W::load(x.as_ptr().add(i + j * W::N)));
-            }
+    let mut sums = [W::splat(0.0); 4];
+    let fours = n - n % (4 * W::N);
+    for i in (0..fours).step_by(4 * W::N) {
+        for (j, sum) in sums.iter_mut().enumerate() {
+            *sum = sum.add(W::load(x.as_ptr().add(i + j * W::N)));
         }
-        let mut sum = sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum();
-        for x in &x[fours..] {
-            sum += x;
-        }
-        sum / n as f32
     }
+    let mut sum = sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum();
+    for x in &x[fours..] {
+        sum += x;
+    }
+    sum / n as f32
 }
 
 /// The natural logarithm of a positive normal number, within 2 units in the last place. Unlike `f32::ln`, the compiler can

@@ -25,7 +25,7 @@ use std::f64::consts::TAU;
 use std::sync::Arc;
 
 use crate::error::Error;
-use jaxtrain_decode::simd::{self, Portable};
+use jaxtrain_decode::simd;
 use jaxtrain_decode::RATES;
 
 /// Smallest band energy, float32's epsilon; its logarithm is the floor of every spectrogram.
@@ -259,23 +259,9 @@ impl Fbank {
         assert_eq!(out.len(), n_frames * n_mels, "out must hold n_frames * n_mels values");
         let mut least = f32::INFINITY;
         for (g, rows) in out.chunks_mut(self.lanes * n_mels).enumerate() {
-            least = least.min(self.group(&wave[g * self.lanes * hop..], norm, rows));
+            let wave = &wave[g * self.lanes * hop..];
+            least = least.min(kernel::group(&mut self.scratch, &self.bank, wave, norm, rows));
         }
         least
-    }
-
-    /// `rows.len() / n_mels <= self.lanes` frames, of which the first begins at wave\[0\]. Returns the smallest value.
-    fn group(&mut self, wave: &[f32], norm: (f32, f32), rows: &mut [f32]) -> f32 {
-        #[cfg(target_arch = "x86_64")]
-        if self.lanes == MAX_LANES {
-            // SAFETY: `new` checked the instruction set.
-            return unsafe { kernel::group_avx512(&mut self.scratch, &self.bank, wave, norm, rows) };
-        } else if simd::avx2() {
-            // SAFETY: the instruction set was just checked.
-            return unsafe { kernel::group_avx2(&mut self.scratch, &self.bank, wave, norm, rows) };
-        }
-        let _ = simd::avx2;
-        // SAFETY: portable lanes need nothing of the machine.
-        unsafe { kernel::group::<Portable, Portable>(&mut self.scratch, &self.bank, wave, norm, rows) }
     }
 }

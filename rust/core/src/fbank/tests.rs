@@ -1,4 +1,4 @@
-use jaxtrain_decode::simd::Lanes;
+use jaxtrain_decode::simd::{Lanes, Portable};
 
 use super::kernel::*;
 use super::*;
@@ -109,7 +109,7 @@ fn equals_the_formula_in_float64_with_every_instruction_set() {
         for (g, rows) in portable.chunks_mut(Portable::N * n_mels).enumerate() {
             // SAFETY: portable lanes need nothing of the machine.
             unsafe {
-                group::<Portable, Portable>(
+                group_lanes::<Portable, Portable>(
                     &mut fbank.scratch,
                     &fbank.bank,
                     &wave[g * Portable::N * hop..],
@@ -124,7 +124,15 @@ fn equals_the_formula_in_float64_with_every_instruction_set() {
             let mut narrow = vec![0.0; expected.len()];
             for (g, rows) in narrow.chunks_mut(8 * n_mels).enumerate() {
                 // SAFETY: a machine with AVX-512 has AVX2.
-                unsafe { group_avx2(&mut fbank.scratch, &fbank.bank, &wave[g * 8 * hop..], (0.0, 1.0), rows) };
+                unsafe {
+                    group_lanes::<simd::Avx2, simd::Avx2>(
+                        &mut fbank.scratch,
+                        &fbank.bank,
+                        &wave[g * 8 * hop..],
+                        (0.0, 1.0),
+                        rows,
+                    )
+                };
             }
             assert!(narrow == out, "8 and 16 lanes differ for {front_end:?}");
         }

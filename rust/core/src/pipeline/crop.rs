@@ -50,13 +50,7 @@ impl Crop {
     /// by what the recording holds around it, anywhere in training and centred in testing, or by silence; a recording that is
     /// shorter by silence or by itself.
     pub fn new(
-        bounds: Bounds,
-        rate: u32,
-        target: u32,
-        clip: usize,
-        how: Clip,
-        train: bool,
-        pick: impl FnOnce(u64) -> u64,
+        bounds: Bounds, rate: u32, target: u32, clip: usize, how: Clip, train: bool, pick: impl FnOnce(u64) -> u64,
     ) -> Self {
         let (rate, target) = (u128::from(rate), u128::from(target));
         let needed = (clip as u128 * rate).div_ceil(target) as u64; // enough for the last output sample

@@ -60,12 +60,7 @@ pub(super) struct Out<'a> {
 
 /// Writes the crops of one recording. A panic makes the recording unusable.
 pub(super) fn load(
-    shared: &Shared,
-    scratch: &mut Scratch,
-    slot: &Slot,
-    row: u32,
-    epoch: u64,
-    out: &mut Out,
+    shared: &Shared, scratch: &mut Scratch, slot: &Slot, row: u32, epoch: u64, out: &mut Out,
 ) -> Result<(), Miss> {
     let loaded = catch_unwind(AssertUnwindSafe(|| try_load(shared, scratch, slot, row as usize, epoch, out)));
     loaded.unwrap_or_else(|panic| {
@@ -76,12 +71,7 @@ pub(super) fn load(
 }
 
 fn try_load(
-    shared: &Shared,
-    scratch: &mut Scratch,
-    slot: &Slot,
-    row: usize,
-    epoch: u64,
-    out: &mut Out,
+    shared: &Shared, scratch: &mut Scratch, slot: &Slot, row: usize, epoch: u64, out: &mut Out,
 ) -> Result<(), Miss> {
     let Shared { config, counters, index, .. } = shared;
     let Scratch { decoder, resamplers, fbank, reader, crops, samples, wave } = scratch;
@@ -279,12 +269,7 @@ fn draw_crops(shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64
 /// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, n_mels\]: its centre
 /// at the filter bank's rate, or all of it between zeros. `None` where samples are NaN or too large.
 pub fn front_end(
-    bank: &Arc<FilterBank>,
-    wave: &[f32],
-    rate: u32,
-    clip_samples: usize,
-    n_frames: usize,
-    out: &mut [f32],
+    bank: &Arc<FilterBank>, wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32],
 ) -> Option<()> {
     let target = bank.front_end().sample_rate;
     let how = Clip { short: Short::Centre, ..Clip::default() };

@@ -24,11 +24,7 @@ use crate::error::Error;
 
 /// Reads a shard's metadata and labels.
 pub(super) fn read(
-    path: &Path,
-    map: &[u8],
-    audio: &str,
-    label: Option<&str>,
-    there: &There,
+    path: &Path, map: &[u8], audio: &str, label: Option<&str>, there: &There,
 ) -> Result<Metadata, Error> {
     let mut reader = Reader::new(path, map, there)?;
     let columns = Columns::find(path, &reader.schema, audio, label)?;

@@ -11,7 +11,7 @@ use super::bits::{crc16, Msb};
 use super::flac_write::Origin;
 use super::{corrupt, Error, Info};
 use stream::{parse, Stereo, Stream};
-use subframe::subframe;
+use subframe::{subframe, subframe_any};
 
 /// Frame headers that are tried, from the end backwards, before a recording counts as damaged.
 const LAST_FRAMES: usize = 8;
@@ -96,12 +96,7 @@ impl Flac {
 
     /// Decodes from the frame at `at` on until `out` is full.
     fn run(
-        &mut self,
-        stream: &Stream,
-        at: usize,
-        start: u64,
-        channel: Option<u16>,
-        out: &mut [f32],
+        &mut self, stream: &Stream, at: usize, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
         self.each(stream, at, start, out.len(), |flac, frame, from, done, n| match (frame, channel) {
@@ -118,11 +113,7 @@ impl Flac {
     /// Decodes the frames from the one at `at` on that hold samples \[start, start + length), and gives `take` of each: its
     /// first sample that counts, how many came before, and how many it has.
     fn each(
-        &mut self,
-        stream: &Stream,
-        mut at: usize,
-        start: u64,
-        length: usize,
+        &mut self, stream: &Stream, mut at: usize, start: u64, length: usize,
         mut take: impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
         let Some(first) = stream.header(at) else {
@@ -249,7 +240,7 @@ impl Flac {
             };
             let done = if side && stream.bits == 32 {
                 self.wide.resize(n.max(self.wide.len()), 0);
-                subframe(&mut bits, 33, &mut self.wide[..n])
+                subframe_any(&mut bits, 33, &mut self.wide[..n])
             } else {
                 let samples = &mut self.channels[channel];
                 samples.resize(n.max(samples.len()), 0);

@@ -69,26 +69,16 @@ impl Int for i32 {
     }
 }
 
-/// Decodes one channel of one frame; None when it is invalid.
-pub(super) fn subframe<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
-    #[cfg(target_arch = "x86_64")]
-    if simd::bit_counts() {
-        // SAFETY: the instruction set was just checked.
-        return unsafe { subframe_bmi(bits, depth, out) };
-    }
-    let _ = simd::bit_counts;
-    subframe_any(bits, depth, out)
+simd::kernel! {
+    /// Decodes one channel of one frame; None when it is invalid. Decoding codes is counting zeros and shifting by variable
+    /// amounts, for which some sets have instructions.
+    pub(super) fn subframe(bits: &mut Msb, depth: u32, out: &mut [i32]) -> Option<()>:
+        bits subframe_any::<i32>; else subframe_any::<i32>
 }
 
-/// Decoding codes is counting zeros and shifting by variable amounts, for which these sets have instructions.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "bmi1,bmi2,lzcnt")]
-unsafe fn subframe_bmi<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
-    subframe_any(bits, depth, out)
-}
-
+/// The same, compiled for any machine; of 64 bits the side channel of 32-bit stereo.
 #[inline(always)]
-fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
+pub(super) fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
     if bits.read(1) != 0 {
         return None;
     }
@@ -323,11 +313,7 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
 /// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns how many.
 #[inline(always)]
 fn restore_some<T: Int, const M: usize>(
-    bits: &mut Msb,
-    k: u32,
-    out: &mut [T],
-    at: usize,
-    predictor: &impl Predictor<T>,
+    bits: &mut Msb, k: u32, out: &mut [T], at: usize, predictor: &impl Predictor<T>,
 ) -> Option<usize> {
     let mut window = bits.window();
     let mut residuals = [0; M];

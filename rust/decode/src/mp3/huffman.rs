@@ -141,13 +141,7 @@ fn quarter_power(x: i32) -> f32 {
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn spectrum(
-    bits: &mut Register,
-    end: usize,
-    granule: &Granule,
-    header: Header,
-    gain: i32,
-    emphasis: bool,
-    scale: &[u8; 39],
+    bits: &mut Register, end: usize, granule: &Granule, header: Header, gain: i32, emphasis: bool, scale: &[u8; 39],
     lines: &mut [f32; LINES],
 ) -> usize {
     let tables = tables();
@@ -222,12 +216,7 @@ pub(super) fn spectrum(
 /// Decodes pairs of values, times `factor`, into `run`.
 #[inline(always)]
 fn pairs<'a>(
-    mut bits: Register<'a>,
-    tables: &Tables,
-    root: usize,
-    linbits: u8,
-    factor: f32,
-    run: &mut [f32],
+    mut bits: Register<'a>, tables: &Tables, root: usize, linbits: u8, factor: f32, run: &mut [f32],
 ) -> Register<'a> {
     const { assert!(2 * (19 + 2) <= Register::FULL && 17 + 2 * (13 + 1) <= Register::FULL) };
     let first: &[u32; 1 << FIRST] = tables.nodes[root..].first_chunk().expect("grow appends as many");
@@ -266,12 +255,7 @@ fn signed(value: f32, bits: u64) -> f32 {
 /// A pair of which one value at least is 15 and `linbits` further bits.
 #[inline(always)]
 fn large<'a>(
-    mut bits: Register<'a>,
-    tables: &Tables,
-    node: u32,
-    linbits: u8,
-    factor: f32,
-    pair: &mut [f32],
+    mut bits: Register<'a>, tables: &Tables, node: u32, linbits: u8, factor: f32, pair: &mut [f32],
 ) -> Register<'a> {
     bits.fill();
     bits.skip(node >> 8 & 31);

@@ -21,11 +21,12 @@ const SLOTS: usize = 18;
 const BEFORE: usize = 15;
 
 type Rows = [[f32; SUBBANDS]; SLOTS];
+type Matrix = [[f32; SLOTS]; 2 * SLOTS];
 
 #[repr(C, align(64))]
 struct Tables {
     /// By block type, the windowed inverse transform: 18 lines to 36 samples.
-    transform: [[[f32; SLOTS]; 2 * SLOTS]; 4],
+    transform: [Matrix; 4],
     /// The matrix of the polyphase synthesis, folded: sums (then differences) of mirrored subbands to the even (odd)
     /// ones of V\[0..32\], then of V\[32..64\].
     matrix: [[[f32; 32]; 16]; 2],
@@ -79,7 +80,7 @@ fn tables() -> &'static Tables {
 }
 
 /// Window and inverse transform in one (11172-3, 2.4.3.4.10.2 and .3).
-fn transform_matrix(kind: usize) -> [[f32; SLOTS]; 2 * SLOTS] {
+fn transform_matrix(kind: usize) -> Matrix {
     let mut matrix = [[0.0; SLOTS]; 2 * SLOTS];
     let sine = |i: usize, n: usize| (PI / n as f64 * (i as f64 + 0.5)).sin();
     let cosine =
@@ -194,97 +195,44 @@ impl Hybrid {
     }
 }
 
-/// Adds the inverse transform of the spectrum's first subbands to the slots and to the overlap.
-fn transform_rows(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if simd::avx2() {
-        // SAFETY: the instruction set was just checked. Each lane rounds the same in both.
-        unsafe {
-            match simd::avx512() {
-                true => transform_avx512(work, matrix, subbands),
-                false => transform_avx2(work, matrix, subbands),
-            }
-        }
-        return;
-    }
-    let _ = simd::avx2;
-    // SAFETY: portable lanes need nothing of the machine.
-    unsafe { transform_lanes::<Portable>(work, matrix, subbands) };
+simd::kernel! {
+    /// Adds the inverse transform of the spectrum's first subbands to the slots and to the overlap. Each lane rounds the same
+    /// in 8 and in 16.
+    fn transform_rows(work: &mut Hybrid, matrix: &Matrix, subbands: usize) -> ():
+        avx512 transform_lanes::<simd::Avx512>, avx2 transform_lanes::<simd::Avx2>; else transform_lanes::<Portable>
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f")]
-unsafe fn transform_avx512(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
-    unsafe { transform_lanes::<simd::Avx512>(work, matrix, subbands) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn transform_avx2(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
-    unsafe { transform_lanes::<simd::Avx2>(work, matrix, subbands) }
-}
-
-/// # Safety
-/// The machine must have the instruction set of `V`.
 #[inline(always)]
-unsafe fn transform_lanes<V: Lanes>(work: &mut Hybrid, matrix: &[[f32; SLOTS]; 2 * SLOTS], subbands: usize) {
+unsafe fn transform_lanes<V: Lanes>(work: &mut Hybrid, matrix: &Matrix, subbands: usize) {
     const { assert!(SUBBANDS.is_multiple_of(V::N)) };
     // Output rows that are summed together.
     const ROWS: usize = 6;
     for s in (0..subbands).step_by(V::N) {
         for first in (0..2 * SLOTS).step_by(ROWS) {
             let to = if first < SLOTS { &mut work.slots[first..] } else { &mut work.overlap[first - SLOTS..] };
-            unsafe {
-                let mut sums = [V::splat(0.0); ROWS];
+            let mut sums = [V::splat(0.0); ROWS];
+            for i in 0..ROWS {
+                sums[i] = V::load(to[i].as_ptr().add(s));
+            }
+            for k in 0..SLOTS {
+                let x = V::load(work.spectrum[k].as_ptr().add(s));
                 for i in 0..ROWS {
-                    sums[i] = V::load(to[i].as_ptr().add(s));
+                    sums[i] = x.mul_add(V::splat(matrix[first + i][k]), sums[i]);
                 }
-                for k in 0..SLOTS {
-                    let x = V::load(work.spectrum[k].as_ptr().add(s));
-                    for i in 0..ROWS {
-                        sums[i] = x.mul_add(V::splat(matrix[first + i][k]), sums[i]);
-                    }
-                }
-                for i in 0..ROWS {
-                    sums[i].store(to[i].as_mut_ptr().add(s));
-                }
+            }
+            for i in 0..ROWS {
+                sums[i].store(to[i].as_mut_ptr().add(s));
             }
         }
     }
 }
 
-/// The polyphase synthesis of 18 slots (11172-3, 2.4.3.2.2), after the frequency inversion of odd subbands.
-fn synthesise(work: &mut Hybrid, tables: &Tables) {
-    #[cfg(target_arch = "x86_64")]
-    if simd::avx2() {
-        // SAFETY: the instruction set was just checked. Each lane rounds the same in both.
-        unsafe {
-            match simd::avx512() {
-                true => synthesise_avx512(work, tables),
-                false => synthesise_avx2(work, tables),
-            }
-        }
-        return;
-    }
-    let _ = simd::avx2;
-    // SAFETY: portable lanes need nothing of the machine.
-    unsafe { synthesise_lanes::<Portable>(work, tables) };
+simd::kernel! {
+    /// The polyphase synthesis of 18 slots (11172-3, 2.4.3.2.2), after the frequency inversion of odd subbands.
+    fn synthesise(work: &mut Hybrid, tables: &Tables) -> ():
+        avx512 synthesise_lanes::<simd::Avx512>, avx2 synthesise_lanes::<simd::Avx2>; else synthesise_lanes::<Portable>
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f")]
-unsafe fn synthesise_avx512(work: &mut Hybrid, tables: &Tables) {
-    unsafe { synthesise_lanes::<simd::Avx512>(work, tables) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn synthesise_avx2(work: &mut Hybrid, tables: &Tables) {
-    unsafe { synthesise_lanes::<simd::Avx2>(work, tables) }
-}
-
-/// # Safety
-/// The machine must have the instruction set of `V`.
 #[inline(always)]
 unsafe fn synthesise_lanes<V: Lanes>(work: &mut Hybrid, tables: &Tables) {
     // Slots that share the loads of the matrix.
@@ -307,22 +255,20 @@ unsafe fn synthesise_lanes<V: Lanes>(work: &mut Hybrid, tables: &Tables) {
     for (odd, (folded, matrix)) in work.folded.iter().zip(&tables.matrix).enumerate() {
         for t in (0..SLOTS).step_by(TOGETHER) {
             for q in (0..32).step_by(2 * V::N) {
-                unsafe {
-                    let mut sums = [[V::splat(0.0); 2]; TOGETHER];
-                    for n in 0..16 {
-                        let m = [V::load(matrix[n].as_ptr().add(q)), V::load(matrix[n].as_ptr().add(q + V::N))];
-                        for i in 0..TOGETHER {
-                            let x = V::splat(folded[t + i][n]);
-                            sums[i] = [x.mul_add(m[0], sums[i][0]), x.mul_add(m[1], sums[i][1])];
-                        }
-                    }
+                let mut sums = [[V::splat(0.0); 2]; TOGETHER];
+                for n in 0..16 {
+                    let m = [V::load(matrix[n].as_ptr().add(q)), V::load(matrix[n].as_ptr().add(q + V::N))];
                     for i in 0..TOGETHER {
-                        let to = work.v[BEFORE + t + i].as_mut_ptr();
-                        for j in 0..2 {
-                            // Lanes do not straddle the two halves.
-                            let q = q + j * V::N;
-                            sums[i][j].store(to.add(16 * odd + q % 16 + 32 * (q / 16)));
-                        }
+                        let x = V::splat(folded[t + i][n]);
+                        sums[i] = [x.mul_add(m[0], sums[i][0]), x.mul_add(m[1], sums[i][1])];
+                    }
+                }
+                for i in 0..TOGETHER {
+                    let to = work.v[BEFORE + t + i].as_mut_ptr();
+                    for j in 0..2 {
+                        // Lanes do not straddle the two halves.
+                        let q = q + j * V::N;
+                        sums[i][j].store(to.add(16 * odd + q % 16 + 32 * (q / 16)));
                     }
                 }
             }
@@ -330,16 +276,14 @@ unsafe fn synthesise_lanes<V: Lanes>(work: &mut Hybrid, tables: &Tables) {
     }
     for t in 0..SLOTS {
         for q in (0..32).step_by(V::N) {
-            unsafe {
-                let mut sums = [V::splat(0.0); 2];
-                for i in 0..8 {
-                    for j in 0..2 {
-                        let v = V::load(work.v[BEFORE + t - 2 * i - j].as_ptr().add(32 * j + q));
-                        sums[j] = v.mul_add(V::load(tables.window[2 * i + j].as_ptr().add(q)), sums[j]);
-                    }
+            let mut sums = [V::splat(0.0); 2];
+            for i in 0..8 {
+                for j in 0..2 {
+                    let v = V::load(work.v[BEFORE + t - 2 * i - j].as_ptr().add(32 * j + q));
+                    sums[j] = v.mul_add(V::load(tables.window[2 * i + j].as_ptr().add(q)), sums[j]);
                 }
-                sums[0].add(sums[1]).store(work.samples[t].as_mut_ptr().add(q));
             }
+            sums[0].add(sums[1]).store(work.samples[t].as_mut_ptr().add(q));
         }
     }
 }

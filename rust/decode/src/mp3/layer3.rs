@@ -16,6 +16,12 @@ use crate::simd;
 /// The farthest that a frame reaches back into earlier bytes.
 pub(super) const RESERVOIR: usize = 511;
 
+simd::kernel! {
+    /// Most of the time goes into Huffman codes, whose shifts by variable amounts are one instruction each of some sets.
+    fn decode_granule(layer: &mut Layer3, granule: &[Granule; 2], header: Header, index: usize, bit: usize) -> ():
+        bits Layer3::granule; else Layer3::granule
+}
+
 /// What a decoder carries from frame to frame, and its memory.
 pub(super) struct Layer3 {
     /// The last bytes of main data: the bit reservoir.
@@ -79,7 +85,7 @@ impl Layer3 {
                 self.lines[0] = [0.0; LINES];
                 self.synthesise(&[(0, Granule::default())], header);
             } else {
-                self.granule(granule, header, i, bit);
+                decode_granule(self, granule, header, i, bit);
             }
             bit = end;
             for (out, slot) in out[i * LINES..][..LINES].chunks_exact_mut(32).zip(&self.hybrid.samples) {
@@ -90,26 +96,8 @@ impl Layer3 {
         }
     }
 
-    fn granule(&mut self, granule: &[Granule; 2], header: Header, index: usize, bit: usize) {
-        #[cfg(target_arch = "x86_64")]
-        if simd::bit_counts() {
-            // SAFETY: the instruction set was just checked.
-            unsafe { self.granule_bmi(granule, header, index, bit) };
-            return;
-        }
-        let _ = simd::bit_counts;
-        self.granule_any(granule, header, index, bit);
-    }
-
-    /// Most of the time goes into Huffman codes, whose shifts by variable amounts are one instruction each here.
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "bmi1,bmi2,lzcnt")]
-    unsafe fn granule_bmi(&mut self, granule: &[Granule; 2], header: Header, index: usize, bit: usize) {
-        self.granule_any(granule, header, index, bit);
-    }
-
     #[inline(always)]
-    fn granule_any(&mut self, granule: &[Granule; 2], header: Header, index: usize, mut bit: usize) {
+    fn granule(&mut self, granule: &[Granule; 2], header: Header, index: usize, mut bit: usize) {
         let channels = usize::from(header.channels);
         let same_block = (granule[0].block, granule[0].mixed) == (granule[1].block, granule[1].mixed);
         let middle_side = channels == 2 && header.middle_side();

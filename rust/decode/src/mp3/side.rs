@@ -92,12 +92,7 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
 
 /// Reads the scale factors, and returns whether `EMPHASIS` is added to them. `positions`: they are an intensity band's.
 pub(super) fn scale_factors(
-    bits: &mut Msb,
-    granule: &Granule,
-    header: Header,
-    index: usize,
-    positions: bool,
-    scale: &mut [u8; 39],
+    bits: &mut Msb, granule: &Granule, header: Header, index: usize, positions: bool, scale: &mut [u8; 39],
 ) -> bool {
     let short = granule.block == SHORT;
     let shape = if !short { 0 } else { 1 + usize::from(granule.mixed) };

@@ -124,12 +124,7 @@ impl Vorbis {
     }
 
     pub fn read(
-        &mut self,
-        bytes: &[u8],
-        serial: u32,
-        start: u64,
-        channel: Option<u16>,
-        out: &mut [f32],
+        &mut self, bytes: &[u8], serial: u32, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         let stream = self.open(bytes, serial)?;
         let Self { kept, pieces, packet: work, transform, .. } = self;
@@ -175,7 +170,7 @@ impl Vorbis {
                     transform.transform(table);
                     let skip = (begin + done as i64).saturating_sub(from).max(0);
                     if let Some((_, before)) = position.filter(|_| skip < to.saturating_sub(from)) {
-                        let n = transform.overlap(transform::table(before as usize / 2), table);
+                        let n = transform::overlap(transform, transform::table(before as usize / 2), table);
                         let n = (n - skip as usize).min(out.len() - done);
                         out[done..done + n].copy_from_slice(&transform.samples[skip as usize..][..n]);
                         done += n;

@@ -31,45 +31,16 @@ pub(super) struct Work {
     members: Vec<usize>,
 }
 
-/// Decodes the lines of an audio packet: minus one of the channels, or minus their mean. None if the packet ends in its header.
-pub(super) fn decode(
-    setup: &Setup,
-    work: &mut Work,
-    data: &[u8],
-    channel: Option<u16>,
-    lines: &mut [f32],
-) -> Option<()> {
-    #[cfg(target_arch = "x86_64")]
-    if simd::avx2() && simd::bit_counts() {
-        // SAFETY: the instruction sets were just checked.
-        return unsafe { decode_avx2(setup, work, data, channel, lines) };
-    }
-    let _ = simd::bit_counts;
-    // SAFETY: portable lanes need nothing of the machine.
-    unsafe { decode_any::<Portable>(setup, work, data, channel, lines) }
+simd::kernel! {
+    /// Decodes the lines of an audio packet: minus one of the channels, or minus their mean. None if the packet ends in its
+    /// header.
+    pub(super) fn decode(setup: &Setup, work: &mut Work, data: &[u8], channel: Option<u16>, lines: &mut [f32]) -> Option<()>:
+        avx2 decode_any::<simd::Avx2>; else decode_any::<Portable>
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt")]
-unsafe fn decode_avx2(
-    setup: &Setup,
-    work: &mut Work,
-    data: &[u8],
-    channel: Option<u16>,
-    lines: &mut [f32],
-) -> Option<()> {
-    unsafe { decode_any::<simd::Avx2>(setup, work, data, channel, lines) }
-}
-
-/// # Safety
-/// The machine must have the instruction set of `V`.
 #[inline(always)]
 unsafe fn decode_any<V: Shuffle>(
-    setup: &Setup,
-    work: &mut Work,
-    data: &[u8],
-    channel: Option<u16>,
-    lines: &mut [f32],
+    setup: &Setup, work: &mut Work, data: &[u8], channel: Option<u16>, lines: &mut [f32],
 ) -> Option<()> {
     let mut bits = Bits::new(data);
     let mode = bits.read(1 + ilog(setup.modes.len() as u32 - 1))? >> 1;
@@ -87,8 +58,7 @@ unsafe fn decode_any<V: Shuffle>(
     for (c, curve) in work.curves.chunks_exact_mut(STRIDE).enumerate() {
         let floor = &setup.floors[mapping.floors[mapping.submaps[c]]];
         let curve = wanted.contains(&c).then_some(&mut curve[..n + V::N]);
-        // SAFETY: the caller's promise.
-        work.used.push(unsafe { draw::<V>(floor, &setup.books, &mut bits, curve) }.is_some());
+        work.used.push(draw::<V>(floor, &setup.books, &mut bits, curve).is_some());
     }
     work.coded.clone_from(&work.used);
     for &[magnitude, angle] in &mapping.couplings {
@@ -103,8 +73,7 @@ unsafe fn decode_any<V: Shuffle>(
     for (submap, &residue) in mapping.residues.iter().enumerate() {
         work.members.clear();
         work.members.extend((0..channels).filter(|&c| mapping.submaps[c] == submap));
-        // SAFETY: the caller's promise.
-        unsafe { submap_residue::<V>(&setup.residues[residue], &setup.books, &mut bits, work, channels, n) };
+        submap_residue::<V>(&setup.residues[residue], &setup.books, &mut bits, work, channels, n);
     }
     for &[magnitude, angle] in mapping.couplings.iter().rev() {
         if work.coded[magnitude] {
@@ -133,9 +102,7 @@ fn uncouple(magnitude: &mut [f32], angle: &mut [f32]) {
 }
 
 /// Reads a floor, and draws its curve if one is given. None if the channel is silent, or the packet ends.
-///
-/// # Safety
-/// The machine must have the instruction set of `V`, and the curve `V::N` values more than lines.
+/// The curve must have `V::N` values more than lines.
 #[inline(always)]
 unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Bits, curve: Option<&mut [f32]>) -> Option<()> {
     if bits.read(1)? == 0 {
@@ -191,31 +158,26 @@ unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Bits, curve
         if from.0 >= n {
             break;
         }
-        unsafe { line::<V>(curve, from, (x, y), n) };
+        line::<V>(curve, from, (x, y), n);
         from = (x, y);
     }
     if from.0 < n {
-        unsafe { line::<V>(curve, from, (n, from.1), n) };
+        line::<V>(curve, from, (n, from.1), n);
     }
     Some(())
 }
 
 /// Draws a line up to a point, which does not belong to it, or to the end of the curve.
-///
-/// # Safety
-/// As [`draw`].
 #[inline(always)]
 unsafe fn line<V: Shuffle>(curve: &mut [f32], from: (usize, f32), to: (usize, f32), n: usize) {
     let run = (to.0 - from.0) as f32;
     let slope = (to.1 - from.1) / run;
     let base = if slope < 0.0 { from.1 + 1.0 - 0.5 / run } else { from.1 + 0.5 / run };
     let table = decibels();
-    unsafe {
-        let mut right = V::load([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0].as_ptr());
-        for x in (from.0..to.0.min(n)).step_by(V::N) {
-            right.mul_add(V::splat(slope), V::splat(base)).look_up(table).store(curve.as_mut_ptr().add(x));
-            right = right.add(V::splat(V::N as f32));
-        }
+    let mut right = V::load([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0].as_ptr());
+    for x in (from.0..to.0.min(n)).step_by(V::N) {
+        right.mul_add(V::splat(slope), V::splat(base)).look_up(table).store(curve.as_mut_ptr().add(x));
+        right = right.add(V::splat(V::N as f32));
     }
 }
 
@@ -226,17 +188,9 @@ fn decibels() -> &'static [f32; 256] {
 }
 
 /// Reads the residues of a submap's channels.
-///
-/// # Safety
-/// The machine must have the instruction set of `V`.
 #[inline(always)]
 unsafe fn submap_residue<V: Shuffle>(
-    residue: &Residue,
-    books: &[Book],
-    bits: &mut Bits,
-    work: &mut Work,
-    channels: usize,
-    n: usize,
+    residue: &Residue, books: &[Book], bits: &mut Bits, work: &mut Work, channels: usize, n: usize,
 ) {
     let Work { residues, classes, coded, members, .. } = work;
     if residue.kind < 2 || members.len() == 1 {
@@ -253,12 +207,10 @@ unsafe fn submap_residue<V: Shuffle>(
     read(residue, books, bits, classes, all, &[0], n * together);
     if let [a, b] = members[..] {
         for i in (0..n).step_by(V::N) {
-            unsafe {
-                let from = all.as_ptr().add(2 * i);
-                let [even, odd] = V::load(from).deinterleave(V::load(from.add(V::N)));
-                even.store(planes[a * STRIDE + i..].as_mut_ptr());
-                odd.store(planes[b * STRIDE + i..].as_mut_ptr());
-            }
+            let from = all.as_ptr().add(2 * i);
+            let [even, odd] = V::load(from).deinterleave(V::load(from.add(V::N)));
+            even.store(planes[a * STRIDE + i..].as_mut_ptr());
+            odd.store(planes[b * STRIDE + i..].as_mut_ptr());
         }
         return;
     }
@@ -272,12 +224,7 @@ unsafe fn submap_residue<V: Shuffle>(
 /// Adds the vectors of a residue to some planes of `n` lines (8.6.2). None if the packet ends, which is allowed.
 #[inline(always)]
 fn read(
-    residue: &Residue,
-    books: &[Book],
-    bits: &mut Bits,
-    classes: &mut Vec<u8>,
-    lines: &mut [f32],
-    planes: &[usize],
+    residue: &Residue, books: &[Book], bits: &mut Bits, classes: &mut Vec<u8>, lines: &mut [f32], planes: &[usize],
     n: usize,
 ) -> Option<()> {
     let (begin, end) = (residue.begin.min(n), residue.end.min(n));

@@ -14,7 +14,7 @@
 use std::f64::consts::PI;
 use std::sync::OnceLock;
 
-use crate::simd::{self, Portable, Shuffle};
+use crate::simd::{self, inlined, Lanes, Portable, Shuffle};
 
 /// Lines of the longest block.
 pub(super) const MAX_LINES: usize = 4096;
@@ -104,39 +104,19 @@ impl Work {
     /// Transforms `lines` of a block.
     pub fn transform(&mut self, table: &Table) {
         self.last ^= 1;
-        #[cfg(target_arch = "x86_64")]
-        if simd::avx2() {
-            // SAFETY: the instruction set was just checked.
-            unsafe { transform_avx2(self, table) };
-            return;
-        }
-        let _ = simd::avx2;
-        // SAFETY: portable lanes need nothing of the machine.
-        unsafe { transform::<Portable>(self, table) };
+        transform_block(self, table);
     }
+}
 
+simd::kernel! {
+    /// The transform of `lines` into `low` and `high`.
+    fn transform_block(work: &mut Work, table: &Table) -> (): avx2 transform::<simd::Avx2>; else transform::<Portable>
+}
+
+simd::kernel! {
     /// Makes the samples between the middles of two blocks that were transformed one after the other, and returns their number.
-    pub fn overlap(&mut self, before: &Table, this: &Table) -> usize {
-        #[cfg(target_arch = "x86_64")]
-        if simd::avx2() {
-            // SAFETY: the instruction set was just checked.
-            return unsafe { overlap_avx2(self, before, this) };
-        }
-        // SAFETY: portable lanes need nothing of the machine.
-        unsafe { overlap::<Portable>(self, before, this) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn transform_avx2(work: &mut Work, table: &Table) {
-    unsafe { transform::<simd::Avx2>(work, table) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn overlap_avx2(work: &mut Work, before: &Table, this: &Table) -> usize {
-    unsafe { overlap::<simd::Avx2>(work, before, this) }
+    pub(super) fn overlap(work: &mut Work, before: &Table, this: &Table) -> usize:
+        avx2 add_halves::<simd::Avx2>; else add_halves::<Portable>
 }
 
 /// Complex values.
@@ -146,240 +126,184 @@ struct Complex<V> {
     im: V,
 }
 
-// SAFETY, all methods: the contract of `Lanes`.
-impl<V: Shuffle> Complex<V> {
-    #[inline(always)]
-    unsafe fn load(planes: [*const f32; 2], at: usize) -> Self {
-        unsafe { Self { re: V::load(planes[0].add(at)), im: V::load(planes[1].add(at)) } }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, planes: [*mut f32; 2], at: usize) {
-        unsafe {
+impl<V: Lanes> Complex<V> {
+    inlined! {
+        pub fn load(planes: [*const f32; 2], at: usize) -> Self {
+            Self { re: V::load(planes[0].add(at)), im: V::load(planes[1].add(at)) }
+        }
+        pub fn store(self, planes: [*mut f32; 2], at: usize) {
             self.re.store(planes[0].add(at));
             self.im.store(planes[1].add(at));
         }
-    }
-
-    #[inline(always)]
-    unsafe fn add(self, b: Self) -> Self {
-        unsafe { Self { re: self.re.add(b.re), im: self.im.add(b.im) } }
-    }
-
-    #[inline(always)]
-    unsafe fn sub(self, b: Self) -> Self {
-        unsafe { Self { re: self.re.sub(b.re), im: self.im.sub(b.im) } }
-    }
-
-    #[inline(always)]
-    unsafe fn mul(self, b: Self) -> Self {
-        unsafe {
+        pub fn add(self, b: Self) -> Self { Self { re: self.re.add(b.re), im: self.im.add(b.im) } }
+        pub fn sub(self, b: Self) -> Self { Self { re: self.re.sub(b.re), im: self.im.sub(b.im) } }
+        pub fn mul(self, b: Self) -> Self {
             Self { re: self.im.neg_mul_add(b.im, self.re.mul(b.re)), im: self.re.mul_add(b.im, self.im.mul(b.re)) }
         }
-    }
-
-    /// self + i b
-    #[inline(always)]
-    unsafe fn add_turned(self, b: Self) -> Self {
-        unsafe { Self { re: self.re.sub(b.im), im: self.im.add(b.re) } }
-    }
-
-    /// self - i b
-    #[inline(always)]
-    unsafe fn sub_turned(self, b: Self) -> Self {
-        unsafe { Self { re: self.re.add(b.im), im: self.im.sub(b.re) } }
+        /// self + i b
+        pub fn add_turned(self, b: Self) -> Self { Self { re: self.re.sub(b.im), im: self.im.add(b.re) } }
+        /// self - i b
+        pub fn sub_turned(self, b: Self) -> Self { Self { re: self.re.add(b.im), im: self.im.sub(b.re) } }
     }
 }
 
 /// The Fourier transform of four points.
 #[inline(always)]
 unsafe fn four<V: Shuffle>([a, b, c, d]: [Complex<V>; 4]) -> [Complex<V>; 4] {
-    unsafe {
-        let (sum, difference, sum_2, difference_2) = (a.add(c), a.sub(c), b.add(d), b.sub(d));
-        [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
-    }
+    let (sum, difference, sum_2, difference_2) = (a.add(c), a.sub(c), b.add(d), b.sub(d));
+    [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
 }
 
-/// The transform of `lines` into `low` and `high`.
-///
-/// # Safety
-/// The machine must have the instruction set of `V`.
 #[inline(always)]
 unsafe fn transform<V: Shuffle>(work: &mut Work, table: &Table) {
     const { assert!(V::N == 8) };
     if !table.matrix.is_empty() {
-        unsafe { multiply::<V>(work, table) };
+        multiply::<V>(work, table);
         return;
     }
     let points = table.lines / 2;
-    unsafe {
-        let twist = [table.twist[0].as_ptr(), table.twist[1].as_ptr()];
-        let [from, to] = &mut work.planes;
-        let mut from = [from[0].as_mut_ptr(), from[1].as_mut_ptr()];
-        let mut to = [to[0].as_mut_ptr(), to[1].as_mut_ptr()];
-        let lines = work.lines.as_ptr();
-        for n in (0..points / 2).step_by(V::N) {
-            let mirrored = points - V::N - n;
-            let left = V::load(lines.add(2 * n)).deinterleave(V::load(lines.add(2 * n + V::N)));
-            let right = V::load(lines.add(2 * mirrored)).deinterleave(V::load(lines.add(2 * mirrored + V::N)));
-            let points = Complex { re: left[0], im: right[1].reverse() };
-            points.mul(Complex::load(twist, n)).store(from, n);
-            let points = Complex { re: right[0], im: left[1].reverse() };
-            points.mul(Complex::load(twist, mirrored)).store(from, mirrored);
-        }
-        first_pass::<V>(from, table);
-        for (from, to) in from.iter().zip(to) {
-            simd::transpose(*from, points / 8, [8, points / 8], to, 8);
-        }
-        let mut later = table.later.as_ptr();
-        let (mut n, mut stride) = (points / 8, 8);
-        while n > 1 {
-            std::mem::swap(&mut from, &mut to);
-            if n == 2 {
-                for q in (0..stride).step_by(V::N) {
-                    let (a, b) = (
-                        Complex::<V>::load(from.map(|p| p.cast_const()), q),
-                        Complex::<V>::load(from.map(|p| p.cast_const()), q + stride),
-                    );
-                    a.add(b).store(to, q);
-                    a.sub(b).store(to, q + stride);
-                }
-                break;
+    let twist = [table.twist[0].as_ptr(), table.twist[1].as_ptr()];
+    let [from, to] = &mut work.planes;
+    let mut from = [from[0].as_mut_ptr(), from[1].as_mut_ptr()];
+    let mut to = [to[0].as_mut_ptr(), to[1].as_mut_ptr()];
+    let lines = work.lines.as_ptr();
+    for n in (0..points / 2).step_by(V::N) {
+        let mirrored = points - V::N - n;
+        let left = V::load(lines.add(2 * n)).deinterleave(V::load(lines.add(2 * n + V::N)));
+        let right = V::load(lines.add(2 * mirrored)).deinterleave(V::load(lines.add(2 * mirrored + V::N)));
+        let points = Complex { re: left[0], im: right[1].reverse() };
+        points.mul(Complex::load(twist, n)).store(from, n);
+        let points = Complex { re: right[0], im: left[1].reverse() };
+        points.mul(Complex::load(twist, mirrored)).store(from, mirrored);
+    }
+    first_pass::<V>(from, table);
+    for (from, to) in from.iter().zip(to) {
+        simd::transpose(*from, points / 8, [8, points / 8], to, 8);
+    }
+    let mut later = table.later.as_ptr();
+    let (mut n, mut stride) = (points / 8, 8);
+    while n > 1 {
+        std::mem::swap(&mut from, &mut to);
+        if n == 2 {
+            for q in (0..stride).step_by(V::N) {
+                let (a, b) = (
+                    Complex::<V>::load(from.map(|p| p.cast_const()), q),
+                    Complex::<V>::load(from.map(|p| p.cast_const()), q + stride),
+                );
+                a.add(b).store(to, q);
+                a.sub(b).store(to, q + stride);
             }
-            later = later_pass::<V>(from, to, n / 4, stride, later);
-            n /= 4;
-            stride *= 4;
+            break;
         }
-        let from = [to[0].cast_const(), to[1].cast_const()];
-        let (low, high, zero) = (work.low[work.last].as_mut_ptr(), work.high.as_mut_ptr(), V::splat(0.0));
-        for n in (0..points / 2).step_by(V::N) {
-            let mirrored = points - V::N - n;
-            let left = Complex::<V>::load(from, n).mul(Complex::load(twist, n));
-            let right = Complex::<V>::load(from, mirrored).mul(Complex::load(twist, mirrored));
-            let [a, b] = left.re.interleave(zero.sub(right.im).reverse());
-            a.store(low.add(2 * n));
-            b.store(low.add(2 * n + V::N));
-            let [a, b] = zero.sub(left.im).interleave(right.re.reverse());
-            a.store(high.add(2 * n));
-            b.store(high.add(2 * n + V::N));
-        }
+        later = later_pass::<V>(from, to, n / 4, stride, later);
+        n /= 4;
+        stride *= 4;
+    }
+    let from = [to[0].cast_const(), to[1].cast_const()];
+    let (low, high, zero) = (work.low[work.last].as_mut_ptr(), work.high.as_mut_ptr(), V::splat(0.0));
+    for n in (0..points / 2).step_by(V::N) {
+        let mirrored = points - V::N - n;
+        let left = Complex::<V>::load(from, n).mul(Complex::load(twist, n));
+        let right = Complex::<V>::load(from, mirrored).mul(Complex::load(twist, mirrored));
+        let [a, b] = left.re.interleave(zero.sub(right.im).reverse());
+        a.store(low.add(2 * n));
+        b.store(low.add(2 * n + V::N));
+        let [a, b] = zero.sub(left.im).interleave(right.re.reverse());
+        a.store(high.add(2 * n));
+        b.store(high.add(2 * n + V::N));
     }
 }
 
-/// # Safety
-/// As [`transform`].
 #[inline(always)]
 unsafe fn multiply<V: Shuffle>(work: &mut Work, table: &Table) {
     let half = table.lines / 2;
     for to in (0..table.lines).step_by(V::N) {
-        unsafe {
-            let mut sum = V::splat(0.0);
-            for (x, row) in work.lines.iter().zip(table.matrix.chunks_exact(table.lines)) {
-                sum = V::splat(*x).mul_add(V::load(row.as_ptr().add(to)), sum);
-            }
-            sum.store(
-                if to < half { &mut work.low[work.last][to..] } else { &mut work.high[to - half..] }.as_mut_ptr(),
-            );
+        let mut sum = V::splat(0.0);
+        for (x, row) in work.lines.iter().zip(table.matrix.chunks_exact(table.lines)) {
+            sum = V::splat(*x).mul_add(V::load(row.as_ptr().add(to)), sum);
         }
+        sum.store(if to < half { &mut work.low[work.last][to..] } else { &mut work.high[to - half..] }.as_mut_ptr());
     }
 }
 
 /// Transforms of eight points, a column of them each, in place.
-///
-/// # Safety
-/// As [`transform`].
 #[inline(always)]
 unsafe fn first_pass<V: Shuffle>(planes: [*mut f32; 2], table: &Table) {
     let columns = table.lines / 16;
     let from = [planes[0].cast_const(), planes[1].cast_const()];
-    unsafe {
-        let root = V::splat(std::f32::consts::FRAC_1_SQRT_2);
-        for p in (0..columns).step_by(V::N) {
-            let mut x = [Complex::<V>::load(from, p); 8];
-            for r in 1..8 {
-                x[r] = Complex::load(from, r * columns + p);
-            }
-            let even = four([x[0], x[2], x[4], x[6]]);
-            let [a, b, c, d] = four([x[1], x[3], x[5], x[7]]);
-            // b (1 - i) / sqrt 2, c / i, and d (-1 - i) / sqrt 2
-            let b = Complex { re: b.re.add(b.im).mul(root), im: b.im.sub(b.re).mul(root) };
-            let d = Complex { re: d.im.sub(d.re).mul(root), im: V::splat(0.0).sub(d.re.add(d.im)).mul(root) };
-            let y = [
-                even[0].add(a),
-                even[1].add(b),
-                even[2].sub_turned(c),
-                even[3].add(d),
-                even[0].sub(a),
-                even[1].sub(b),
-                even[2].add_turned(c),
-                even[3].sub(d),
-            ];
-            y[0].store(planes, p);
-            for k in 1..8 {
-                let turns = &table.first[k - 1];
-                y[k].mul(Complex::load([turns[0].as_ptr(), turns[1].as_ptr()], p)).store(planes, k * columns + p);
-            }
+    let root = V::splat(std::f32::consts::FRAC_1_SQRT_2);
+    for p in (0..columns).step_by(V::N) {
+        let mut x = [Complex::<V>::load(from, p); 8];
+        for r in 1..8 {
+            x[r] = Complex::load(from, r * columns + p);
+        }
+        let even = four([x[0], x[2], x[4], x[6]]);
+        let [a, b, c, d] = four([x[1], x[3], x[5], x[7]]);
+        // b (1 - i) / sqrt 2, c / i, and d (-1 - i) / sqrt 2
+        let b = Complex { re: b.re.add(b.im).mul(root), im: b.im.sub(b.re).mul(root) };
+        let d = Complex { re: d.im.sub(d.re).mul(root), im: V::splat(0.0).sub(d.re.add(d.im)).mul(root) };
+        let y = [
+            even[0].add(a),
+            even[1].add(b),
+            even[2].sub_turned(c),
+            even[3].add(d),
+            even[0].sub(a),
+            even[1].sub(b),
+            even[2].add_turned(c),
+            even[3].sub(d),
+        ];
+        y[0].store(planes, p);
+        for k in 1..8 {
+            let turns = &table.first[k - 1];
+            y[k].mul(Complex::load([turns[0].as_ptr(), turns[1].as_ptr()], p)).store(planes, k * columns + p);
         }
     }
 }
 
 /// Transforms of four points for each of `m` groups. Returns where the turns of the next pass begin.
-///
-/// # Safety
-/// As [`transform`].
 #[inline(always)]
 unsafe fn later_pass<V: Shuffle>(
-    from: [*mut f32; 2],
-    to: [*mut f32; 2],
-    m: usize,
-    stride: usize,
-    turns: *const [f32; 6],
+    from: [*mut f32; 2], to: [*mut f32; 2], m: usize, stride: usize, turns: *const [f32; 6],
 ) -> *const [f32; 6] {
     let from = [from[0].cast_const(), from[1].cast_const()];
-    unsafe {
-        for p in 0..m {
-            let turn = &*turns.add(p);
-            let mut w = [Complex { re: V::splat(turn[0]), im: V::splat(turn[1]) }; 3];
-            for k in 1..3 {
-                w[k] = Complex { re: V::splat(turn[2 * k]), im: V::splat(turn[2 * k + 1]) };
+    for p in 0..m {
+        let turn = &*turns.add(p);
+        let mut w = [Complex { re: V::splat(turn[0]), im: V::splat(turn[1]) }; 3];
+        for k in 1..3 {
+            w[k] = Complex { re: V::splat(turn[2 * k]), im: V::splat(turn[2 * k + 1]) };
+        }
+        for q in (0..stride).step_by(V::N) {
+            let mut x = [Complex::<V>::load(from, p * stride + q); 4];
+            for r in 1..4 {
+                x[r] = Complex::load(from, (p + r * m) * stride + q);
             }
-            for q in (0..stride).step_by(V::N) {
-                let mut x = [Complex::<V>::load(from, p * stride + q); 4];
-                for r in 1..4 {
-                    x[r] = Complex::load(from, (p + r * m) * stride + q);
-                }
-                let y = four(x);
-                y[0].store(to, 4 * p * stride + q);
-                for k in 1..4 {
-                    y[k].mul(w[k - 1]).store(to, (4 * p + k) * stride + q);
-                }
+            let y = four(x);
+            y[0].store(to, 4 * p * stride + q);
+            for k in 1..4 {
+                y[k].mul(w[k - 1]).store(to, (4 * p + k) * stride + q);
             }
         }
-        turns.add(m)
     }
+    turns.add(m)
 }
 
-/// # Safety
-/// As [`transform`].
 #[inline(always)]
-unsafe fn overlap<V: Shuffle>(work: &mut Work, before: &Table, this: &Table) -> usize {
+unsafe fn add_halves<V: Shuffle>(work: &mut Work, before: &Table, this: &Table) -> usize {
     let middle = before.lines / 2;
     let slope = before.lines.min(this.lines) / 2;
     let [up, down] = if before.lines < this.lines { &before.window } else { &this.window };
     let (a, b, samples) = (work.low[work.last ^ 1].as_ptr(), work.high.as_ptr(), work.samples.as_mut_ptr());
-    unsafe {
-        for j in (0..slope).step_by(V::N) {
-            let (up, down) = (V::load(up.as_ptr().add(j)), V::load(down.as_ptr().add(j)));
-            let (a, b) = (V::load(a.add(j)), V::load(b.add(j)));
-            b.neg_mul_add(down, a.mul(up)).reverse().store(samples.add(middle - V::N - j));
-            b.mul_add(up, a.mul(down)).store(samples.add(middle + j));
-        }
-        for j in (slope..middle).step_by(V::N) {
-            V::load(a.add(j)).reverse().store(samples.add(middle - V::N - j));
-        }
-        for j in (slope..this.lines / 2).step_by(V::N) {
-            V::load(b.add(j)).store(samples.add(middle + j));
-        }
+    for j in (0..slope).step_by(V::N) {
+        let (up, down) = (V::load(up.as_ptr().add(j)), V::load(down.as_ptr().add(j)));
+        let (a, b) = (V::load(a.add(j)), V::load(b.add(j)));
+        b.neg_mul_add(down, a.mul(up)).reverse().store(samples.add(middle - V::N - j));
+        b.mul_add(up, a.mul(down)).store(samples.add(middle + j));
+    }
+    for j in (slope..middle).step_by(V::N) {
+        V::load(a.add(j)).reverse().store(samples.add(middle - V::N - j));
+    }
+    for j in (slope..this.lines / 2).step_by(V::N) {
+        V::load(b.add(j)).store(samples.add(middle + j));
     }
     middle + this.lines / 2
 }
@@ -432,7 +356,7 @@ mod tests {
                 }
                 work.transform(table(x.len()));
             }
-            let n = work.overlap(table(pair[0]), table(pair[1]));
+            let n = overlap(&mut work, table(pair[0]), table(pair[1]));
             let slow = slow([&spectra[0], &spectra[1]]);
             assert_eq!(n, slow.len());
             for (i, (x, y)) in work.samples.iter().zip(&slow).enumerate() {

@@ -196,12 +196,7 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
 
 /// Appends an int64 column. Nulls and negative values become -1.
 fn read_labels(
-    map: &[u8],
-    chunk: &Chunk,
-    levels: u8,
-    first_row: u32,
-    n_rows: u64,
-    out: &mut Vec<i32>,
+    map: &[u8], chunk: &Chunk, levels: u8, first_row: u32, n_rows: u64, out: &mut Vec<i32>,
 ) -> Result<(), Broken> {
     let label = |bytes: [u8; 8]| {
         let value = i64::from_le_bytes(bytes);
@@ -217,12 +212,7 @@ fn read_labels(
 
 /// Appends a column of numbers of `N` bytes each; a null becomes `null`. `rows`: the first one, and how many.
 fn numbers<const N: usize, T: Copy>(
-    map: &[u8],
-    chunk: &Chunk,
-    levels: u8,
-    (first_row, n_rows): (u32, u64),
-    out: &mut Vec<T>,
-    null: T,
+    map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>, null: T,
     value: impl Fn([u8; N]) -> T,
 ) -> Result<(), Broken> {
     let mut column = Column::default();
