@@ -4,6 +4,7 @@
 //! Chunks begin where a sample of the recording and one of the prepared recording coincide, so that the samples are those of
 //! a resampler that is given the whole recording.
 
+use jaxtrain_decode::refuse;
 use std::io::{self, Write};
 
 use jaxtrain_decode::{Decoder, FlacWriter, Origin, RATES};
@@ -46,9 +47,7 @@ impl From<jaxtrain_decode::Error> for Failed {
 }
 
 /// Writes a recording as a prepared one. Returns `out`, and how many samples were clipped.
-///
-/// # Errors
-/// See `Failed`; `out` may then hold a part.
+/// Errors: See `Failed`; `out` may then hold a part.
 pub fn prepare<W: Write>(
     bytes: &[u8], options: Options, out: W, stop: &mut dyn FnMut() -> bool,
 ) -> Result<(W, u64), Failed> {
@@ -59,9 +58,7 @@ pub fn prepare<W: Write>(
         return Err(Failed::Unusable("it is a prepared recording; prepare the one that it was made from".into()));
     }
     let rate = (f64::from(info.rate) * options.time_expansion).round() as u32;
-    if !RATES.contains(&rate) {
-        return Err(jaxtrain_decode::Error::Rate(rate).into());
-    }
+    refuse!(!RATES.contains(&rate), Err(jaxtrain_decode::Error::Rate(rate).into()));
     let mut resampler = Resampler::new(rate, options.rate);
     let (up, down) = resampler.ratio();
     let frames = resampler.output_len(info.frames as usize) as u64;
@@ -72,9 +69,7 @@ pub fn prepare<W: Write>(
     let (mut samples, mut wave, mut narrow) = (Vec::new(), Vec::new(), Vec::new());
     let mut clipped = 0;
     for from in (0..frames).step_by(chunk as usize) {
-        if stop() {
-            return Err(Failed::Stopped);
-        }
+        refuse!(stop(), Err(Failed::Stopped));
         let n = chunk.min(frames - from);
         let start = from / up * down;
         let end = (start + (n * down).div_ceil(up) + context + 1).min(info.frames);

@@ -62,17 +62,14 @@ const MAX_CACHED: usize = 16;
 pub struct Resampler {
     up: u64,
     down: u64,
-    /// Weights of one phase.
-    taps: usize,
+    taps: usize, // weights of one phase
     /// \[phases, taps\]; weight j of a phase belongs to input `floor(position) - taps / 2 + 1 + j`. An interpolated
     /// table has one phase more, which is phase 0 of the next input sample.
     table: Vec<f32>,
-    /// Phases of an interpolated table; None when every phase is in the table.
-    interpolated: Option<u64>,
+    interpolated: Option<u64>, // phases of an interpolated table; None when every phase is in the table
     /// Outputs that one lane computes in a row: a multiple of `up`, so that all lanes use the same phases.
     span: usize,
-    /// The inputs of all lanes side by side.
-    rows: Vec<Line>,
+    rows: Vec<Line>, // the inputs of all lanes side by side
 }
 
 /// Values side by side.
@@ -101,9 +98,7 @@ fn bessel_i0(x: f64) -> f64 {
 
 impl Resampler {
     /// Computes the filter from `source` Hz to `target` Hz. It takes milliseconds: see [`Resamplers`].
-    ///
-    /// # Panics
-    /// When a rate is 0.
+    /// Panics: When a rate is 0.
     pub fn new(source: u32, target: u32) -> Self {
         assert!(source > 0 && target > 0, "sample rates must be positive: {source} Hz to {target} Hz");
         let common = gcd(source, target);
@@ -349,8 +344,7 @@ unsafe fn edge<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, k: usize) -> f32
 /// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones.
 #[derive(Default)]
 pub struct Resamplers {
-    /// With each filter, when it was last used.
-    made: HashMap<(u32, u32), (u64, Resampler)>,
+    made: HashMap<(u32, u32), (u64, Resampler)>, // with each filter, when it was last used
     clock: u64,
 }
 
@@ -360,9 +354,7 @@ impl Resamplers {
     }
 
     /// The filter from `source` Hz to `target` Hz, computed at its first use.
-    ///
-    /// # Panics
-    /// When a rate is 0.
+    /// Panics: When a rate is 0.
     pub fn get(&mut self, source: u32, target: u32) -> &mut Resampler {
         self.clock += 1;
         if self.made.len() >= MAX_CACHED && !self.made.contains_key(&(source, target)) {

@@ -16,8 +16,7 @@ pub(crate) const MAX_CELLS: usize = 81;
 /// Rows, columns and boxes of a board, and the units of each cell.
 pub struct Rules {
     pub(crate) side: usize,
-    /// Rows and columns of a box.
-    pub(crate) boxed: (usize, usize),
+    pub(crate) boxed: (usize, usize), // rows and columns of a box
     pub(crate) units: Vec<Vec<usize>>,
     pub(crate) units_of: Vec<[usize; 3]>,
     all: u16,

@@ -7,8 +7,7 @@ use crate::simd;
 #[derive(Clone, Copy)]
 pub(super) struct Msb<'a> {
     data: &'a [u8],
-    /// The next bit, which may be past the end.
-    bit: usize,
+    bit: usize, // the next bit, which may be past the end
 }
 
 impl<'a> Msb<'a> {
@@ -70,9 +69,7 @@ impl<'a> Msb<'a> {
             }
             zeros += Self::WINDOW;
             self.skip(Self::WINDOW);
-            if self.overrun() {
-                return None;
-            }
+            refuse!(self.overrun(), None);
         }
     }
 
@@ -104,12 +101,9 @@ impl<'a> Msb<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Register<'a> {
     data: &'a [u8],
-    /// The next byte to load.
-    at: usize,
-    /// The next bits, left-aligned.
-    pub bits: u64,
-    /// How many of them are valid.
-    valid: u32,
+    at: usize,     // the next byte to load
+    pub bits: u64, // the next bits, left-aligned
+    valid: u32,    // how many of them are valid
 }
 
 impl<'a> Register<'a> {
@@ -163,43 +157,53 @@ pub(super) fn unfold(folded: u32) -> i32 {
     (folded >> 1) as i32 ^ -((folded & 1) as i32)
 }
 
-/// Reads bits, least significant first (Vorbis). Past the end every method returns None.
+/// Reads bits, least significant first (Vorbis). Past its end there are zeros, and `left` is negative.
+#[derive(Clone, Copy)]
 pub(super) struct Lsb<'a> {
     data: &'a [u8],
-    bit: usize,
+    at: usize, // the byte behind those that are in `word` completely
+    pub word: u64,
+    count: u32, // bits of `word` that `at` counts as read; those above are the same as in the bytes from `at` on
+    left: i64,
 }
 
 impl<'a> Lsb<'a> {
     pub fn new(data: &'a [u8]) -> Self {
-        Self { data, bit: 0 }
+        Self { data, at: 0, word: 0, count: 0, left: 8 * data.len() as i64 }
+    }
+
+    /// Makes at least 56 bits of `word` valid.
+    #[inline(always)]
+    pub fn fill(&mut self) {
+        let next = match self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
+            Some(next) => u64::from_le_bytes(*next),
+            None => last_bytes(self.data, self.at).swap_bytes(),
+        };
+        self.word |= next << self.count;
+        self.at += ((63 - self.count) >> 3) as usize;
+        self.count |= 56;
+    }
+
+    /// Moves past `n` bits. None if the packet has ended before.
+    #[inline(always)]
+    pub fn skip(&mut self, n: u32) -> Option<()> {
+        self.word >>= n;
+        self.count -= n;
+        self.left -= i64::from(n);
+        (self.left >= 0).then_some(())
     }
 
     /// The next `n` <= 32 bits.
+    #[inline(always)]
     pub fn read(&mut self, n: u32) -> Option<u32> {
-        let end = self.bit + n as usize;
-        if end > self.data.len() * 8 {
-            return None;
-        }
-        let mut word = [0u8; 8];
-        let first = self.bit / 8;
-        let bytes = &self.data[first..self.data.len().min(first + 8)];
-        word[..bytes.len()].copy_from_slice(bytes);
-        let value = u64::from_le_bytes(word) >> (self.bit % 8) & ((1 << n) - 1);
-        self.bit = end;
-        Some(value as u32)
+        self.fill();
+        let value = (self.word & ((1 << n) - 1)) as u32;
+        self.skip(n)?;
+        Some(value)
     }
 
     pub fn flag(&mut self) -> Option<bool> {
         Some(self.read(1)? == 1)
-    }
-
-    pub fn skip(&mut self, n: u64) -> Option<()> {
-        let end = self.bit as u64 + n;
-        if end > self.data.len() as u64 * 8 {
-            return None;
-        }
-        self.bit = end as usize;
-        Some(())
     }
 }
 

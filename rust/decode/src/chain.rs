@@ -16,8 +16,7 @@ pub(super) struct Link {
     pub serial: u32,
     begin: usize,
     end: usize,
-    /// The number of its first sample in the whole recording, and of its samples.
-    first: u64,
+    first: u64, // the number of its first sample in the whole recording, and of its samples
     frames: u64,
 }
 
@@ -74,9 +73,7 @@ impl Chain {
     }
 
     /// Rate, channels and length of the whole, with `of` a link.
-    ///
-    /// # Errors
-    /// Those of `of`, and links of several rates or numbers of channels.
+    /// Errors: Those of `of`, and links of several rates or numbers of channels.
     pub fn info(&mut self, mut of: impl FnMut(&Link) -> Result<Info, Error>) -> Result<Info, Error> {
         let mut whole: Option<Info> = None;
         for link in &mut self.links {

@@ -45,9 +45,7 @@ pub struct Writer<W> {
 
 impl<W: Write> Writer<W> {
     /// A recording of `frames` samples at `rate` Hz.
-    ///
-    /// # Errors
-    /// Those of `out`.
+    /// Errors: Those of `out`.
     pub fn new(mut out: W, rate: u32, frames: u64, origin: Origin, packed: bool) -> io::Result<Self> {
         let mut head = b"fLaC\0\0\0\x22".to_vec();
         head.extend([(BLOCK as u16).to_be_bytes(); 2].concat());
@@ -64,9 +62,7 @@ impl<W: Write> Writer<W> {
     }
 
     /// Appends samples.
-    ///
-    /// # Errors
-    /// Those of `out`.
+    /// Errors: Those of `out`.
     pub fn write(&mut self, mut samples: &[i16]) -> io::Result<()> {
         while !samples.is_empty() {
             let (some, rest) = samples.split_at(samples.len().min(BLOCK - self.samples.len()));
@@ -80,9 +76,7 @@ impl<W: Write> Writer<W> {
     }
 
     /// Writes the last block. Returns `out`.
-    ///
-    /// # Errors
-    /// Those of `out`.
+    /// Errors: Those of `out`.
     pub fn finish(mut self) -> io::Result<W> {
         if !self.samples.is_empty() {
             self.block()?;

@@ -13,6 +13,16 @@
 //! other decoders. Samples that are not finite are an error. No bytes may make the decoders panic, allocate more than a
 //! small multiple of the input, or loop forever.
 
+/// Returns a result, mostly an error, from the function around it if a condition holds.
+#[macro_export]
+macro_rules! refuse {
+    ($condition:expr, $result:expr) => {
+        if $condition {
+            return $result;
+        }
+    };
+}
+
 mod aac;
 mod aiff;
 mod bits;
@@ -138,9 +148,7 @@ impl Decoder {
     }
 
     /// Rate, channels and exact length of a recording, without decoding it.
-    ///
-    /// # Errors
-    /// Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate that
+    /// Errors: Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate that
     /// is none of `RATES`.
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let (format, bytes) = format(bytes)?;
@@ -162,22 +170,14 @@ impl Decoder {
         if cut {
             info.stated = MORE;
         }
-        if info.rate == 0 || info.channels == 0 {
-            return corrupt(name, "the sample rate or the number of channels is 0");
-        }
-        if !RATES.contains(&info.rate) {
-            return Err(Error::Rate(info.rate));
-        }
-        if info.frames == 0 {
-            return Err(Error::NoAudio { format: name });
-        }
+        refuse!(info.rate == 0 || info.channels == 0, corrupt(name, "the sample rate or the number of channels is 0"));
+        refuse!(!RATES.contains(&info.rate), Err(Error::Rate(info.rate)));
+        refuse!(info.frames == 0, Err(Error::NoAudio { format: name }));
         Ok(info)
     }
 
     /// Whether the recording will be decoded whole and right, as far as [`Decoder::info`], which every crop calls, does not say.
-    ///
-    /// # Errors
-    /// FLAC files that were joined, and variants of the formats of `other` that symphonia does not read.
+    /// Errors: FLAC files that were joined, and variants of the formats of `other` that symphonia does not read.
     pub fn check(&mut self, bytes: &[u8], info: &Info) -> Result<(), Error> {
         match format(bytes)? {
             (Format::Flac, bytes) => flac::Flac::check(bytes, info),
@@ -198,9 +198,7 @@ impl Decoder {
 
     /// Decodes as [`Decoder::read`] does, a recording with one channel of 16 bits, without a loss of time or of bits. False,
     /// with nothing read, for any other.
-    ///
-    /// # Errors
-    /// A range that is not in the recording, or damage in it.
+    /// Errors: A range that is not in the recording, or damage in it.
     pub fn read_16(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16]) -> Result<bool, Error> {
         if info.channels != 1 {
             return Ok(false);
@@ -246,9 +244,7 @@ impl Decoder {
 
     /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one `channel`.
     /// `info` is the result of [`Decoder::info`] for these bytes.
-    ///
-    /// # Errors
-    /// A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
+    /// Errors: A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
     pub fn read(
         &mut self, bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
@@ -288,12 +284,8 @@ impl Decoder {
 }
 
 /// Reads parts of a recording, for fuzzers: arbitrary bytes may cause nothing worse than an error.
-///
-/// # Errors
-/// Those of `Decoder::info`, and that of the first part that cannot be read.
-///
-/// # Panics
-/// When a decoded sample is not finite, which would be a bug here.
+/// Errors: Those of `Decoder::info`, and that of the first part that cannot be read.
+/// Panics: When a decoded sample is not finite, which would be a bug here.
 pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
     let mut decoder = Decoder::new();
     let info = decoder.info(bytes)?;
@@ -311,9 +303,7 @@ pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
 
 /// Recognises the format by the first bytes after any ID3v2 tags (which some tools also write before FLAC).
 fn format(bytes: &[u8]) -> Result<(Format<'_>, &[u8]), Error> {
-    if bytes.is_empty() {
-        return Err(Error::NoBytes);
-    }
+    refuse!(bytes.is_empty(), Err(Error::NoBytes));
     let mut rest = bytes;
     while let Some(size) = id3v2(rest) {
         rest = &rest[size.min(rest.len())..];
@@ -337,9 +327,7 @@ fn format(bytes: &[u8]) -> Result<(Format<'_>, &[u8]), Error> {
 /// Size in bytes of an ID3v2 tag at the beginning; None where there is none.
 fn id3v2(bytes: &[u8]) -> Option<usize> {
     let header: &[u8; 10] = bytes.first_chunk()?;
-    if &header[..3] != b"ID3" || header[6..].iter().any(|b| b & 0x80 != 0) {
-        return None;
-    }
+    refuse!(&header[..3] != b"ID3" || header[6..].iter().any(|b| b & 0x80 != 0), None);
     let size = header[6..].iter().fold(0usize, |size, &b| size << 7 | usize::from(b));
     let footer = if header[5] & 0x10 != 0 { 10 } else { 0 };
     Some(10 + size + footer)

@@ -25,11 +25,9 @@ pub(super) struct Page {
     pub at: usize,
     pub size: usize,
     flags: u8,
-    /// Position after the last packet that ends here; None where no packet ends.
-    pub granule: Option<i64>,
+    pub granule: Option<i64>, // position after the last packet that ends here; None where no packet ends
     pub serial: u32,
-    /// The number of the page in its stream.
-    pub sequence: u32,
+    pub sequence: u32, // the number of the page in its stream
     segments: u8,
 }
 
@@ -37,9 +35,7 @@ impl Page {
     /// The page at `at`, if it is complete. Its checksum is not verified.
     pub fn parse(bytes: &[u8], at: usize) -> Option<Self> {
         let header: &[u8; HEADER] = bytes.get(at..)?.first_chunk()?;
-        if &header[..5] != b"OggS\0" {
-            return None;
-        }
+        refuse!(&header[..5] != b"OggS\0", None);
         let segments = header[26];
         let lacing = bytes.get(at + HEADER..at + HEADER + usize::from(segments))?;
         let size = HEADER + lacing.len() + lacing.iter().map(|&n| usize::from(n)).sum::<usize>();
@@ -239,10 +235,8 @@ pub(super) fn seek(bytes: &[u8], audio: usize, serial: u32, mut target: i64) -> 
 /// A packet, and what its page states about it.
 pub(super) struct Packet<'a> {
     pub data: &'a [u8],
-    /// The page's position, when this is the last packet that ends there.
-    pub granule: Option<i64>,
-    /// Whether the stream ends with that page.
-    pub last_page: bool,
+    pub granule: Option<i64>, // the page's position, when this is the last packet that ends there
+    pub last_page: bool,      // whether the stream ends with that page
 }
 
 /// The packets of one logical stream, from a page on. The rest of a packet that began on an earlier page is dropped.
@@ -250,17 +244,12 @@ pub(super) struct Packets<'a, 's> {
     bytes: &'a [u8],
     serial: u32,
     page: Option<Page>,
-    /// The next lacing value of the page, and where its bytes begin.
-    segment: usize,
+    segment: usize, // the next lacing value of the page, and where its bytes begin
     body: usize,
-    /// Where the next page is expected.
-    next: usize,
-    /// The packet that spans pages, as far as it was read.
-    pieces: &'s mut Vec<u8>,
-    /// Whether `pieces` holds the beginning of a packet.
-    begun: bool,
-    /// False pages seen so far.
-    wrong: usize,
+    next: usize,             // where the next page is expected
+    pieces: &'s mut Vec<u8>, // the packet that spans pages, as far as it was read
+    begun: bool,             // whether `pieces` holds the beginning of a packet
+    wrong: usize,            // false pages seen so far
 }
 
 impl<'a, 's> Packets<'a, 's> {
@@ -334,9 +323,7 @@ impl<'a, 's> Packets<'a, 's> {
             if page.serial != self.serial {
                 continue;
             }
-            if !page.is_sound(self.bytes) {
-                return corrupt("OGG", "a page's checksum does not match");
-            }
+            refuse!(!page.is_sound(self.bytes), corrupt("OGG", "a page's checksum does not match"));
             self.begun &= page.flags & CONTINUED != 0;
             self.page = Some(page);
             self.segment = 0;

@@ -45,10 +45,8 @@ struct Head {
 /// Where a stream's audio is.
 struct Stream {
     head: Head,
-    /// First audio page.
-    audio: usize,
-    /// Positions of the first decoded sample, and of the recording.
-    origin: i64,
+    audio: usize, // first audio page
+    origin: i64,  // positions of the first decoded sample, and of the recording
     begin: i64,
     end: i64,
 }
@@ -56,12 +54,8 @@ struct Stream {
 impl Head {
     fn parse(packet: &[u8]) -> Result<Self, Error> {
         let unsupported = |what: &str| Err(Error::Unsupported { format: NAME, what: what.into() });
-        if packet.len() < 19 {
-            return corrupt(NAME, "the identification header is cut off");
-        }
-        if packet[8] >> 4 != 0 {
-            return unsupported("a later version of the format");
-        }
+        refuse!(packet.len() < 19, corrupt(NAME, "the identification header is cut off"));
+        refuse!(packet[8] >> 4 != 0, unsupported("a later version of the format"));
         let channels = usize::from(packet[9]);
         let surround = match (packet[18], channels) {
             (0, 1..=2) => false,
@@ -77,9 +71,7 @@ impl Head {
                     7 => &[4, 3, 0, 4, 1, 2, 3, 5, 6],
                     _ => &[5, 3, 0, 6, 1, 2, 3, 4, 5, 7],
                 };
-                if packet.get(19..21 + channels) != Some(usual) {
-                    return unsupported("an unusual order of channels");
-                }
+                refuse!(packet.get(19..21 + channels) != Some(usual), unsupported("an unusual order of channels"));
                 true
             }
             (0 | 1, _) => return corrupt(NAME, "the identification header is not valid"),
@@ -141,18 +133,14 @@ impl Opus {
             return corrupt(NAME, "the headers are cut off or out of order");
         }
         let audio = packets.at();
-        let Some(last) = ogg::last_page(bytes, audio, serial) else {
-            return Err(Error::NoAudio { format: NAME });
-        };
+        let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
         let end = last.granule.expect("last_page returns one with a position");
         // Count the samples up to the first page that has a position: they may be more than the position if that page is also
         // the last, and fewer if the stream was cut out of a longer one.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
         let mut n = 0;
         let first = loop {
-            let Some(packet) = packets.next()? else {
-                return Err(Error::NoAudio { format: NAME });
-            };
+            let Some(packet) = packets.next()? else { return Err(Error::NoAudio { format: NAME }) };
             n += samples(packet.data).unwrap_or(0) as i64;
             if let Some(granule) = packet.granule {
                 break granule;
@@ -180,17 +168,13 @@ impl Opus {
         let mut packets = Packets::new(bytes, at, serial, &mut self.pieces);
         let (mut done, mut begun) = (0, false);
         while done < out.len() {
-            let Some(packet) = packets.next()? else {
-                return corrupt(NAME, "the pages end before the stated length");
-            };
+            let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
             // Decoding begins at the end of the page that the seek returned.
             if seeking {
                 seeking = packet.granule.is_none();
                 continue;
             }
-            let Some(n) = samples(packet.data) else {
-                return corrupt(NAME, "a packet is not valid");
-            };
+            let Some(n) = samples(packet.data) else { return corrupt(NAME, "a packet is not valid") };
             let after = position.saturating_add(n as i64);
             if after > ahead && !begun && is_speech(packet.data) && ahead > begin.saturating_sub(AHEAD_SPEECH) {
                 ahead = begin.saturating_sub(AHEAD_SPEECH);

@@ -49,8 +49,7 @@ struct Blocks {
     data: std::ops::Range<usize>,
     bytes: usize,
     samples: u64,
-    /// The samples that the header states.
-    stated: u64,
+    stated: u64, // the samples that the header states
 }
 
 /// The blocks of a WAV with ADPCM (Microsoft's or IMA); None for any other.
@@ -100,9 +99,7 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
         symphonia::core::errors::Error::Unsupported(what) => Error::Unsupported { format, what: what.into() },
         _ => Error::Unsupported { format, what: "this variant of its headers".into() },
     })?;
-    let Some(track) = reader.default_track(TrackType::Audio) else {
-        return Err(Error::NoAudio { format });
-    };
+    let Some(track) = reader.default_track(TrackType::Audio) else { return Err(Error::NoAudio { format }) };
     let Some(CodecParameters::Audio(parameters)) = track.codec_params.clone() else {
         return Err(Error::NoAudio { format });
     };
@@ -286,9 +283,7 @@ fn runs_away(packet: &[u8], channels: usize, frames: u64) -> bool {
 
 /// Decodes the frames from `start` on, which must lie inside the recording.
 pub(super) fn read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
-    let Some(blocks) = blocks(bytes) else {
-        return guarded(bytes, || try_read(bytes, info, start, channel, out));
-    };
+    let Some(blocks) = blocks(bytes) else { return guarded(bytes, || try_read(bytes, info, start, channel, out)) };
     // symphonia does not find a block: it is given a file of those that are needed.
     let first = start / blocks.samples;
     let last = (start + out.len() as u64).div_ceil(blocks.samples);
@@ -327,9 +322,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         if of_microsoft && runs_away(&packet.data, info.channels.into(), parameters.frames_per_block.unwrap_or(2)) {
             return corrupt(format, "a packet cannot be decoded");
         }
-        let Ok(decoded) = decoder.decode(&packet) else {
-            return corrupt(format, "a packet cannot be decoded");
-        };
+        let Ok(decoded) = decoder.decode(&packet) else { return corrupt(format, "a packet cannot be decoded") };
         let n = decoded.frames();
         let channels = decoded.num_planes();
         // The presentation time is that of the packet's first sample, those of the encoder's delay included: they are cut.
@@ -339,9 +332,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         if position.saturating_add(n as u64) <= wanted {
             continue;
         }
-        if position > wanted {
-            return corrupt(format, "a packet is missing");
-        }
+        refuse!(position > wanted, corrupt(format, "a packet is missing"));
         let planes: Vec<Vec<f32>> = {
             let mut planes: Vec<Vec<f32>> = Vec::new();
             decoded.copy_to_vecs_planar(&mut planes);
@@ -364,9 +355,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         out[done..done + take].copy_from_slice(&mono[skip..skip + take]);
         done += take;
     }
-    if out.len() - done > MISSING {
-        return corrupt(format, "it ends before its stated length");
-    }
+    refuse!(out.len() - done > MISSING, corrupt(format, "it ends before its stated length"));
     out[done..].fill(0.0);
     Ok(())
 }

@@ -44,8 +44,7 @@ pub(super) struct Pcm<'a> {
     pub encoding: Encoding,
     pub big_endian: bool,
     pub data: &'a [u8],
-    /// The bytes that the header states; 0 if it leaves them open.
-    pub stated: u64,
+    pub stated: u64, // the bytes that the header states; 0 if it leaves them open
 }
 
 impl<'a> Pcm<'a> {

@@ -132,9 +132,7 @@ fn with_format<'a>(
     name: &'static str, format: Option<&[u8]>, data: &'a [u8], stated: u64,
 ) -> Result<Option<Pcm<'a>>, Error> {
     let Some(format) = format else { return corrupt(name, "the data comes before the format") };
-    if format.len() < 16 {
-        return corrupt(name, "the format chunk is too short");
-    }
+    refuse!(format.len() < 16, corrupt(name, "the format chunk is too short"));
     let (mut tag, channels, rate) = (u16_at(format, 0), u16_at(format, 2), u32_at(format, 4));
     let (block, bits) = (usize::from(u16_at(format, 12)), usize::from(u16_at(format, 14)));
     if tag == 0xfffe && format.len() >= 26 {
@@ -153,9 +151,7 @@ fn with_format<'a>(
         (2 | 0x11, _) if name == "WAV" => return Ok(None),
         _ => return unsupported(format!("{} (encoding {tag:#06x})", codec(tag))),
     };
-    if channels == 0 {
-        return corrupt(name, "it states 0 channels");
-    }
+    refuse!(channels == 0, corrupt(name, "it states 0 channels"));
     // Of a block that is too small for its samples other readers take no notice either.
     let encoding = match block {
         _ if block <= usize::from(channels) * encoding.bytes() => encoding,

@@ -16,9 +16,7 @@ pub struct Bounds {
 }
 
 /// Runs `f` on an input of `size` bytes.
-///
-/// # Panics
-/// When it took more than the bounds say.
+/// Panics: When it took more than the bounds say.
 pub fn within(bounds: &Bounds, size: usize, f: impl FnOnce()) {
     let (before, began) = (NOW.load(Relaxed), cpu_seconds());
     PEAK.store(before, Relaxed);

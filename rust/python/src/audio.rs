@@ -1,5 +1,6 @@
 //! One waveform at a time: decoding, resampling, spectrograms.
 
+use jaxtrain_loader::decode::refuse;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -22,9 +23,7 @@ const MOST: u64 = 1 << 30;
 
 /// Zeros, or an error where they would be more than `MOST` or than there is memory for.
 fn zeros(n: u64) -> Result<Vec<f32>, String> {
-    if n > MOST {
-        return Err(format!("{n} values are more than the {MOST} that one call gives; ask for a part"));
-    }
+    refuse!(n > MOST, Err(format!("{n} values are more than the {MOST} that one call gives; ask for a part")));
     let mut values = Vec::new();
     values.try_reserve_exact(n as usize).map_err(|e| e.to_string())?;
     values.resize(n as usize, 0.0);

@@ -1,5 +1,6 @@
 //! The order of the data for arrays of places.
 
+use jaxtrain_loader::decode::refuse;
 use jaxtrain_loader::order::{Blocks, Order, Permutation};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::exceptions::{PyIndexError, PyValueError};
@@ -10,9 +11,7 @@ use pyo3::prelude::*;
 pub fn permutation<'py>(
     py: Python<'py>, seed: u64, epoch: u64, n: u64, i: PyReadonlyArray1<'py, i64>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    if n == 0 || n >= 1 << 62 {
-        return Err(PyValueError::new_err(format!("n = {n} must lie in [1, 2^62)")));
-    }
+    refuse!(n == 0 || n >= 1 << 62, Err(PyValueError::new_err(format!("n = {n} must lie in [1, 2^62)"))));
     let permutation = Permutation::new(seed, epoch, n);
     recordings(py, n, i, |place| permutation.at(place))
 }

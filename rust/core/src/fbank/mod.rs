@@ -21,6 +21,7 @@ mod kernel;
 mod tests;
 mod transform;
 
+use jaxtrain_decode::refuse;
 use std::f64::consts::TAU;
 use std::sync::Arc;
 
@@ -82,12 +83,8 @@ impl FrontEnd {
         let fail = |what: String| Err(Error::Config(what));
         let Self { sample_rate, window, hop, n_mels, f_min, f_max, mean, std } = *self;
         let half = f64::from(sample_rate) / 2.0;
-        if !RATES.contains(&sample_rate) {
-            return fail(format!("sample_rate = {sample_rate} Hz must lie in {RATES:?}"));
-        }
-        if !WINDOWS.contains(&window) {
-            return fail(format!("window = {window} samples must lie in {WINDOWS:?}"));
-        }
+        refuse!(!RATES.contains(&sample_rate), fail(format!("sample_rate = {sample_rate} Hz must lie in {RATES:?}")));
+        refuse!(!WINDOWS.contains(&window), fail(format!("window = {window} samples must lie in {WINDOWS:?}")));
         if !(1..=MAX_HOP).contains(&hop) || !(1..=MAX_MELS).contains(&n_mels) {
             return fail(format!("hop = {hop} must lie in 1..={MAX_HOP}, and n_mels = {n_mels} in 1..={MAX_MELS}"));
         }
@@ -112,16 +109,12 @@ pub struct FilterBank {
     half: usize, // a real transform of N is a complex one of N / 2 over (even, odd) samples, and a little more
     mean: f32,
     scale: f32,
-    /// Half the Hann window: `power` needs the factor 1/2.
-    window: Vec<f32>,
-    /// exp(-i tau k / half), re and im: the twiddles of the complex transform.
-    re: Vec<f32>,
+    window: Vec<f32>, // half the Hann window: `power` needs the factor 1/2
+    re: Vec<f32>,     // exp(-i tau k / half), re and im: the twiddles of the complex transform
     im: Vec<f32>,
-    /// exp(-i tau k / N) for k <= half / 2: they turn the complex transform into the real one.
-    split_re: Vec<f32>,
+    split_re: Vec<f32>, // exp(-i tau k / N) for k <= half / 2: they turn the complex transform into the real one
     split_im: Vec<f32>,
-    /// The line in which the transform leaves each bin.
-    place: Vec<u32>,
+    place: Vec<u32>, // the line in which the transform leaves each bin
     bands: Vec<Band>,
 }
 
@@ -190,10 +183,8 @@ impl Default for FilterBank {
 struct Line([f32; MAX_LANES]);
 
 struct Scratch {
-    /// Frames of a group with fewer than there are lanes, one after the other.
-    frames: Vec<f32>,
-    /// The transform in place, one frame in each lane; `re` holds the power spectrum at the end.
-    re: Vec<Line>,
+    frames: Vec<f32>, // frames of a group with fewer than there are lanes, one after the other
+    re: Vec<Line>,    // the transform in place, one frame in each lane; `re` holds the power spectrum at the end
     im: Vec<Line>,
     mels: Vec<Line>,
 }
@@ -229,9 +220,7 @@ impl Fbank {
     }
 
     /// Natural-log mel energies of `wave`, at the front end's rate, into `out` \[n_frames(wave.len()), n_mels\].
-    ///
-    /// # Panics
-    /// When `out` has another length.
+    /// Panics: When `out` has another length.
     pub fn log_mel(&mut self, wave: &[f32], out: &mut [f32]) {
         self.groups(wave, (0.0, 1.0), out);
     }
@@ -239,9 +228,7 @@ impl Fbank {
     /// The spectrogram as a model reads it: the first `n_frames` frames of the log-mel spectrogram, missing ones filled with
     /// the minimum of the others (the floor where there are none), then (x - mean) / (2 std), into `out`
     /// \[n_frames, n_mels\].
-    ///
-    /// # Panics
-    /// When `out` has another length.
+    /// Panics: When `out` has another length.
     pub fn normalised(&mut self, wave: &[f32], n_frames: usize, out: &mut [f32]) {
         let FrontEnd { window, hop, n_mels, .. } = self.bank.front_end;
         assert_eq!(out.len(), n_frames * n_mels, "out must hold n_frames * n_mels values");

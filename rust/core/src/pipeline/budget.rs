@@ -31,9 +31,7 @@ impl Budget {
     }
 
     /// Counts an unusable recording, unless it was counted before.
-    ///
-    /// # Errors
-    /// More unusable recordings than the budget allows.
+    /// Errors: More unusable recordings than the budget allows.
     pub fn record(&self, row: u32, reason: String) -> Result<(), Error> {
         let (word, bit) = (row as usize / 64, 1 << (row % 64));
         let mut bad = lock(&self.bad);

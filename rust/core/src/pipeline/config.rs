@@ -1,5 +1,6 @@
 //! What a pipeline delivers, and its checks.
 
+use jaxtrain_decode::refuse;
 use std::sync::Arc;
 
 use super::crop::Clip;
@@ -62,27 +63,19 @@ impl Config {
     pub(super) fn check(&self, index: &Index) -> Result<(), Error> {
         let fail = |what: String| Err(Error::Config(what));
         let n_rows = index.n_rows();
-        if self.rows.is_empty() {
-            return fail("rows is empty: this split has no recordings".into());
-        }
+        refuse!(self.rows.is_empty(), fail("rows is empty: this split has no recordings".into()));
         if let Some(row) = self.rows.iter().find(|&&row| row as usize >= n_rows) {
             return Err(Error::RowRange { row: i64::from(*row), n: n_rows });
         }
-        if self.ranges.is_empty() {
-            return fail("ranges is empty: this process would read no rows".into());
-        }
+        refuse!(self.ranges.is_empty(), fail("ranges is empty: this process would read no rows".into()));
         if let Some((start, stop)) = self.ranges.iter().find(|(a, b)| a >= b || *b > self.batch) {
             return fail(format!("range [{start}, {stop}) is not a part of a batch of {} rows", self.batch));
         }
         if self.threads == 0 || self.depth == 0 {
             return fail(format!("threads = {} and depth = {} must be at least 1", self.threads, self.depth));
         }
-        if self.threads > MAX_THREADS {
-            return fail(format!("threads = {} must be at most {MAX_THREADS}", self.threads));
-        }
-        if self.views == 0 {
-            return fail("views = 0 must be at least 1".into());
-        }
+        refuse!(self.threads > MAX_THREADS, fail(format!("threads = {} must be at most {MAX_THREADS}", self.threads)));
+        refuse!(self.views == 0, fail("views = 0 must be at least 1".into()));
         if let Some(Block { rows, window }) = self.block {
             if rows == 0 || window == 0 {
                 return fail(format!("blocks of {rows} rows and windows of {window} blocks must be at least 1"));

@@ -76,9 +76,7 @@ struct Shared {
 
 impl Pipeline {
     /// Starts the workers, which wait for the first `seek` or `next`.
-    ///
-    /// # Errors
-    /// A config whose values are out of range or contradict each other, or threads that cannot be started.
+    /// Errors: A config whose values are out of range or contradict each other, or threads that cannot be started.
     pub fn new(index: Arc<Index>, config: Config) -> Result<Self, Error> {
         config.check(&index)?;
         panics::hush_workers();
@@ -134,9 +132,7 @@ impl Pipeline {
     }
 
     /// Continues with batch `position`. What was prepared is thrown away; a wait in `next` waits for the new batch.
-    ///
-    /// # Errors
-    /// A position whose samples cannot be numbered in 64 bits.
+    /// Errors: A position whose samples cannot be numbered in 64 bits.
     pub fn seek(&self, position: u64) -> Result<(), Error> {
         if position.checked_add(1).and_then(|p| p.checked_mul(self.shared.config.batch as u64)).is_none() {
             return Err(Error::Config(format!("position {position} is out of range")));
@@ -146,9 +142,7 @@ impl Pipeline {
     }
 
     /// Waits for the next batch, at most `timeout`.
-    ///
-    /// # Errors
-    /// More unusable recordings than the budget allows, and the same error from then on.
+    /// Errors: More unusable recordings than the budget allows, and the same error from then on.
     pub fn next(&self, timeout: Duration) -> Result<Next, Error> {
         let begin = Instant::now();
         let next = self.shared.queue.next(begin + timeout);

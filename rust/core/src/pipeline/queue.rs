@@ -96,9 +96,7 @@ impl Queue {
     }
 
     /// Waits for the next batch until `deadline`.
-    ///
-    /// # Errors
-    /// The failure that ended the pipeline, every time.
+    /// Errors: The failure that ended the pipeline, every time.
     pub fn next(&self, deadline: Instant) -> Result<Next, Error> {
         let mut state = lock(&self.state);
         if !state.active {

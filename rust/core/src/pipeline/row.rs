@@ -1,5 +1,6 @@
 //! One recording to the crops of a row, as spectrograms or samples.
 
+use jaxtrain_decode::refuse;
 use std::ops::Range;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
@@ -92,9 +93,7 @@ fn try_load(
     // 2. Its headers give rate and length, and so the crops.
     let begin = Instant::now();
     let info = decoder.info(bytes).map_err(|e| unusable(e.to_string()))?;
-    if info.frames == 0 || info.channels == 0 {
-        return Err(unusable("holds no samples".into()));
-    }
+    refuse!(info.frames == 0 || info.channels == 0, Err(unusable("holds no samples".into())));
     if decoder.is_slow() {
         counters.slow_rows.fetch_add(1, Ordering::Relaxed);
     }
@@ -280,9 +279,7 @@ pub fn front_end(
     let mut clip = vec![0.0; clip_samples];
     let part = &wave[first as usize..last as usize];
     resampler.process(part, (crop.start - first) as usize, &mut clip[crop.offset..][..crop.out]);
-    if !clip.iter().all(|x| x.abs() <= PEAK) {
-        return None;
-    }
+    refuse!(!clip.iter().all(|x| x.abs() <= PEAK), None);
     Fbank::new(bank.clone()).normalised(&clip, n_frames, out);
     Some(())
 }

@@ -14,6 +14,7 @@
 //! buffers of the `audio` struct (validity, offsets of `bytes`, offsets of `path`) and the label column. The data buffer,
 //! nearly all of the file, is not read.
 
+use jaxtrain_decode::refuse;
 use std::path::Path;
 
 use arrow_ipc as ipc;
@@ -160,9 +161,7 @@ impl<'a> Reader<'a> {
         let n = self.map.len();
         self.wait(n.saturating_sub(10), n)?;
         let cut = || self.fail(n, "is cut short: an Arrow IPC file ends with a footer, but this one does not");
-        if n < 18 || &self.map[n - 6..] != b"ARROW1" {
-            return Err(cut());
-        }
+        refuse!(n < 18 || &self.map[n - 6..] != b"ARROW1", Err(cut()));
         let size = u32::from_le_bytes([self.map[n - 10], self.map[n - 9], self.map[n - 8], self.map[n - 7]]) as usize;
         let start = (n - 10).checked_sub(size).ok_or_else(cut)?;
         self.wait(start, n)?;
@@ -185,9 +184,7 @@ impl<'a> Reader<'a> {
                     None => return Ok(None),
                 },
             };
-            if at > self.map.len() {
-                return Err(self.fail(at, "has a footer that points outside the file"));
-            }
+            refuse!(at > self.map.len(), Err(self.fail(at, "has a footer that points outside the file")));
             let Some((flat, body)) = self.message(at)? else {
                 return match self.blocks {
                     Blocks::Stream(_) => Ok(None),
@@ -267,9 +264,7 @@ impl Columns {
             name: field.name().unwrap_or_default().into(),
             found: describe(field),
         };
-        if field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some() {
-            return Err(wrong());
-        }
+        refuse!(field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some(), Err(wrong()));
         let audio = cursor.place();
         let (mut bytes, mut name) = (None, None);
         cursor.node += 1;
@@ -407,9 +402,7 @@ impl<'a> Batch<'a> {
     fn len(&self, place: Place) -> Result<usize, String> {
         let nodes = self.header.nodes().filter(|nodes| place.node < nodes.len());
         let n = nodes.ok_or("lists fewer columns than its schema")?.get(place.node).length();
-        if n != self.header.length() {
-            return Err(format!("has {} rows but a column of {n}", self.header.length()));
-        }
+        refuse!(n != self.header.length(), Err(format!("has {} rows but a column of {n}", self.header.length())));
         usize::try_from(n).map_err(|_| format!("has {n} rows"))
     }
 

@@ -8,6 +8,7 @@
 //! sizes and times. A file that does not match in any of these is made again. It is written under another name and renamed, so
 //! a reader sees all of it or nothing; a file that cannot be written costs only the time that it would have saved.
 
+use jaxtrain_decode::refuse;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -88,9 +89,7 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
     let mut hash = Hash::new();
     hash.bytes(body);
     let mut input = In(body.strip_prefix(MAGIC)?);
-    if hash.words()[0] != u64::from_le_bytes(*sum) || [input.word()?, input.word()?] != key {
-        return None;
-    }
+    refuse!(hash.words()[0] != u64::from_le_bytes(*sum) || [input.word()?, input.word()?] != key, None);
     let fingerprint = input.text()?;
     let named = input.word()? != 0;
     let names: Option<Vec<_>> = (0..input.word()?).map(|_| input.text()).collect();
@@ -123,9 +122,7 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
             Table::Parts(parts) => parts.len() != n,
             Table::Parquet(_) => false,
         };
-        if (k == 0 && *first != 0) || other {
-            return None;
-        }
+        refuse!((k == 0 && *first != 0) || other, None);
     }
     let shards = shards.iter().zip(maps.drain(..)).zip(tables);
     let shards = shards.map(|((path, map), (first_row, table))| {

@@ -27,6 +27,7 @@ mod parquet;
 mod parts;
 mod there;
 
+use jaxtrain_decode::refuse;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
@@ -142,22 +143,16 @@ impl Reader {
 
 impl Index {
     /// Reads the metadata of every shard, in the order given, or the cached index of these shards.
-    ///
-    /// # Errors
-    /// A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed record
+    /// Errors: A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed record
     /// batches, labels outside the class names, or class names that differ between shards.
     pub fn open(shards: &[PathBuf], options: Options) -> Result<Self, Error> {
-        if shards.is_empty() {
-            return Err(Error::NoShards);
-        }
+        refuse!(shards.is_empty(), Err(Error::NoShards));
         let mut maps = Vec::with_capacity(shards.len());
         let mut key = Hash::new();
         for path in shards {
             let open = |source| Error::Open { path: path.clone(), source };
             let (file, stat) = open::regular(path).map_err(open)?;
-            if stat.len() == 0 {
-                return Err(shard_error(path, 0, "is empty"));
-            }
+            refuse!(stat.len() == 0, Err(shard_error(path, 0, "is empty")));
             let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
             key.text(&path.to_string_lossy());
             [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
@@ -216,14 +211,10 @@ impl Index {
     }
 
     /// Reads one shard from memory, and every row of it, for fuzzers: arbitrary bytes may cause nothing worse than an error.
-    ///
-    /// # Errors
-    /// Those of `open`, and that of the first row that cannot be read.
+    /// Errors: Those of `open`, and that of the first row that cannot be read.
     pub fn probe(bytes: &[u8], label: Option<&str>) -> Result<usize, Error> {
         let path = Path::new("probe");
-        if bytes.is_empty() {
-            return Err(shard_error(path, 0, "is empty"));
-        }
+        refuse!(bytes.is_empty(), Err(shard_error(path, 0, "is empty")));
         let open = |source| Error::Open { path: path.to_path_buf(), source };
         let mut map = memmap2::MmapMut::map_anon(bytes.len()).map_err(open)?;
         map.copy_from_slice(bytes);
@@ -272,9 +263,7 @@ impl Index {
 
     /// The encoded recording of a row. In Arrow, in uncompressed Parquet and in a file of its own it stays in the mapped
     /// file: nothing is read before the caller accesses the bytes.
-    ///
-    /// # Errors
-    /// A row that does not exist, or one without audio.
+    /// Errors: A row that does not exist, or one without audio.
     pub fn encoded<'a>(&'a self, row: usize, reader: &'a mut Reader) -> Result<&'a [u8], Error> {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
@@ -311,9 +300,7 @@ impl Index {
 
     /// Waits until the recording of a row is there, of a shard that is still being copied. Returns whether it is: not where
     /// `stop` says so meanwhile.
-    ///
-    /// # Errors
-    /// It cannot be had.
+    /// Errors: It cannot be had.
     pub fn wait(&self, row: usize, stop: &dyn Fn() -> bool) -> Result<bool, Error> {
         let (_, shard) = self.shard(row)?;
         let Table::Arrow { audio, .. } = &shard.table else { return Ok(true) }; // whole since it was opened
@@ -333,9 +320,7 @@ impl Index {
 
     /// The rows whose recordings have one of these names, and how many of the names are those of a recording. A name is a
     /// path, or an id: the path's file without folder and ending.
-    ///
-    /// # Errors
-    /// A name that cannot be read.
+    /// Errors: A name that cannot be read.
     pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
         let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
         let mut reader = Reader::new();
@@ -376,9 +361,7 @@ impl Index {
     }
 
     /// The name that the recording was stored under; None where it is null.
-    ///
-    /// # Errors
-    /// A row that does not exist, or a name that cannot be read.
+    /// Errors: A row that does not exist, or a name that cannot be read.
     pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
@@ -439,9 +422,7 @@ impl Index {
 
     /// The number of the shard that holds a row, and the shard.
     fn shard(&self, row: usize) -> Result<(usize, &Shard), Error> {
-        if row >= self.n_rows() {
-            return Err(Error::RowRange { row: row as i64, n: self.n_rows() });
-        }
+        refuse!(row >= self.n_rows(), Err(Error::RowRange { row: row as i64, n: self.n_rows() }));
         let number = self.shards.partition_point(|s| s.first_row <= row) - 1;
         Ok((number, &self.shards[number]))
     }

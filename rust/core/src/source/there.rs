@@ -4,6 +4,7 @@
 //! there, lies `.NAME.parts`: eight bytes with the size of a part, and a byte for each part. Who needs a part that is not there
 //! marks it as wanted, so that it comes next, and waits.
 
+use jaxtrain_decode::refuse;
 use std::fs::OpenOptions;
 use std::io;
 use std::path::Path;
@@ -40,9 +41,7 @@ impl There {
         let map = MmapOptions::new().len(found).map_raw(&file)?;
         // SAFETY: the map has more than HEAD bytes, which nobody writes any more.
         let size = u64::from_le_bytes(unsafe { map.as_ptr().cast::<[u8; HEAD]>().read_unaligned() });
-        if size == 0 || len.div_ceil(size) != (found - HEAD) as u64 {
-            return Err(damaged());
-        }
+        refuse!(size == 0 || len.div_ceil(size) != (found - HEAD) as u64, Err(damaged()));
         Ok(Self(Some((map, size))))
     }
 
@@ -54,9 +53,7 @@ impl There {
     }
 
     /// Waits until bytes [start, end) are there. Returns whether they are: not where `stop` says so meanwhile.
-    ///
-    /// # Errors
-    /// They cannot be had.
+    /// Errors: They cannot be had.
     pub fn wait(&self, start: u64, end: u64, stop: &dyn Fn() -> bool) -> Result<bool, String> {
         self.want(start, end);
         for part in self.parts(start, end) {

@@ -26,11 +26,9 @@ enum Frame<'a> {
 /// The decoder's memory: the samples of one frame.
 #[derive(Default)]
 pub(super) struct Flac {
-    /// Of the recording that `info` was last called for.
-    pub origin: Option<Origin>,
+    pub origin: Option<Origin>, // of the recording that `info` was last called for
     channels: [Vec<i32>; 8],
-    /// The difference of two 32-bit channels has 33 bits.
-    wide: Vec<i64>,
+    wide: Vec<i64>, // the difference of two 32-bit channels has 33 bits
 }
 
 impl Flac {
@@ -40,9 +38,7 @@ impl Flac {
         // The last frame shows where a recording really ends: it may be truncated, or its length not stated.
         let mut before = stream.frames.len();
         for _ in 0..LAST_FRAMES {
-            let Some((at, header)) = stream.previous(before) else {
-                return Err(Error::NoAudio { format: "FLAC" });
-            };
+            let Some((at, header)) = stream.previous(before) else { return Err(Error::NoAudio { format: "FLAC" }) };
             let frames = header.position + u64::from(header.block);
             let found = self.frame(&stream, at);
             // A last frame that is there, and damaged, is an error of the crops that need it.
@@ -116,21 +112,13 @@ impl Flac {
         &mut self, stream: &Stream, mut at: usize, start: u64, length: usize,
         mut take: impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
-        let Some(first) = stream.header(at) else {
-            return corrupt("FLAC", "a frame header is missing");
-        };
+        let Some(first) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
         let mut position = if at == 0 { 0 } else { first.position };
-        if position > start {
-            return corrupt("FLAC", "a frame is missing");
-        }
+        refuse!(position > start, corrupt("FLAC", "a frame is missing"));
         let mut done = 0;
         while done < length {
-            let Some(header) = stream.header(at) else {
-                return corrupt("FLAC", "a frame header is missing");
-            };
-            if header.position != position {
-                return corrupt("FLAC", "a frame is missing");
-            }
+            let Some(header) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
+            refuse!(header.position != position, corrupt("FLAC", "a frame is missing"));
             let (frame, size) = match stream.plain(at, &header) {
                 Some(found) => found.map(|(samples, size)| (Frame::Plain(samples), size))?,
                 None => (Frame::Decoded(header.stereo), self.frame(stream, at)?),
@@ -226,9 +214,7 @@ impl Flac {
 
     /// Decodes the frame at `at` into `channels`, and returns its size in bytes.
     fn frame(&mut self, stream: &Stream, at: usize) -> Result<usize, Error> {
-        let Some(header) = stream.header(at) else {
-            return corrupt("FLAC", "a frame header is missing");
-        };
+        let Some(header) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
         let frame = &stream.frames[at..];
         let n = header.block as usize;
         let mut bits = Msb::new(&frame[header.size..]);
@@ -246,12 +232,8 @@ impl Flac {
                 samples.resize(n.max(samples.len()), 0);
                 subframe(&mut bits, stream.bits + u32::from(side), &mut samples[..n])
             };
-            if bits.overrun() {
-                return corrupt("FLAC", CUT);
-            }
-            if done.is_none() {
-                return corrupt("FLAC", "a frame cannot be decoded");
-            }
+            refuse!(bits.overrun(), corrupt("FLAC", CUT));
+            refuse!(done.is_none(), corrupt("FLAC", "a frame cannot be decoded"));
         }
         let size = header.size + bits.bytes();
         match frame.get(size..size + 2) {

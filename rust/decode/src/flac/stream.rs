@@ -10,14 +10,12 @@ const MARGIN: usize = 64;
 const PLAIN: u8 = 1 << 1;
 
 pub(super) struct Stream<'a> {
-    /// From the first frame to the end of the file.
-    pub frames: &'a [u8],
+    pub frames: &'a [u8], // from the first frame to the end of the file
     max_block: u32,
     pub rate: u32,
     pub channels: u8,
     pub bits: u32,
-    /// Samples in the whole stream; 0 when the encoder did not know.
-    pub total: u64,
+    pub total: u64, // samples in the whole stream; 0 when the encoder did not know
     pub origin: Option<Origin>,
 }
 
@@ -31,12 +29,9 @@ pub(super) enum Stereo {
 
 #[derive(Clone, Copy)]
 pub(super) struct Header {
-    /// Bytes of the header itself.
-    pub size: usize,
-    /// First sample.
-    pub position: u64,
-    /// Samples in this frame.
-    pub block: u32,
+    pub size: usize,   // bytes of the header itself
+    pub position: u64, // first sample
+    pub block: u32,    // samples in this frame
     pub stereo: Stereo,
 }
 
@@ -72,14 +67,10 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Stream<'_>, Error> {
             break;
         }
     }
-    let Some(mut stream) = stream else {
-        return corrupt("FLAC", "there is no stream information");
-    };
+    let Some(mut stream) = stream else { return corrupt("FLAC", "there is no stream information") };
     stream.frames = bytes.get(at..).unwrap_or(&[]);
     stream.origin = origin;
-    if stream.max_block < 16 || stream.rate == 0 {
-        return corrupt("FLAC", "the stream information is not valid");
-    }
+    refuse!(stream.max_block < 16 || stream.rate == 0, corrupt("FLAC", "the stream information is not valid"));
     Ok(stream)
 }
 
@@ -88,9 +79,7 @@ impl Stream<'_> {
     pub(super) fn header(&self, at: usize) -> Option<Header> {
         let b = self.frames.get(at..)?;
         let &[0xff, sync, sizes, form, first, ..] = b else { return None };
-        if sync & 0xfe != 0xf8 || form & 1 != 0 {
-            return None;
-        }
+        refuse!(sync & 0xfe != 0xf8 || form & 1 != 0, None);
         // A number of up to 36 bits in the coding of UTF-8.
         let more = match first.leading_ones() {
             0 => 0,
@@ -99,9 +88,7 @@ impl Stream<'_> {
         };
         let mut number = u64::from(first) & (0x7f >> more.min(7)) >> usize::from(more > 0);
         for byte in b.get(5..5 + more)? {
-            if byte & 0xc0 != 0x80 {
-                return None;
-            }
+            refuse!(byte & 0xc0 != 0x80, None);
             number = number << 6 | u64::from(byte & 0x3f);
         }
         let mut size = 5 + more;
@@ -152,9 +139,7 @@ impl Stream<'_> {
             _ => return None,
         };
         let same = (rate, channels, bits) == (self.rate, self.channels, self.bits) && block <= self.max_block;
-        if !same || crc8(b.get(..size)?) != *b.get(size)? {
-            return None;
-        }
+        refuse!(!same || crc8(b.get(..size)?) != *b.get(size)?, None);
         let position = if sync & 1 == 1 { number } else { number * u64::from(self.max_block) };
         Some(Header { size: size + 1, position, block, stereo })
     }
@@ -221,9 +206,7 @@ impl Stream<'_> {
     }
 
     /// The samples of the frame at `at`, big-endian, and its size, if it holds one channel of 16 bits as it is.
-    ///
-    /// # Errors
-    /// A checksum that does not match.
+    /// Errors: A checksum that does not match.
     pub(super) fn plain(&self, at: usize, header: &Header) -> Option<Result<(&[u8], usize), Error>> {
         let begin = header.size + 1;
         let end = begin + 2 * header.block as usize;

@@ -79,9 +79,7 @@ simd::kernel! {
 /// The same, compiled for any machine; of 64 bits the side channel of 32-bit stereo.
 #[inline(always)]
 pub(super) fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
-    if bits.read(1) != 0 {
-        return None;
-    }
+    refuse!(bits.read(1) != 0, None);
     let kind = bits.read(6);
     let wasted = if bits.read(1) == 1 { bits.unary()?.checked_add(1)? } else { 0 };
     let depth = depth.checked_sub(wasted).filter(|&depth| depth > 0)?;
@@ -103,9 +101,7 @@ pub(super) fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) ->
             warm_up(bits, depth, order, out)?;
             let precision = bits.read(4) + 1;
             let shift = bits.signed(5);
-            if precision == 16 || shift < 0 {
-                return None;
-            }
+            refuse!(precision == 16 || shift < 0, None);
             let mut weights = [0i32; 32];
             for w in &mut weights[..order] {
                 *w = bits.signed(precision) as i32;
@@ -257,17 +253,13 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
         _ => return None,
     };
     let partitions = 1usize << bits.read(4);
-    if !out.len().is_multiple_of(partitions) {
-        return None;
-    }
+    refuse!(!out.len().is_multiple_of(partitions), None);
     let size = out.len() / partitions;
     let (weights, shift) = predictor.weights();
     let mut first = weights.len();
     for partition in 0..partitions {
         let end = (partition + 1) * size;
-        if first > end {
-            return None;
-        }
+        refuse!(first > end, None);
         let k = bits.read(width);
         if k == (1 << width) - 1 {
             let depth = bits.read(5);
@@ -302,9 +294,7 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
             }
         }
         // Past the end all bits are zeros: a partition without Rice codes would never notice.
-        if bits.overrun() {
-            return None;
-        }
+        refuse!(bits.overrun(), None);
         first = end;
     }
     Some(())

@@ -3,27 +3,20 @@
 /// The header of a frame.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Header {
-    /// Sample rate in Hz.
-    pub rate: u32,
-    /// MPEG 1, rather than 2 or 2.5.
-    pub mpeg1: bool,
+    pub rate: u32,   // sample rate in Hz
+    pub mpeg1: bool, // MPEG 1, rather than 2 or 2.5
     pub channels: u8,
-    /// Flags of middle/side (2) and intensity (1) stereo.
-    pub joint: u8,
+    pub joint: u8, // flags of middle/side (2) and intensity (1) stereo
     pub crc: bool,
-    /// Bits per second.
-    pub bit_rate: u32,
-    /// Bytes of the whole frame.
-    pub size: usize,
+    pub bit_rate: u32, // bits per second
+    pub size: usize,   // bytes of the whole frame
 }
 
 impl Header {
     /// The header at the beginning of `bytes`. Layer III only; "free" bit rates, which give no size, are not supported.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let word = u32::from_be_bytes(*bytes.first_chunk()?);
-        if word >> 21 != 0x7ff || word >> 17 & 3 != 1 {
-            return None;
-        }
+        refuse!(word >> 21 != 0x7ff || word >> 17 & 3 != 1, None);
         let version = word >> 19 & 3;
         let base = [44100, 48000, 32000].get((word >> 10 & 3) as usize)?;
         let (rate, mpeg1) = match version {

@@ -14,18 +14,14 @@ const LARGEST: usize = 15 + (1 << 13) - 1;
 
 #[repr(C, align(64))]
 struct Tables {
-    /// x^(4/3)
-    powers: [f32; LARGEST + 1],
+    powers: [f32; LARGEST + 1], // x^(4/3)
     /// Look-up tables of all Huffman codes. A leaf: whether x is not 0 << 24 | bits of code and signs << 16 | of the code
     /// << 8 | x << 4 | y, and `ESCAPE` if more bits follow. Or `LINK` | bits of a further look-up << 16 | where its table
     /// begins.
     nodes: Vec<u32>,
-    /// Where a table of pairs begins in `nodes`; None where every value is 0.
-    pairs: [Option<u32>; 32],
-    /// Bits of code and signs << 8 | of the code << 4 | which of the four values are not 0.
-    quads: [[u16; 64]; 2],
-    /// The four values by which of them are not 0 << 4 | the next four bits.
-    fours: [[f32; 4]; 256],
+    pairs: [Option<u32>; 32], // where a table of pairs begins in `nodes`; None where every value is 0
+    quads: [[u16; 64]; 2],    // bits of code and signs << 8 | of the code << 4 | which of the four values are not 0
+    fours: [[f32; 4]; 256],   // the four values by which of them are not 0 << 4 | the next four bits
 }
 
 const LINK: u32 = 1 << 31;

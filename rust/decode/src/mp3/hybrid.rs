@@ -25,16 +25,13 @@ type Matrix = [[f32; SLOTS]; 2 * SLOTS];
 
 #[repr(C, align(64))]
 struct Tables {
-    /// By block type, the windowed inverse transform: 18 lines to 36 samples.
-    transform: [Matrix; 4],
+    transform: [Matrix; 4], // by block type, the windowed inverse transform: 18 lines to 36 samples
     /// The matrix of the polyphase synthesis, folded: sums (then differences) of mirrored subbands to the even (odd)
     /// ones of V\[0..32\], then of V\[32..64\].
     matrix: [[[f32; 32]; 16]; 2],
-    /// The synthesis window, in the order of V that `matrix` makes.
-    window: [[f32; 32]; 16],
+    window: [[f32; 32]; 16], // the synthesis window, in the order of V that `matrix` makes
     alias: [(f32, f32); 8],
-    /// Where each line goes in short blocks, by sample rate: (slot, subband).
-    order: [[(u8, u8); LINES]; 9],
+    order: [[(u8, u8); LINES]; 9], // where each line goes in short blocks, by sample rate: (slot, subband)
 }
 
 fn tables() -> &'static Tables {
@@ -115,14 +112,10 @@ fn transform_matrix(kind: usize) -> Matrix {
 pub(super) struct Hybrid {
     spectrum: Rows,
     slots: Rows,
-    /// What is added to the slots of the next granule.
-    overlap: Rows,
-    /// Sums and differences of mirrored subbands.
-    folded: [[[f32; 16]; SLOTS]; 2],
-    /// V of the slots before, and of these.
-    v: [[f32; 64]; BEFORE + SLOTS],
-    /// The samples of the granule: even ones of each slot first, then odd ones.
-    pub samples: [[f32; 32]; SLOTS],
+    overlap: Rows,                   // what is added to the slots of the next granule
+    folded: [[[f32; 16]; SLOTS]; 2], // sums and differences of mirrored subbands
+    v: [[f32; 64]; BEFORE + SLOTS],  // V of the slots before, and of these
+    pub samples: [[f32; 32]; SLOTS], // the samples of the granule: even ones of each slot first, then odd ones
 }
 
 impl Default for Hybrid {

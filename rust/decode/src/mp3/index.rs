@@ -46,28 +46,23 @@ fn is_tag(bytes: &[u8]) -> bool {
 /// The frames of one recording.
 #[derive(Default)]
 pub(super) struct Index {
-    /// Identifies the bytes that this is the index of.
-    key: Option<(usize, usize, u64)>,
-    /// The header of the first frame.
-    pub first: Option<Header>,
-    /// Frames that hold audio.
-    pub n: usize,
+    key: Option<(usize, usize, u64)>, // identifies the bytes that this is the index of
+    pub first: Option<Header>,        // the header of the first frame
+    pub n: usize,                     // frames that hold audio
     constant: Option<Constant>,
     /// Without a constant bit rate: the offsets of frames from number `base` on, as far as they were walked, and where to
     /// continue.
     walked: Vec<u32>,
     base: usize,
     next: Option<usize>,
-    /// Where to walk from; None until the recording was walked whole.
-    table: Option<Arc<Table>>,
+    table: Option<Arc<Table>>, // where to walk from; None until the recording was walked whole
     /// The frames before one of another sample rate, and that rate in Hz: files of two kinds were joined.
     pub changed: Option<(usize, u32)>,
     /// Whether there may be tags between the frames, since the first one's is not to be trusted: files were joined.
     skips_tags: bool,
     /// The length that the tag of a file states that was cut short, `MORE` if it has no tag, and else 0.
     pub stated: u64,
-    /// The recording without delay and padding, in decoded samples.
-    pub begin: u64,
+    pub begin: u64, // the recording without delay and padding, in decoded samples
     pub end: u64,
 }
 
@@ -151,9 +146,7 @@ impl Index {
     /// Indexes `bytes`, and returns the header of the first frame.
     pub fn build(&mut self, bytes: &[u8]) -> Result<Header, Error> {
         self.key = None;
-        let Some((mut at, first)) = first_frame(bytes) else {
-            return corrupt("MP3", "there is no frame");
-        };
+        let Some((mut at, first)) = first_frame(bytes) else { return corrupt("MP3", "there is no frame") };
         if bytes.len() > u32::MAX as usize {
             return Err(Error::Unsupported { format: "MP3", what: "a file of more than 4 GiB".into() });
         }

@@ -24,16 +24,13 @@ simd::kernel! {
 
 /// What a decoder carries from frame to frame, and its memory.
 pub(super) struct Layer3 {
-    /// The last bytes of main data: the bit reservoir.
-    main: Vec<u8>,
+    main: Vec<u8>, // the last bytes of main data: the bit reservoir
     lines: [[f32; LINES]; 2],
-    /// Lines of each channel that may differ from 0.
-    used: [usize; 2],
+    used: [usize; 2], // lines of each channel that may differ from 0
     /// Scale factors in the order of bands; of an intensity band's right channel, the positions.
     scale: [[u8; 39]; 2],
     hybrid: Box<Hybrid>,
-    /// The channel that is decoded; None for the mean.
-    channel: Option<u16>,
+    channel: Option<u16>, // the channel that is decoded; None for the mean
 }
 
 impl Default for Layer3 {

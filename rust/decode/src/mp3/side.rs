@@ -13,22 +13,18 @@ pub(super) const SHORT: usize = 2;
 #[derive(Clone, Copy, Default)]
 pub(super) struct Granule {
     pub bits: usize,
-    /// Lines that are coded in pairs.
-    pub paired: usize,
+    pub paired: usize, // lines that are coded in pairs
     pub gain: i32,
     pub compress: u32,
     pub block: usize,
     pub mixed: bool,
     pub tables: [u8; 3],
-    /// Where the second and the third table's lines begin.
-    pub regions: [usize; 2],
-    /// Gain of each window of a short block.
-    pub window_gain: [i32; 3],
+    pub regions: [usize; 2],   // where the second and the third table's lines begin
+    pub window_gain: [i32; 3], // gain of each window of a short block
     pub emphasis: bool,
     pub coarse: bool,
     pub quads: usize,
-    /// Flags of the groups of scale factors that are the previous granule's.
-    pub shared: u32,
+    pub shared: u32, // flags of the groups of scale factors that are the previous granule's
 }
 
 /// The position that marks a band without intensity stereo.
@@ -65,9 +61,7 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
                 // A fixed first region (11172-3, 2.4.2.7): three bands of all short windows, or eight long bands.
                 let first = if to.block == SHORT && !(header.mpeg1 && to.mixed) { 3 * short[3] } else { long[8] };
                 to.regions = [usize::from(first), LINES];
-                if to.block == 0 {
-                    return None;
-                }
+                refuse!(to.block == 0, None);
             } else {
                 for table in &mut to.tables {
                     *table = bits.read(5) as u8;
@@ -82,9 +76,7 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
             to.quads = bits.read(1) as usize;
             // Short blocks share no scale factors.
             to.shared = if i == 1 && to.block != SHORT { shared[c] } else { 0 };
-            if to.paired > LINES {
-                return None;
-            }
+            refuse!(to.paired > LINES, None);
         }
     }
     Some(())
@@ -146,10 +138,8 @@ pub(super) fn scale_factors(
 pub(super) struct Bands {
     pub n: usize,
     pub n_long: usize,
-    /// First line of each, and of the next.
-    pub ends: [(usize, usize); 39],
-    /// Of short bands, the window.
-    pub window: [Option<u8>; 39],
+    pub ends: [(usize, usize); 39], // first line of each, and of the next
+    pub window: [Option<u8>; 39],   // of short bands, the window
 }
 
 impl Bands {

@@ -6,14 +6,10 @@ use super::header::Header;
 #[derive(Default)]
 pub(super) struct Tag {
     pub frames: Option<u32>,
-    /// Of all frames, this one included or not: encoders differ.
-    bytes: Option<u32>,
-    /// The encoder's delay and padding in samples.
-    pub trim: Option<(u64, u64)>,
-    /// Whether its checksum, or its table of offsets, agrees with its other values.
-    sound: bool,
-    /// Whether it states a constant bit rate.
-    pub constant: bool,
+    bytes: Option<u32>,           // of all frames, this one included or not: encoders differ
+    pub trim: Option<(u64, u64)>, // the encoder's delay and padding in samples
+    sound: bool,                  // whether its checksum, or its table of offsets, agrees with its other values
+    pub constant: bool,           // whether it states a constant bit rate
 }
 
 impl Tag {

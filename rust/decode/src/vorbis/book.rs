@@ -7,86 +7,22 @@ const QUICK: u32 = 10;
 /// Bits of a word that hold the length of a code; the others hold its entry.
 const LENGTH: u32 = 6;
 
-/// The bits of a packet, least significant first. Past its end there are zeros, and `left` is negative.
-#[derive(Clone, Copy)]
-pub(super) struct Bits<'a> {
-    data: &'a [u8],
-    /// The byte behind those that are in `word` completely.
-    at: usize,
-    word: u64,
-    /// Bits of `word` that `at` counts as read; those above are the same as in the bytes from `at` on.
-    count: u32,
-    left: i64,
-}
-
-impl<'a> Bits<'a> {
-    pub fn new(data: &'a [u8]) -> Self {
-        Self { data, at: 0, word: 0, count: 0, left: 8 * data.len() as i64 }
-    }
-
-    /// Makes at least 56 bits of `word` valid.
-    #[inline(always)]
-    fn fill(&mut self) {
-        let next = match self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
-            Some(next) => u64::from_le_bytes(*next),
-            None => self.last_bytes(),
-        };
-        self.word |= next << self.count;
-        self.at += ((63 - self.count) >> 3) as usize;
-        self.count |= 56;
-    }
-
-    #[cold]
-    fn last_bytes(&self) -> u64 {
-        let mut next = [0; 8];
-        if let Some(rest) = self.data.get(self.at..) {
-            next[..rest.len()].copy_from_slice(rest);
-        }
-        u64::from_le_bytes(next)
-    }
-
-    /// Moves past `n` bits. None if the packet has ended before.
-    #[inline(always)]
-    fn skip(&mut self, n: u32) -> Option<()> {
-        self.word >>= n;
-        self.count -= n;
-        self.left -= i64::from(n);
-        (self.left >= 0).then_some(())
-    }
-
-    /// The next `n` <= 32 bits.
-    #[inline(always)]
-    pub fn read(&mut self, n: u32) -> Option<u32> {
-        self.fill();
-        let value = (self.word & ((1 << n) - 1)) as u32;
-        self.skip(n)?;
-        Some(value)
-    }
-}
-
 /// Long codes, their first bit the most significant one, in ascending order.
 type Long = Vec<(u32, u32)>;
 
 pub(super) struct Book {
     pub dimensions: usize,
-    /// By the next bits: the entry and the length of the code; 0 where the code is longer.
-    quick: Vec<u32>,
-    /// Longer codes, with the same.
-    long: Long,
-    /// The vectors of all entries; empty without a lookup table.
-    pub values: Vec<f32>,
+    quick: Vec<u32>, // by the next bits: the entry and the length of the code; 0 where the code is longer
+    long: Long,      // longer codes, with the same
+    pub values: Vec<f32>, // the vectors of all entries; empty without a lookup table
 }
 
 impl Book {
     /// Reads a codebook, whose vectors are at most `budget` values, and subtracts them. None if it is not valid.
     pub fn parse(bits: &mut Lsb, budget: &mut u64) -> Option<Self> {
-        if bits.read(24)? != 0x56_4342 {
-            return None;
-        }
+        refuse!(bits.read(24)? != 0x56_4342, None);
         let (dimensions, entries) = (bits.read(16)?, bits.read(24)?);
-        if u64::from(entries) > *budget {
-            return None;
-        }
+        refuse!(u64::from(entries) > *budget, None);
         let lengths = lengths(bits, entries as usize)?;
         let (quick, long) = codes(&lengths)?;
         let all = u64::from(entries) * u64::from(dimensions);
@@ -104,7 +40,7 @@ impl Book {
 
     /// The entry of the next code. None at the end of the packet.
     #[inline(always)]
-    pub fn entry(&self, bits: &mut Bits) -> Option<usize> {
+    pub fn entry(&self, bits: &mut Lsb) -> Option<usize> {
         bits.fill();
         let mut word = self.quick[bits.word as usize & (self.quick.len() - 1)];
         if word == 0 {
@@ -134,9 +70,7 @@ fn lengths(bits: &mut Lsb, entries: usize) -> Option<Vec<u8>> {
         let mut length = bits.read(5)? as u8 + 1;
         while lengths.len() < entries {
             let n = bits.read(ilog((entries - lengths.len()) as u32))? as usize;
-            if n > entries - lengths.len() || length > 32 {
-                return None;
-            }
+            refuse!(n > entries - lengths.len() || length > 32, None);
             lengths.resize(lengths.len() + n, length);
             length += 1;
         }
@@ -221,9 +155,7 @@ fn float(x: u32) -> f32 {
 
 /// The largest n with n^dimensions <= entries.
 fn lattice(entries: u32, dimensions: u32) -> Option<u64> {
-    if dimensions == 0 {
-        return None;
-    }
+    refuse!(dimensions == 0, None);
     let fits = |n: u64| {
         let mut power = 1u64;
         for _ in 0..dimensions {

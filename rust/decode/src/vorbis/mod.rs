@@ -39,20 +39,16 @@ pub(super) struct Vorbis {
 }
 
 struct Prepared {
-    /// Identification and setup header, which determine the rest.
-    headers: Vec<u8>,
+    headers: Vec<u8>, // identification and setup header, which determine the rest
     setup: Setup,
 }
 
 /// Where a stream's audio is.
 struct Stream {
     serial: u32,
-    /// First audio page.
-    audio: usize,
-    /// Position of the first decoded sample.
-    origin: i64,
-    /// Positions of the recording.
-    begin: i64,
+    audio: usize, // first audio page
+    origin: i64,  // position of the first decoded sample
+    begin: i64,   // positions of the recording
     end: i64,
 }
 
@@ -84,9 +80,7 @@ impl Vorbis {
                 _ => return corrupt(NAME, "the headers are cut off or out of order"),
             }
         }
-        if self.headers.get(IDENTIFICATION) != Some(&5) {
-            return corrupt(NAME, "the identification header is cut off");
-        }
+        refuse!(self.headers.get(IDENTIFICATION) != Some(&5), corrupt(NAME, "the identification header is cut off"));
         let audio = packets.at();
         match self.kept.iter().position(|kept| kept.headers == self.headers) {
             Some(i) => self.kept[i..].rotate_left(1),
@@ -100,17 +94,13 @@ impl Vorbis {
         }
         let setup = &self.kept.last().expect("just put there").setup;
 
-        let Some(last) = ogg::last_page(bytes, audio, serial) else {
-            return Err(Error::NoAudio { format: NAME });
-        };
+        let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
         let end = last.granule.expect("last_page returns one with a position");
         // Count the samples up to the first page that has a position; the very first packet gives none.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
         let (mut samples, mut before) = (0i64, None);
         let (first, only) = loop {
-            let Some(packet) = packets.next()? else {
-                return Err(Error::NoAudio { format: NAME });
-            };
+            let Some(packet) = packets.next()? else { return Err(Error::NoAudio { format: NAME }) };
             if let Some(block) = setup.block(packet.data) {
                 samples += before.map_or(0, |before| i64::from((before + block) / 4));
                 before = Some(block);
@@ -131,9 +121,7 @@ impl Vorbis {
         let setup = &kept.last().expect("open succeeded").setup;
         let begin = stream.begin.saturating_add_unsigned(start);
         let end = begin.saturating_add_unsigned(out.len() as u64);
-        if end > stream.end {
-            return corrupt(NAME, "the pages end before the stated length");
-        }
+        refuse!(end > stream.end, corrupt(NAME, "the pages end before the stated length"));
         let (at, seek) = match ogg::seek(bytes, stream.audio, stream.serial, begin) {
             Some(page) => (page.at, page.granule),
             None => (stream.audio, None),
@@ -144,13 +132,9 @@ impl Vorbis {
         let mut seeking = seek.is_some();
         let (mut done, mut ahead) = (0, 0);
         while done < out.len() {
-            if done == 0 && ahead > MAX_AHEAD {
-                return corrupt(NAME, "there is no position near the crop");
-            }
+            refuse!(done == 0 && ahead > MAX_AHEAD, corrupt(NAME, "there is no position near the crop"));
             ahead += 1;
-            let Some(packet) = packets.next()? else {
-                return corrupt(NAME, "the pages end before the stated length");
-            };
+            let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
             if seeking && packet.granule.is_none() {
                 continue;
             }

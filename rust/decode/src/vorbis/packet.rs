@@ -7,9 +7,10 @@
 
 use std::sync::OnceLock;
 
-use super::book::{ilog, Bits, Book};
+use super::book::{ilog, Book};
 use super::setup::{Floor, Residue, Setup, MAX_POINTS};
 use super::transform::MAX_LINES;
+use crate::bits::Lsb;
 use crate::simd::{self, Portable, Shuffle};
 
 /// Values between the planes of two channels: a vector may reach beyond the last line.
@@ -18,17 +19,12 @@ const STRIDE: usize = MAX_LINES + 8;
 /// The memory of the decoder.
 #[derive(Default)]
 pub(super) struct Work {
-    /// For each channel, its residue; then the residues of interleaved channels.
-    residues: Vec<f32>,
-    /// For each channel, its floor.
-    curves: Vec<f32>,
-    /// The classes of each channel's partitions.
-    classes: Vec<u8>,
-    /// Whether a channel has a floor, and whether it has a residue.
-    used: Vec<bool>,
+    residues: Vec<f32>, // for each channel, its residue; then the residues of interleaved channels
+    curves: Vec<f32>,   // for each channel, its floor
+    classes: Vec<u8>,   // the classes of each channel's partitions
+    used: Vec<bool>,    // whether a channel has a floor, and whether it has a residue
     coded: Vec<bool>,
-    /// The channels of a submap.
-    members: Vec<usize>,
+    members: Vec<usize>, // the channels of a submap
 }
 
 simd::kernel! {
@@ -42,7 +38,7 @@ simd::kernel! {
 unsafe fn decode_any<V: Shuffle>(
     setup: &Setup, work: &mut Work, data: &[u8], channel: Option<u16>, lines: &mut [f32],
 ) -> Option<()> {
-    let mut bits = Bits::new(data);
+    let mut bits = Lsb::new(data);
     let mode = bits.read(1 + ilog(setup.modes.len() as u32 - 1))? >> 1;
     let mode = setup.modes.get(mode as usize)?;
     if mode.long {
@@ -104,7 +100,7 @@ fn uncouple(magnitude: &mut [f32], angle: &mut [f32]) {
 /// Reads a floor, and draws its curve if one is given. None if the channel is silent, or the packet ends.
 /// The curve must have `V::N` values more than lines.
 #[inline(always)]
-unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Bits, curve: Option<&mut [f32]>) -> Option<()> {
+unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Lsb, curve: Option<&mut [f32]>) -> Option<()> {
     if bits.read(1)? == 0 {
         return None;
     }
@@ -190,7 +186,7 @@ fn decibels() -> &'static [f32; 256] {
 /// Reads the residues of a submap's channels.
 #[inline(always)]
 unsafe fn submap_residue<V: Shuffle>(
-    residue: &Residue, books: &[Book], bits: &mut Bits, work: &mut Work, channels: usize, n: usize,
+    residue: &Residue, books: &[Book], bits: &mut Lsb, work: &mut Work, channels: usize, n: usize,
 ) {
     let Work { residues, classes, coded, members, .. } = work;
     if residue.kind < 2 || members.len() == 1 {
@@ -224,7 +220,7 @@ unsafe fn submap_residue<V: Shuffle>(
 /// Adds the vectors of a residue to some planes of `n` lines (8.6.2). None if the packet ends, which is allowed.
 #[inline(always)]
 fn read(
-    residue: &Residue, books: &[Book], bits: &mut Bits, classes: &mut Vec<u8>, lines: &mut [f32], planes: &[usize],
+    residue: &Residue, books: &[Book], bits: &mut Lsb, classes: &mut Vec<u8>, lines: &mut [f32], planes: &[usize],
     n: usize,
 ) -> Option<()> {
     let (begin, end) = (residue.begin.min(n), residue.end.min(n));
@@ -264,7 +260,7 @@ fn read(
 
 /// Adds the vectors of a partition.
 #[inline(always)]
-fn add(kind: u32, book: &Book, bits: &mut Bits, lines: &mut [f32]) -> Option<()> {
+fn add(kind: u32, book: &Book, bits: &mut Lsb, lines: &mut [f32]) -> Option<()> {
     match book.dimensions {
         _ if kind == 0 => {
             let apart = lines.len() / book.dimensions;
@@ -292,7 +288,7 @@ fn add(kind: u32, book: &Book, bits: &mut Bits, lines: &mut [f32]) -> Option<()>
 }
 
 #[inline(always)]
-fn add_vectors<const N: usize>(book: &Book, bits: &mut Bits, lines: &mut [f32]) -> Option<()> {
+fn add_vectors<const N: usize>(book: &Book, bits: &mut Lsb, lines: &mut [f32]) -> Option<()> {
     let (vectors, rest) = lines.as_chunks_mut::<N>();
     for lines in vectors {
         let entry = book.entry(bits)?;

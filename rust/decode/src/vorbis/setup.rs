@@ -17,8 +17,7 @@ const PASSES: usize = 8;
 pub(super) struct Setup {
     pub rate: u32,
     pub channels: u8,
-    /// Sizes of the short and the long block.
-    pub blocks: [u32; 2],
+    pub blocks: [u32; 2], // sizes of the short and the long block
     pub books: Vec<Book>,
     pub floors: Vec<Floor>,
     pub residues: Vec<Residue>,
@@ -36,12 +35,10 @@ pub(super) struct Floor {
     pub partitions: Vec<usize>,
     pub classes: Vec<Class>,
     pub multiplier: u32,
-    /// Where the points lie, in the order of the packets.
-    pub places: Vec<u32>,
+    pub places: Vec<u32>, // where the points lie, in the order of the packets
     /// For each point, the nearest ones before it in the packet: to the left and to the right.
     pub neighbours: Vec<[usize; 2]>,
-    /// The points from left to right.
-    pub order: Vec<usize>,
+    pub order: Vec<usize>, // the points from left to right
 }
 
 /// How the points of a partition are coded.
@@ -60,17 +57,14 @@ pub(super) struct Residue {
     pub size: usize,
     pub classes: usize,
     pub book: usize,
-    /// Passes that have a book.
-    pub passes: usize,
+    pub passes: usize, // passes that have a book
     pub books: Vec<[Option<usize>; PASSES]>,
 }
 
 /// How the channels of a packet are coded (4.2.4).
 pub(super) struct Mapping {
-    /// Channels of a magnitude and an angle.
-    pub couplings: Vec<[usize; 2]>,
-    /// For each channel, its submap.
-    pub submaps: Vec<usize>,
+    pub couplings: Vec<[usize; 2]>, // channels of a magnitude and an angle
+    pub submaps: Vec<usize>,        // for each channel, its submap
     pub floors: Vec<usize>,
     pub residues: Vec<usize>,
 }
@@ -123,7 +117,7 @@ impl Setup {
         let mut modes = Vec::new();
         for _ in 0..=bits.read(6)? {
             let long = bits.flag()?;
-            bits.skip(16 + 16)?;
+            bits.read(16 + 16)?;
             let mapping = index(&mut bits, 8, mappings.len())?;
             modes.push(Mode { long, mapping });
         }
@@ -175,9 +169,7 @@ impl Floor {
         }
         let mut order: Vec<usize> = (0..places.len()).collect();
         order.sort_by_key(|&i| places[i]);
-        if places.len() > MAX_POINTS || order.windows(2).any(|pair| places[pair[0]] == places[pair[1]]) {
-            return None;
-        }
+        refuse!(places.len() > MAX_POINTS || order.windows(2).any(|pair| places[pair[0]] == places[pair[1]]), None);
         let nearest = |i: usize| {
             let mut before = order.iter().copied().filter(|&j| j < i);
             let left = before.clone().rfind(|&j| places[j] < places[i]);
@@ -207,9 +199,7 @@ impl Residue {
             for (pass, of_pass) in of_pass.iter_mut().enumerate() {
                 if cascade >> pass & 1 == 1 {
                     let book = index(bits, 8, books.len())?;
-                    if books[book].values.is_empty() {
-                        return None;
-                    }
+                    refuse!(books[book].values.is_empty(), None);
                     *of_pass = Some(book);
                 }
             }
@@ -223,9 +213,7 @@ impl Residue {
 
 impl Mapping {
     fn parse(bits: &mut Lsb, channels: u8, n_floors: usize, n_residues: usize) -> Option<Self> {
-        if bits.read(16)? != 0 {
-            return None;
-        }
+        refuse!(bits.read(16)? != 0, None);
         let channels = usize::from(channels);
         let n_submaps = if bits.flag()? { bits.read(4)? as usize + 1 } else { 1 };
         let mut couplings = Vec::new();
@@ -233,15 +221,11 @@ impl Mapping {
             let width = ilog(channels as u32 - 1);
             for _ in 0..=bits.read(8)? {
                 let pair = [index(bits, width, channels)?, index(bits, width, channels)?];
-                if pair[0] == pair[1] {
-                    return None;
-                }
+                refuse!(pair[0] == pair[1], None);
                 couplings.push(pair);
             }
         }
-        if bits.read(2)? != 0 {
-            return None;
-        }
+        refuse!(bits.read(2)? != 0, None);
         let mut submaps = vec![0; channels];
         if n_submaps > 1 {
             for submap in &mut submaps {
@@ -250,7 +234,7 @@ impl Mapping {
         }
         let (mut floors, mut residues) = (Vec::new(), Vec::new());
         for _ in 0..n_submaps {
-            bits.skip(8)?;
+            bits.read(8)?;
             floors.push(index(bits, 8, n_floors)?);
             residues.push(index(bits, 8, n_residues)?);
         }

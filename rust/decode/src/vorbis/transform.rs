@@ -26,14 +26,11 @@ pub(super) struct Table {
     lines: usize,
     /// For small blocks the matrix, in the order of `Work`: of each line its share in `low`, then in `high`.
     matrix: Vec<f32>,
-    /// exp(-i pi (8 n + 1) / (8 M)), re and im.
-    twist: [Vec<f32>; 2],
+    twist: [Vec<f32>; 2], // exp(-i pi (8 n + 1) / (8 M)), re and im
     /// exp(-2 pi i p k / (M / 2)) of the first pass, for k in 1..8 and its columns p: re and im.
     first: Vec<[Vec<f32>; 2]>,
-    /// Those of the later passes, for k in 1..4: re and im.
-    later: Vec<[f32; 6]>,
-    /// The rising half of the window: from its middle up, and from its middle down.
-    window: [Vec<f32>; 2],
+    later: Vec<[f32; 6]>,  // those of the later passes, for k in 1..4: re and im
+    window: [Vec<f32>; 2], // the rising half of the window: from its middle up, and from its middle down
 }
 
 /// The table of blocks with so many lines, a power of two from 32 to `MAX_LINES`.
@@ -74,16 +71,13 @@ impl Table {
 /// The memory of the transform, and the state between blocks.
 #[repr(C, align(64))]
 pub(super) struct Work {
-    /// The lines of a block, negated.
-    pub lines: [f32; MAX_LINES + 8],
+    pub lines: [f32; MAX_LINES + 8], // the lines of a block, negated
     planes: [[[f32; MAX_LINES / 2]; 2]; 2],
     /// The parts that fall of the last two blocks, from the middle on; which is the last one's.
     low: [[f32; MAX_LINES / 2]; 2],
     last: usize,
-    /// The part of the last block that rises, from its middle backwards.
-    high: [f32; MAX_LINES / 2],
-    /// The samples of a block.
-    pub samples: [f32; MAX_LINES],
+    high: [f32; MAX_LINES / 2], // the part of the last block that rises, from its middle backwards
+    pub samples: [f32; MAX_LINES], // the samples of a block
 }
 
 impl Default for Work {

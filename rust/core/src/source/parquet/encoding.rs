@@ -1,5 +1,6 @@
 //! How the bytes of a page are packed: compression, and the hybrid of runs and bit-packed groups.
 
+use jaxtrain_decode::refuse;
 use std::io::Read;
 
 use super::thrift::Thrift;
@@ -17,9 +18,7 @@ pub fn decompress(codec: u8, packed: &[u8], size: usize) -> Result<Vec<u8>> {
     match codec {
         1 => {
             let n = snap::raw::decompress_len(packed).map_err(|e| broken("Snappy", &e))?;
-            if n != size {
-                return Err(format!("decompresses to {n} bytes; its header says {size}"));
-            }
+            refuse!(n != size, Err(format!("decompresses to {n} bytes; its header says {size}")));
             snap::raw::Decoder::new().decompress(packed, &mut out).map_err(|e| broken("Snappy", &e))?;
         }
         2 => all("gzip", &mut flate2::read::GzDecoder::new(packed), &mut out)?,
@@ -30,9 +29,7 @@ pub fn decompress(codec: u8, packed: &[u8], size: usize) -> Result<Vec<u8>> {
         }
         7 => {
             let n = lz4_flex::block::decompress_into(packed, &mut out).map_err(|e| broken("LZ4", &e))?;
-            if n != size {
-                return Err(format!("decompresses to {n} bytes; its header says {size}"));
-            }
+            refuse!(n != size, Err(format!("decompresses to {n} bytes; its header says {size}")));
         }
         other => {
             let name = match other {
@@ -60,9 +57,7 @@ fn hybrid(bytes: &[u8], bits: u8, n: usize, mut each: impl FnMut(u32, usize)) ->
             let width = usize::from(bits).div_ceil(8);
             let raw = at.checked_add(width).and_then(|end| bytes.get(at..end)).ok_or("is cut short inside a run")?;
             let value = raw.iter().rev().fold(0u32, |v, b| v << 8 | u32::from(*b));
-            if run == 0 {
-                return Err("holds an empty run".into());
-            }
+            refuse!(run == 0, Err("holds an empty run".into()));
             each(value, run);
             (at, left) = (at + width, left - run);
         } else {
@@ -102,9 +97,7 @@ pub fn indices(bytes: &[u8], n: usize) -> Result<Vec<u32>> {
         return Ok(out);
     }
     let (&bits, rest) = bytes.split_first().ok_or("is cut short before its values")?;
-    if bits > 32 {
-        return Err(format!("has dictionary indices of {bits} bits; 32 is the limit"));
-    }
+    refuse!(bits > 32, Err(format!("has dictionary indices of {bits} bits; 32 is the limit")));
     out.try_reserve_exact(n).map_err(|e| e.to_string())?;
     hybrid(rest, bits, n, |value, count| out.extend(std::iter::repeat_n(value, count)))?;
     Ok(out)

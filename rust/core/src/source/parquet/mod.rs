@@ -32,6 +32,7 @@ mod thrift;
 
 use super::parts::{Numbers, Parts, MEAN, VERSION};
 use super::{class_names, Metadata, Table};
+use jaxtrain_decode::refuse;
 use metadata::{Chunk, Footer, PageHeader, PageKind};
 pub(super) use page::{Body, Column, Page, Pages, Pair, Value};
 use page::{DICTIONARY, INSIDE, PLAIN, UNCOMPRESSED};
@@ -154,9 +155,7 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
         let header = PageHeader::read(&mut input).map_err(|what| fail(format!("has a broken page header: {what}")))?;
         let body = at + input.position() as u64;
         at = body + u64::from(header.packed);
-        if at > map.len() as u64 {
-            return Err(fail("is cut short inside a page".into()));
-        }
+        refuse!(at > map.len() as u64, Err(fail("is cut short inside a page".into())));
         let encoding = match (header.kind, header.encoding) {
             (PageKind::Other, _) => continue,
             (PageKind::Dictionary, 0 | 2) | (_, 0) => PLAIN,

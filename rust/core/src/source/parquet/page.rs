@@ -1,5 +1,6 @@
 //! The values of a column: in which page each lies, and where in it.
 
+use jaxtrain_decode::refuse;
 use std::sync::{Arc, OnceLock};
 
 use super::super::{Span, NULL};
@@ -210,9 +211,7 @@ impl Opened {
             let size = bytes.get(at..start).filter(|_| start <= self.range.end).ok_or("is cut short inside a value")?;
             let len = u32::from_le_bytes([size[0], size[1], size[2], size[3]]);
             at = start.saturating_add(len as usize);
-            if at > self.range.end || len == NULL {
-                return Err("holds a value that extends beyond its page".into());
-            }
+            refuse!(at > self.range.end || len == NULL, Err("holds a value that extends beyond its page".into()));
             spans.push(Span { start: start as u64, len });
         }
         Ok(Values { data: self.data.map(Arc::new), spans: spans.into() })
@@ -226,9 +225,7 @@ impl Body {
         let end = start.checked_add(self.packed as usize).filter(|end| *end <= map.len());
         let end = end.ok_or("lies outside the file")?;
         let v2 = if self.levels == INSIDE { 0 } else { self.levels as usize };
-        if v2 > end - start {
-            return Err("has levels that are longer than the page".into());
-        }
+        refuse!(v2 > end - start, Err("has levels that are longer than the page".into()));
         let mut opened = if self.codec == UNCOMPRESSED {
             Opened { data: None, range: start + v2..end, present: Vec::new(), packed_indices: Vec::new() }
         } else {

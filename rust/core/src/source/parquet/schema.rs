@@ -2,6 +2,7 @@
 
 use super::metadata::{Element, BYTE_ARRAY};
 use super::{Broken, Result};
+use jaxtrain_decode::refuse;
 
 /// A leaf column of the schema: its number among the leaves, and the level of a value that is present.
 pub struct Leaf {
@@ -93,9 +94,7 @@ impl<'a> Walk<'a> {
     fn describe(&mut self, depth: usize) -> Result<String> {
         let element = self.element()?;
         self.at += 1;
-        if depth > 32 {
-            return Err("has a schema that is nested too deeply".into());
-        }
+        refuse!(depth > 32, Err("has a schema that is nested too deeply".into()));
         if element.physical.is_none() {
             let mut inner = Vec::new();
             for _ in 0..element.n_children {

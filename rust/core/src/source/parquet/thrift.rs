@@ -1,6 +1,7 @@
 //! Thrift's compact protocol, in which Parquet's metadata are written.
 
 use super::Result;
+use jaxtrain_decode::refuse;
 
 pub const TRUE: u8 = 1;
 pub const STRUCT: u8 = 12;
@@ -78,9 +79,7 @@ impl<'a> Thrift<'a> {
     }
 
     pub fn list<T>(&mut self, kind: u8, mut item: impl FnMut(&mut Self) -> Result<T>) -> Result<Vec<T>> {
-        if kind != 9 {
-            return Err("holds something other than a list".into());
-        }
+        refuse!(kind != 9, Err("holds something other than a list".into()));
         let (n, _) = self.list_head()?;
         (0..n).map(|_| item(self)).collect() // an item takes at least a byte, so this ends with the input
     }
@@ -92,9 +91,7 @@ impl<'a> Thrift<'a> {
     }
 
     pub fn skip(&mut self, kind: u8, depth: usize) -> Result<()> {
-        if depth > 32 {
-            return Err("is nested too deeply".into());
-        }
+        refuse!(depth > 32, Err("is nested too deeply".into()));
         match kind {
             1 | 2 => {}
             3 => drop(self.byte()?),
