@@ -30,10 +30,8 @@ def refuse_problems(config: Any) -> None:
 def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
     """Ids or counts as integers of ``dtype``.
 
-    Raises DataError, which names ``of``, if one of them does not fit.
-
-    NumPy's own casts wrap around modulo 2^16 or 2^32. So no other cast makes ids or counts
-    narrower.
+    Raises DataError, which names ``of``, if one of them does not fit. NumPy's own casts wrap around
+    modulo 2^16 or 2^32. So no other cast makes ids or counts narrower.
     """
     values, bounds = np.asarray(values), np.iinfo(dtype)
     if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):

@@ -52,10 +52,8 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
     """At most ``n`` groups of samples, short to long, with the least padding.
 
-    ``sizes`` int64 [samples, 4] (`Shape`).
-
-    Each row is padded to its group's largest text and largest sound. Dynamic programming over the
-    samples sorted by places.
+    ``sizes`` int64 [samples, 4] (`Shape`). Each row is padded to its group's largest text and
+    largest sound. Dynamic programming over the samples sorted by places.
     """
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
     text, audio = sizes[by_length, 0], sizes[by_length, 1]

@@ -56,10 +56,8 @@ def epochs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws ``number``, int64 [k], of an endless order -> int64 [k] epochs and recordings.
 
-    The order is of n recordings.
-
-    Every recording is drawn once before any comes again. ``permute``: `permutation`, or the
-    extension's.
+    The order is of n recordings. Every recording is drawn once before any comes again. ``permute``:
+    `permutation`, or the extension's.
     """
     epoch, place = np.divmod(number, n)
     recording = np.empty_like(place)
@@ -71,10 +69,8 @@ def epochs(
 def once(n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draws of a test split of n recordings -> indices of draws < n, and their recordings.
 
-    Both are int64 [m].
-
-    The order is always the same and mixed, so that the first batches are a fair sample. Past its
-    end there is nothing.
+    Both are int64 [m]. The order is always the same and mixed, so that the first batches are a fair
+    sample. Past its end there is nothing.
     """
     there = np.flatnonzero(number < n)
     return there, permutation(0, 0, n, number[there]) if there.size else there
@@ -101,9 +97,8 @@ def _permute(key: np.ndarray, n: int, i: np.ndarray) -> np.ndarray:
 def block_stops(rows: np.ndarray, first_rows: np.ndarray, size: int) -> np.ndarray:
     """Return the ends of blocks, int64 [blocks]: runs of at most ``size`` rows of one shard.
 
-    A block ends after the last of its ``rows``.
-
-    ``rows`` must increase; ``first_rows`` are the first rows of the shards.
+    A block ends after the last of its ``rows``. ``rows`` must increase; ``first_rows`` are the
+    first rows of the shards.
     """
     ends = [*np.searchsorted(rows, first_rows[1:]), len(rows)]
     stops: list[int] = []

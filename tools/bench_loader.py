@@ -84,10 +84,6 @@ CODECS = {
 PREPARED = ("raw", "packed")
 
 
-# -------------------------------------------------------------------------------
-# corpus
-
-
 def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | None = None) -> pathlib.Path:
     """Return the shard with ``n`` recordings of ``seconds`` on average, made if it is not there."""
     if codec in PREPARED:
@@ -122,10 +118,6 @@ def make_corpus(codec: str, *, n: int, seconds: float, folder: pathlib.Path | No
                 sink.write_batch(pa.RecordBatch.from_pydict(columns, demo.schema()))
         made.replace(shard)
     return shard
-
-
-# -------------------------------------------------------------------------------
-# processes
 
 
 def child(name: str, pinned: str) -> None:
@@ -200,10 +192,6 @@ class Running:
         for process in dict.fromkeys(process for some in self.of.values() for process in some):
             with contextlib.suppress(BrokenPipeError):
                 process.communicate()
-
-
-# -------------------------------------------------------------------------------
-# measurement
 
 
 def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: int) -> np.ndarray:

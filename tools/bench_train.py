@@ -11,7 +11,6 @@ The formulas are the same.
         [--low=6]
     python -m tools.bench_train --table [language-128 bird-demo …]
         # of docs/results/cpu-steps.md, by row
-    python -m tools.bench_train --model=bird --kernels  # the time of a step by part, on both sides
 
 A model is the small GPT-2 of configs/shakespeare_char.py, the supervised ViT of the demo birds, the
 autoencoder of the film demo, or the recursive model. A step is forward, backward, gradient clipping
@@ -26,11 +25,9 @@ gradients. If it cannot (without a C++ compiler), a line says so. The extra `ben
 import argparse
 import importlib
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -157,9 +154,6 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
         same = agree(ours, theirs, bench.within, bench.steps)
     if compiled and not args.eager and (step := compiled_or_why(compiled)):
         sides["torch.compile"] = step
-    if args.kernels:
-        kernels(sides)
-        return 0 if same else 1
     times, losses = measure(sides, size["rounds"])
     for name, side in times.items():
         print(f"{name:15} {1e3 * side.median:8.1f} ms per step, {bench.count / side.median:9.0f} {bench.unit}/s, "
@@ -172,37 +166,6 @@ def compare(args: argparse.Namespace, size: Mapping[str, int]) -> int:
     if args.row:
         print(row(args.row, times, bench.ours.flops, product_rate(), os.getloadavg()[0]))
     return 0 if same else 1
-
-
-def kernels(sides: Mapping[str, Callable[[], float]], most: int = 10, steps: int = 5) -> None:
-    """Print the longest parts of a step by each profiler: ours by scope, PyTorch's by operator."""
-    import jax
-    import torch
-
-    from jaxtrain.telemetry.report import trace
-
-    ours, *others = sides.values()
-    ours()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                ours()
-        found = trace.of_folder(pathlib.Path(folder))
-    assert found
-    busy = found.seconds * (1 - found.parts.get(trace.GAPS, 0.0)) / steps  # on one core nothing runs side by side
-    print(f"jaxtrain: {1e3 * busy:.1f} ms per step in {found.operations / steps:.0f} operations")
-    for name, share, times in found.scopes[:most]:
-        print(f"{1e3 * busy * share:10.2f} ms {times / steps:6.0f} ×  {name}")
-    for title, step in zip(list(sides)[1:], others, strict=True):
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for _ in range(steps):
-                step()
-        ranked = sorted(profile.key_averages(), key=lambda each: -each.self_cpu_time_total)
-        whole = sum(each.self_cpu_time_total for each in ranked) / steps / 1e3
-        print(f"{title}: {whole:.1f} ms per step in {sum(each.count for each in ranked) / steps:.0f} operations")
-        for each in ranked[:most]:
-            print(f"{each.self_cpu_time_total / steps / 1e3:10.2f} ms {each.count / steps:6.0f} ×  {each.key}")
 
 
 def table(names: Sequence[str], *options: str) -> int:
@@ -229,7 +192,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in sizes:
         parser.add_argument(f"--{name}", type=int, help="size; default: the model's own")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--kernels", action="store_true", help="instead, the ten that take longest, by each side's profiler")
     parser.add_argument("--row", metavar="LABEL", help="print a row of the table, called so, last")
     args = parser.parse_args(argv)
     if args.table is not None:

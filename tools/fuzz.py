@@ -149,11 +149,8 @@ def fuzz(name: str, binary: pathlib.Path, corpus: pathlib.Path, found: pathlib.P
     """Run a target for ``seconds`` of CPU time, or until it finds something.
 
     libFuzzer counts by the clock, which is faster on a busy machine. So it is started again for the
-    remaining seconds.
-
-    Args:
-      corpus: the folder of inputs, which it extends.
-      found: the folder where it puts an input that breaks a bound.
+    remaining seconds. ``corpus``: the folder of inputs, which it extends. ``found``: the folder
+    where it puts an input that breaks a bound.
     """
     corpus.mkdir(parents=True, exist_ok=True)
     found.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ It asks that of each workload.
     speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
     feeding       from Arrow shards through the loader to the step: does the device wait for data?
     state         the cost of a save, of a restore, the time from the command to the first step
-    profile       which operations a step spends its time in, and the next thing to look at
+    profile       the parts of a step and the scopes that take longest, as in a run's report
 
 "feeding" and "state" are of the bird model. It needs no network. Every part, and every model of
 "speed" and "profile", runs in a process of its own within a bounded time, so that one that fails

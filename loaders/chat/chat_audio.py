@@ -167,8 +167,7 @@ def facts(config: Config) -> Facts:
     """Return the facts of the samples.
 
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad,
-    and buckets of the training
-    split: (S, A, N, M, share of the batches) of each. Raises DataError.
+    and buckets of the training split: (S, A, N, M, share of the batches) of each. Raises DataError.
     """
     tools, splits = tools_of(config, config.manifest), _splits(config)
     train = splits["train"]

@@ -200,10 +200,8 @@ def expand(
 ) -> Laid:
     """Put the columns of ``audios`` [K, T] in place of the tokens ``audio_in`` and ``audio_out``.
 
-    They come in order.
-
-    A recording is predicted if its token is an ``audio_out`` with a label. Raises SampleError if
-    there are more or fewer recordings than such tokens.
+    They come in order. A recording is predicted if its token is an ``audio_out`` with a label.
+    Raises SampleError if there are more or fewer recordings than such tokens.
     """
     places = np.flatnonzero((tokens == audio_in) | (tokens == audio_out))
     if len(places) != len(audios):
@@ -242,10 +240,8 @@ def targets(x: Laid) -> Targets:
 def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.ndarray]:
     """One row of `jaxtrain.workloads.audio_language`'s batch, without label_scale.
 
-    Args:
-      shape: S text tokens, A columns, N and M labels, each at least those of ``x``; spare places
-      are at the end.
-      pad: the token of spare places.
+    ``shape``: S text tokens, A columns, N and M labels, each at least those of ``x``; spare places
+    are at the end. ``pad``: the token of spare places.
     """
     s, a, n, m = shape
     text, audio = np.flatnonzero(x.recording < 0), np.flatnonzero(x.recording >= 0)
@@ -275,10 +271,8 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:
     """Return the scales of labels, float32 [1 + K]: ``rows`` over ``n_text`` and ``n_audio`` [K].
 
-    These count the labels of a global batch.
-
-    Cross-entropies summed over rows, times these and divided by ``rows``, are the mean over text
-    plus the mean over codebooks of their means.
+    These count the labels of a global batch. Cross-entropies summed over rows, times these and
+    divided by ``rows``, are the mean over text plus the mean over codebooks of their means.
     """
     n = np.concatenate([[n_text], n_audio]).astype(np.float64)
     n_used = max(int(np.count_nonzero(n_audio)), 1)  # codebooks that have a label

@@ -32,7 +32,7 @@ import os
 import pathlib
 import wave
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,42 +51,17 @@ MAX_RECORDING = 4 << 30  # [bytes] of a file
 FLOOR = float(np.finfo(np.float32).eps)  # smallest energy of a band
 
 
-class Codec(Protocol):
-    """An encoder of sound as codes."""
-
-    @property
-    def codebooks(self) -> int:
-        """The number of codebooks."""
-
-    @property
-    def size(self) -> int:
-        """The number of codes of each codebook."""
-
-    @property
-    def frame_rate(self) -> float:
-        """Codes of a codebook in a second [1/s]."""
-
-    @property
-    def name(self) -> str:
-        """Part of the name of files of codes, which changes with the codes."""
-
-    def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
-        """Sound float32 [n] at ``rate`` Hz -> codes int16 [codebooks, T].
-
-        Raises ValueError for sound that it cannot encode.
-        """
-
-
 class Rvq(NamedTuple):
     """The project's own codec: residual vector quantisation."""
 
     mean: np.ndarray
     basis: np.ndarray
     books: np.ndarray
-    name: str = "rvq"
+    name: str = "rvq"  # part of the name of files of codes, which changes with the codes
 
     @property
     def frame_rate(self) -> float:
+        """Codes of a codebook in a second [1/s]."""
         return FRAME_RATE
 
     @property
@@ -98,6 +73,7 @@ class Rvq(NamedTuple):
         return self.books.shape[1]
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
+        """Sound float32 [n] at ``rate`` Hz -> codes int16 [K, T]. Raises ValueError."""
         return narrowed(self.quantise(vectors(wave, rate)).T, np.int16, "the codes")
 
     def quantise(self, x_nv: np.ndarray) -> np.ndarray:
@@ -136,6 +112,9 @@ class Function(NamedTuple):
         return narrowed(codes, np.int16, f"the codes of {self.name}")
 
 
+Codec = Rvq | Function
+
+
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
     """Open a codec.npz, or a user's "module:function", never a checkpoint's. Raises DataError."""
     path = pathlib.Path(text).expanduser()
@@ -170,9 +149,8 @@ def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Co
 def log_mel(wave: np.ndarray, rate: int) -> np.ndarray:
     """Return the log-mel spectrogram of float32 [n] at ``rate`` Hz: [4 T, 128].
 
-    Values are ln of the bands' energies.
-
-    T = ceil(n / 1280) at 32 kHz. Raises ValueError for sound without samples.
+    Values are ln of the bands' energies. T = ceil(n / 1280) at 32 kHz. Raises ValueError for sound
+    without samples.
     """
     wave = np.ascontiguousarray(wave, np.float32)
     if rate != RATE:

@@ -96,11 +96,8 @@ def windows(info: Mapping[str, Any]) -> tuple[Windows, Windows]:
 def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *, links: bool = False) -> Film:
     """Map a folder, once in a process and again after it was replaced.
 
-    Args:
-      subjects: names of the viewers to read; empty = all.
-      links: whether links in the folder may lead out of it.
-
-    Raises DataError: files that are missing, or do not fit together.
+    ``subjects``: names of the viewers to read; empty = all. ``links``: whether links in the folder
+    may lead out of it. Raises DataError: files that are missing, or do not fit together.
     """
     try:
         folder = pathlib.Path(path).expanduser().absolute()
@@ -249,8 +246,7 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
     """Complete a folder of arrays with its dataset.json, checksums included.
 
-    Args:
-      info: "tr", "fps", "audio_rate", "audio", "subjects", "text_since" if rows share text, more.
+    ``info``: "tr", "fps", "audio_rate", "audio", "subjects", "text_since" if rows share text, more.
     """
     folder = pathlib.Path(folder)
     names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]

@@ -9,7 +9,7 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,57 +20,39 @@ SOUND_RATE = 24_000  # [Hz] that sound is resampled to
 MAX_GAP = 0.05  # [s] between the time stamps of sound that is taken for rounding
 
 
-class _Npy:
-    """A .npy file [n, …] that is written row by row, with n unknown until the end."""
-
-    def __init__(self, path: pathlib.Path, shape: tuple[int, ...], dtype: Any):
-        self._file, self._shape, self._dtype, self.n = path.open("wb"), shape, np.dtype(dtype), 0
-        self._header()
-        self._start = self._file.tell()
-
-    def append(self, row: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(row, self._dtype).data)
-        self.n += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write n into the header. After an error from elsewhere, only close the file."""
-        if kind is not None:
-            with contextlib.suppress(OSError):  # of data that a full disk refused
-                self._file.close()
-            return
-        with self._file:
-            self._file.seek(0)
-            self._header()
-            assert self._file.tell() == self._start, "numpy pads a header for a longer first dimension"
-
-    def _header(self) -> None:
-        head = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.n, *self._shape)}
-        np.lib.format.write_array_header_1_0(self._file, head)
-
-
 def write_video(
     path: pathlib.Path, out: pathlib.Path, fps: float, size: tuple[int, int], *, limit: int, start: float = 0.0
 ) -> int:
     """Write uint8 [frames, height, width, 3], each at ``start`` + k / fps. Return how many."""
     width, height = size
-    with _Npy(out, (height, width, 3), np.uint8) as file:
-        last, last_time = np.zeros((height, width, 3), np.uint8), None
+    n, last, last_time = 0, np.zeros((height, width, 3), np.uint8), None
+    with out.open("wb") as file:
+
+        def append(until: float) -> int:
+            """Repeat the last picture as long as it was there. Return all frames."""
+            m = n
+            while m < limit and m / fps < until - start:
+                file.write(np.ascontiguousarray(last).data)
+                m += 1
+            return m
+
+        def write_header() -> None:  # which numpy pads for a longer first dimension
+            head = {"descr": "|u1", "fortran_order": False, "shape": (n, height, width, 3)}
+            np.lib.format.write_array_header_1_0(file, head)
+
+        write_header()
         for time, frame in _decoded(path, "video"):
-            # Until this one came, the one before was there.
-            while file.n < limit and file.n / fps < time - start - 1e-6:
-                file.append(last)
+            n = append(time - 1e-6)
             last, last_time = _upright(frame, width, height), time
-            if file.n >= limit:
+            if n >= limit:
                 break
         else:
             if last_time is None:
                 raise DataError(f"{path}: its video holds no frame")
-            while file.n < limit and file.n / fps <= last_time - start + 1e-6:
-                file.append(last)
-    return file.n
+            n = append(last_time + 1e-6)
+        file.seek(0)
+        write_header()
+    return n
 
 
 def _upright(frame: Any, width: int, height: int) -> np.ndarray:

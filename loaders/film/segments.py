@@ -40,15 +40,9 @@ def window_text(
 ) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
     """float32 [volumes, values]; each volume's first one that shares a segment, and a note.
 
-    The note is about both.
-
-    Args:
-      place: the file of embeddings.
-      columns: of ``annotations``, with the begin and the end of a segment.
-      cut: rows after ``volumes`` may be left out.
-      start: [s] of the film, at the first volume.
-
-    Raises DataError.
+    The note is about both. ``place``: the file of embeddings. ``columns``: of ``annotations``, with
+    the begin and the end of a segment. ``cut``: rows after ``volumes`` may be left out. ``start``:
+    [s] of the film, at the first volume. Raises DataError.
     """
     embeddings = sources.only_array(place)
     if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):

@@ -15,6 +15,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
@@ -117,14 +118,7 @@ def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
     Given a system's file, numpy.save would not see that its last part was never written.
     """
     with file(path) as opened:
-        np.save(_Plain(opened), array)
-
-
-class _Plain:
-    """A file by its method ``write`` alone."""
-
-    def __init__(self, opened: IO[bytes]):
-        self.write = opened.write
+        np.save(types.SimpleNamespace(write=opened.write), array)
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
@@ -145,9 +139,7 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *,
 def folder(path: pathlib.Path, *, replace: bool = False) -> Iterator[pathlib.Path]:
     """Yield a folder that takes the name ``path`` when the block ends well.
 
-    Args:
-      replace: whether a folder with that name is replaced. If not, it must be missing or empty.
-
+    ``replace``: whether a folder with that name is replaced. If not, it must be missing or empty.
     Raises OSError if another process makes it now.
     """
     partial = path.with_name(f".{path.name}.partial")

@@ -16,9 +16,8 @@ from loaders.io import files
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
     """Read a column, and its classes' names if Hugging Face's metadata have them.
 
-    Lists of classes have them, too.
-
-    Raises DataError: there is no such column, or the shard is broken.
+    Lists of classes have them, too. Raises DataError: there is no such column, or the shard is
+    broken.
     """
     with files.reading(path):
         schema, table = _open(path)
@@ -117,20 +116,20 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
     if path.suffix == ".parquet":
         file = pq.ParquetFile(path)
         return file.schema_arrow, lambda name: file.read(columns=[name]).column(name)
-    # Mapped, so that the pages of other columns are never read.
+    schema, batches = arrow(path)
+    return schema, lambda name: pa.chunked_array([batch.column(name) for batch in batches], schema.field(name).type)
+
+
+def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+    """Return the batches of an IPC stream or file, mapped: unused columns are never read."""
     source = pa.memory_map(str(path))
     try:
         stream = pa.ipc.open_stream(source)
-        batches = list(stream)
+        return stream.schema, list(stream)
     except pa.ArrowInvalid:
         source.seek(0)
-        stream = pa.ipc.open_file(source)
-        batches = [stream.get_batch(i) for i in range(stream.num_record_batches)]
-
-    def kind(name: str) -> Any:
-        return stream.schema.field(name).type
-
-    return stream.schema, lambda name: pa.chunked_array([batch.column(name) for batch in batches], kind(name))
+        file = pa.ipc.open_file(source)
+        return file.schema, [file.get_batch(i) for i in range(file.num_record_batches)]
 
 
 def _class_names(schema: pa.Schema, name: str) -> list[str] | None:

@@ -65,12 +65,8 @@ def home(folder: pathlib.Path) -> pathlib.Path:
 def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
     """Return the path of the file ``name`` in ``folder``, which need not exist.
 
-    Args:
-      name: as another file gives it, so anything.
-      links: whether links in the folder may lead out of it.
-      remedy: the end of the message.
-
-    Raises FileError for a name that leads out of it.
+    ``name``: as another file gives it, so anything. ``links``: whether links in the folder may lead
+    out of it. ``remedy``: the end of the message. Raises FileError for a name that leads out of it.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise FileError(f"{folder} has a file that names {str(name)[:80]!r}; expected the name of a file in that folder")

@@ -32,9 +32,8 @@ def schedulable() -> int:
 def cores_missing(asked: float, given: float, threads: int) -> int:
     """Return how many more cores a loader needs for ``asked`` rows/s.
 
-    Args:
-      asked, given: rows/s, the second above 0.
-      threads: the loader's, which now give ``given`` on this machine's cores.
+    ``asked``, ``given``: rows/s, the second above 0. ``threads``: the loader's, which now give
+    ``given`` on this machine's cores.
     """
     return max(0, math.ceil(min(threads, cores()) * (asked / given - 1)))
 
@@ -42,12 +41,9 @@ def cores_missing(asked: float, given: float, threads: int) -> int:
 def cache_folder(*parts: str) -> pathlib.Path:
     """Return the folder of files made once and kept.
 
-    It is $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain.
-
-    Args:
-      parts: folders and a file below it. Nothing is created.
-
-    Raises FileNotFoundError if that is in a missing home, as for a container's user without a name.
+    It is $JAXTRAIN_CACHE, else $XDG_CACHE_HOME/jaxtrain, else ~/.cache/jaxtrain. ``parts``: folders
+    and a file below it. Nothing is created. Raises FileNotFoundError if that is in a missing home,
+    as for a container's user without a name.
     """
     folder = os.environ.get("JAXTRAIN_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxtrain")
     try:
@@ -73,14 +69,11 @@ def trim(folder: pathlib.Path, limit: int) -> None:
 def keep_freed_memory() -> bool:
     """Have this process reuse the memory that it frees, if it computes on CPUs.
 
-    Call it before threads are begun.
-
-    A step frees its temporary arrays, and glibc gives large ones back to the system: the next step
-    gets them as new pages, each zeroed at its first touch. Of a step of the demo birds on one core
-    that was a fifth of the CPU time.
-
-    Returns whether it is in force. It is not with accelerators, whose hosts hold other things than
-    arrays of steps, with another C library, or over the environment's settings of malloc.
+    Call it before threads are begun. A step frees its temporary arrays, and glibc gives large ones
+    back to the system: the next step gets them as new pages, each zeroed at its first touch. Of a
+    step of the demo birds on one core that was a fifth of the CPU time. Returns whether it is in
+    force. It is not with accelerators, whose hosts hold other things than arrays of steps, with
+    another C library, or over the environment's settings of malloc.
     """
     global _keeps
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

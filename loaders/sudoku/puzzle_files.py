@@ -79,9 +79,8 @@ def check_answers(kind: str, inputs: np.ndarray, labels: np.ndarray, where: Call
 def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> None:
     """Raise DataError, with the cell, if a Sudoku has no solution, or several.
 
-    Args:
-      boards: symbols, uint8 [n, cells].
-      where: the name of board i, for example its file and line.
+    ``boards``: symbols, uint8 [n, cells]. ``where``: the name of board i, for example its file and
+    line.
     """
     side = KINDS[kind]
     count, *_ = _rust.sudoku_solve(boards - np.uint8(1), threads=machine.cores())

@@ -15,12 +15,10 @@ TEST_SHARE = 0.2  # of the solutions that a generator finds
 def generate(source: Source, seed: int) -> dict[str, Puzzles]:
     """Generate both splits of a source: no board twice, and nothing in both splits.
 
-    Raises DataError.
-
-    Of a Sudoku of any grade, no solution is in both splits. Of one of a grade, and of 6 × 6, no
-    symmetric copy either: of a solution if they are 9 × 9. Smaller sides have so few different
-    solutions that those are of the boards. No maze and no lights are in both splits, turned or
-    mirrored.
+    Raises DataError. Of a Sudoku of any grade, no solution is in both splits. Of one of a grade,
+    and of 6 × 6, no symmetric copy either: of a solution if they are 9 × 9. Smaller sides have so
+    few different solutions that those are of the boards. No maze and no lights are in both splits,
+    turned or mirrored.
     """
     sizes = {"train": source.n_train, "test": source.n_test}
     chosen: dict[str, list[tuple[np.ndarray, ...]]] = {"train": [], "test": []}
@@ -92,9 +90,7 @@ def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, n
 def make_lights(side: int, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
     """Generate lights ``index`` of a seed: the board, and presses that switch it off.
 
-    Each is uint8 [side, side].
-
-    Any number of presses is as likely as any other.
+    Each is uint8 [side, side]. Any number of presses is as likely as any other.
     """
     rng = np.random.default_rng([PUZZLE, seed, index])
     pressed = np.zeros(side * side, np.int32)

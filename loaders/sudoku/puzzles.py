@@ -95,10 +95,8 @@ def to_text(kind: str, board: np.ndarray) -> str:
 def to_symbols(kind: str, side: int, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
     """Return the symbols of boards as text, uint8 [n, side²].
 
-    Raises DataError: another size, or a symbol that the kind lacks.
-
-    Args:
-      where: the name of text i in an error, for example its file and line.
+    Raises DataError: another size, or a symbol that the kind lacks. ``where``: the name of text i
+    in an error, for example its file and line.
     """
     cells, known = side * side, characters(kind)
     known_as = f"{known!r}" if kind not in BOXES else f"1 to {side}, or . or 0 for a blank"
@@ -139,10 +137,9 @@ def clash(kind: str, board: np.ndarray) -> str:
 def is_solved(kind: str, boards: Any, answers: Any) -> Any:
     """Return whether answers [..., cells] keep the givens and every rule: bool [...].
 
-    The givens are those of boards [..., cells].
-
-    Arrays of NumPy, or of any library with its methods. Of a maze: the path has no branch, and
-    joins start and goal if no walls stand alone. A shorter one may exist.
+    The givens are those of boards [..., cells]. Arrays of NumPy, or of any library with its
+    methods. Of a maze: the path has no branch, and joins start and goal if no walls stand alone. A
+    shorter one may exist.
     """
     lead, side = answers.shape[:-1], math.isqrt(answers.shape[-1])
     answers = answers.astype("int32")
@@ -218,10 +215,9 @@ def augment(kind: str, seed: int, index: np.ndarray, view: np.ndarray, *boards: 
 def moved(kind: str, rows: tuple[Any, Any], columns: tuple[Any, Any], turn: Any) -> Any:
     """Return the cell of a Sudoku that each place takes, int [k, cells]. Arrays as of `is_solved`.
 
-    Args:
-      rows: permutations of the bands, [k, bands], and of the rows in each, [k, bands, rows].
-      columns: those of the stacks and of the columns in them.
-      turn: bool [k] of boards that are transposed, if their boxes are square.
+    ``rows``: permutations of the bands, [k, bands], and of the rows in each, [k, bands, rows].
+    ``columns``: those of the stacks and of the columns in them. ``turn``: bool [k] of boards that
+    are transposed, if their boxes are square.
     """
     side, (high, wide) = KINDS[kind], BOXES[kind]
     row, column = ((band[:, :, None] * size + line).reshape(-1, side) for (band, line), size in ((rows, high), (columns, wide)))

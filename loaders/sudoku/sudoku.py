@@ -25,7 +25,6 @@ order that is always the same and mixed: its first batches are a fair sample.
 import functools
 import hashlib
 import logging
-import os
 import pathlib
 import time
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ import numpy as np
 
 from loaders import order
 from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
-from loaders.io import checks, files, machine
+from loaders.io import atomic_write, checks, files, machine
 from loaders.sudoku import puzzles as kinds
 from loaders.sudoku.puzzle_files import read_csv, read_npy
 from loaders.sudoku.puzzle_generators import GENERATOR, generate
@@ -190,9 +189,8 @@ def fields(config: Config) -> dict[str, Field]:
 def facts(config: Config) -> Facts:
     """Facts of the puzzles: n_cells, vocab, n_puzzles, n_difficulties, n_train and n_test.
 
-    vocab is symbols, padding included, and n_puzzles is ids.
-
-    n_train and n_test are of each source. Raises DataError.
+    vocab is symbols, padding included, and n_puzzles is ids. n_train and n_test are of each source.
+    Raises DataError.
     """
     sizes: dict[str, list[int]] = {"train": [], "test": []}
     symbols = [n_symbols(s.kind) for s in config.sources]
@@ -275,11 +273,8 @@ def _kept(source: Source, seed: int) -> dict[str, Puzzles]:
     splits = generate(source, seed)
     n, seconds = source.n_train + source.n_test, time.perf_counter() - began
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{name}.{os.getpid()}")
-        with temporary.open("wb") as file:
+        with atomic_write.shared(path) as place, place.open("wb") as file:
             np.savez(file, **{f"{s}_{f}": getattr(p, f) for s, p in splits.items() for f in Puzzles._fields})
-        temporary.replace(path)
         log.info("generated %d %s puzzles in %.1f s, kept in %s", n, source.kind, seconds, path)
     except OSError as error:
         log.warning("generated %d %s puzzles in %.1f s; %s cannot keep them: %s", n, source.kind, seconds, path, error.strerror)

@@ -6,7 +6,7 @@ belongs to another document.
 """
 
 import threading
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,17 +103,7 @@ def pack(lengths: np.ndarray, context: int) -> Placed:
     return Placed(document[by_bin], offset[by_bin], length[by_bin], stops)
 
 
-class Stream(Protocol):
-    """Rows of one source over all its passes, each a pure function of its number."""
-
-    def n_rows(self) -> int:
-        """Rows of the first pass."""
-
-    def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
-        """Write the rows ``number`` of this source into a batch's places ``at``, both int64 [k]."""
-
-
-class Packed(Stream):
+class Packed:
     """Rows of documents packed window by window. A seek packs those before it once, to count."""
 
     def __init__(self, documents: Documents, context: int, window: int, *, seed: int, shuffle: bool):
@@ -130,6 +120,7 @@ class Packed(Stream):
         return self._ends[self._n_windows - 1] if self._n_windows else 0
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:
+        """Write the rows ``number`` of this source into a batch's places ``at``, both int64 [k]."""
         for row, i in zip(at.tolist(), number.tolist(), strict=True):
             with self._lock:
                 while not self._ends or self._ends[-1] <= i:
@@ -178,7 +169,7 @@ def _reordered(placed: Placed, rows: np.ndarray) -> Placed:
     return Placed(placed.document[pieces], placed.offset[pieces], placed.length[pieces], stops)
 
 
-class Windows(Stream):
+class Windows:
     """Rows of the stream of all documents, one after the other, across their boundaries."""
 
     def __init__(self, documents: Documents, context: int, *, seed: int, packing: str, train: bool):

@@ -76,14 +76,11 @@ def _decoded(path: pathlib.Path) -> str:
 def open_splits(path: str, test: str, *, text: str, test_share: float, links: bool = False) -> dict[str, Documents]:
     """Return the documents of "train" and "test", opened once, and again when a file has changed.
 
-    Args:
-      path: a folder of token files, or a text file.
-      test: the same to test on; empty = test/ in the folder, else ``test_share`` of ``path``.
-      text: the tokens of a text file, "characters" or "bytes".
-      test_share: of the documents, or of a text the share at its end.
-      links: whether links in a folder may lead out of it.
-
-    Raises DataError: files that cannot be read, or do not fit together.
+    ``path``: a folder of token files, or a text file. ``test``: the same to test on; empty = test/
+    in the folder, else ``test_share`` of ``path``. ``text``: the tokens of a text file,
+    "characters" or "bytes". ``test_share``: of the documents, or of a text the share at its end.
+    ``links``: whether links in a folder may lead out of it. Raises DataError: files that cannot be
+    read, or do not fit together.
     """
     places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
     return _open_once(path, test, text, test_share, links, files.stamps(places))
@@ -275,9 +272,7 @@ def write_shard(
 ) -> dict[str, Any]:
     """Write one shard and return its entry for tokens.json.
 
-    Args:
-      sizes: bytes of text of each document.
-      firsts: those of its first token.
+    ``sizes``: bytes of text of each document. ``firsts``: those of its first token.
     """
     index = np.zeros((len(documents) + 1, 2), "<i8")
     index[1:, 0] = np.cumsum([len(d) for d in documents])

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loaders.io import atomic_write, machine
+from loaders.io import atomic_write, columnar, machine
 from loaders.io import files as files_lib
 from loaders.io.checks import UserError, first_line
 from loaders.text import token_files
@@ -210,13 +210,7 @@ def _open(path: pathlib.Path) -> Any:
     try:
         if _ending(path) in PARQUET:
             return pq.ParquetFile(path, memory_map=True)
-        source = pa.memory_map(str(path))
-        try:
-            reader = pa.ipc.open_file(source)
-            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        except pa.ArrowInvalid:
-            source.seek(0)
-            return list(pa.ipc.open_stream(source))
+        return columnar.arrow(path)[1]
     except (pa.ArrowException, OSError) as error:
         raise TokensError(f"{path} cannot be read: {first_line(error)}") from error
 

@@ -91,8 +91,7 @@ class Tokenizer(NamedTuple):
 def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> Tokenizer:
     """Open a tokenizer.json, once in a process. Raises DataError.
 
-    Args:
-      specials: whether the names of special tokens inside texts become these tokens.
+    ``specials``: whether the names of special tokens inside texts become these tokens.
     """
     place = pathlib.Path(path).expanduser()
     content = files.read(place, most=files.MAX_JSON)
@@ -102,11 +101,8 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
 def read_files(place: pathlib.Path, *, links: bool = False) -> dict[str, bytes]:
     """Read a tokenizer's files by their names, of which the first becomes tokenizer.json.
 
-    Args:
-      place: that file, or the folder of a tokenizer.json.
-      links: whether links may lead out of the folder.
-
-    Raises DataError.
+    ``place``: that file, or the folder of a tokenizer.json. ``links``: whether links may lead out
+    of the folder. Raises DataError.
     """
     if not place.exists():
         return {}

@@ -45,7 +45,7 @@ import numpy as np
 from loaders import mixture, order
 from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refuse_problems
 from loaders.io import checks
-from loaders.text.packing import Packed, Stream, Windows
+from loaders.text.packing import Packed, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
 from loaders.text.tokenizer import open_tokenizer
 
@@ -77,7 +77,6 @@ class Config(checks.DataSection):
     follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
     threads: int = 2  # [threads] that read batches ahead
     ahead: int = 4  # [batches] that are read ahead
-    exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
@@ -90,12 +89,9 @@ class Config(checks.DataSection):
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")
-        yield from checks.choice(self, mixture.POLICIES, "exhausted")
         yield from checks.at_least(self, 1, "context", "window", "ahead")
         yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
-        if self.packing == "random" and self.exhausted != "repeat":
-            yield "exhausted", f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'"
 
 
 class Tokens(Loader):
@@ -114,20 +110,19 @@ class Tokens(Loader):
         self._config = config
         self._documents = [_open(source, config)[split] for source in config.sources]
         train = split == "train"
-        self._streams: list[Stream] = []
+        self._streams: list[Packed | Windows] = []
         for k, documents in enumerate(self._documents):
             source_seed = seed + (k << 32)  # sources draw independently
             if train and not (documents.length > 1).any():
                 raise DataError(f"sources[{k}].path={config.sources[k].path} has no document of two tokens to train on")
-            if config.packing == "best_fit":
-                self._streams.append(Packed(documents, config.context, config.window, seed=source_seed, shuffle=train))
-            else:
-                self._streams.append(Windows(documents, config.context, seed=source_seed, packing=config.packing, train=train))
+            self._streams.append(
+                Packed(documents, config.context, config.window, seed=source_seed, shuffle=train)
+                if config.packing == "best_fit"
+                else Windows(documents, config.context, seed=source_seed, packing=config.packing, train=train)
+            )
         self._mixture: mixture.Mixture | None = None
         if train:
-            sizes = None if config.exhausted == "repeat" else [stream.n_rows() for stream in self._streams]
-            shares = [source.share for source in config.sources]
-            self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
+            self._mixture = mixture.Mixture([source.share for source in config.sources], seed=seed)
             n = sum(-(-int(documents.length.sum()) // config.context) for documents in self._documents)  # as full rows
         else:
             # Rows of all sources in their shares, so that the first batches are of all of them.
@@ -142,14 +137,9 @@ class Tokens(Loader):
         self._delivered = np.zeros((len(self._streams), 2), np.int64)  # rows and tokens of each source, by this process
         self._epoch = np.zeros(len(self._streams), np.int64)
         super().__init__(
-            fields(config),
-            train=train,
-            rows=rows,
-            seed=seed,
-            n_batches=-(-n // rows.batch),
-            threads=config.threads,
+            fields(config), train=train, rows=rows, seed=seed, n_batches=-(-n // rows.batch), threads=config.threads,
             ahead=config.ahead,
-        )
+        )  # fmt: skip
 
     def __next__(self) -> tuple[int, HostBatch]:
         position, batch = super().__next__()
@@ -174,7 +164,6 @@ class Tokens(Loader):
             "packing": config.packing,
             "shares": [source.share for source in config.sources],
             **({"window": config.window} if config.packing == "best_fit" else {}),
-            **({"exhausted": config.exhausted} if config.exhausted != "repeat" else {}),
         }
 
     def diagnostics(self) -> dict[str, Any]:
@@ -265,7 +254,7 @@ def _table(source: Source, config: Config) -> str:
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
     """Return a loader of ``split``, "train" or "test".
 
-    Raises DataError: unreadable files, different vocabularies, in ``next`` an exhausted source.
+    Raises DataError: unreadable files, or different vocabularies.
     """
     refuse_problems(config)
     facts(config)

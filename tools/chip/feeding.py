@@ -9,16 +9,11 @@ spectrograms itself):
     loader      rows/s of the loader alone, on every core that this process may use
     demand      rows/s of the step alone, on a batch that stays on the device
     together    rows/s of `jaxtrain.data.feed` and the step, and the share of the time that the step
-                waits for data
-    overlap     of the copies to the device, the share that overlaps computation, by a trace of a
-                few of those steps; a CPU has no copies: the rows are used where the loader wrote
-                them
+                waits for data, so also for copies that no computation overlaps
 """
 
 import contextlib
 import importlib
-import pathlib
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,13 +23,9 @@ import jax
 from jaxtrain.data import feed
 from loaders.base import Loader, Rows
 from loaders.io import machine
-from tools.chip import cases, trace
+from tools.chip import cases
 
-FORMS = {
-    "float32": {},
-    "bfloat16": {"data.dtype": "bfloat16"},
-    "waveform": {"data.form": "waveform"},
-}
+FORMS = {"float32": {}, "bfloat16": {"data.dtype": "bfloat16"}, "waveform": {"data.form": "waveform"}}
 
 
 def measure(data: cases.Data, device: jax.Device, *, quick: bool) -> dict[str, Any]:
@@ -57,10 +48,8 @@ def measure_form(
     steps = cases.Steps(chosen, cases.first_batch(a))
     demand = batch / steps.seconds(seconds / 2)
     with _loader(a.config, rows) as loader:
-        stream = feed.Feed(loader, a.abstract.batch, rows)
-        with contextlib.closing(stream):
+        with contextlib.closing(feed.Feed(loader, a.abstract.batch, rows)) as stream:
             together, share = end_to_end(stream, steps, batch, seconds)
-            overlap, copied = overlap_of(stream, steps)
     return {
         "rows": batch,
         "bytes_per_row": sum(x.nbytes for x in steps.batch.values()) // batch,
@@ -70,8 +59,6 @@ def measure_form(
         "demand_rows_per_second": demand,
         "rows_per_second": together,
         "wait_share": share,
-        "copy_seconds_per_step": copied,
-        "overlap": overlap,
     }
 
 
@@ -108,12 +95,3 @@ def end_to_end(stream: feed.Feed, steps: cases.Steps, batch: int, seconds: float
     jax.block_until_ready(pending)
     took = time.perf_counter() - begin
     return n * batch / took, (stream.waited - waited) / took
-
-
-def overlap_of(stream: feed.Feed, steps: cases.Steps, n: int = 4) -> tuple[float | None, float]:
-    """(share of copies to the device that overlaps computation, seconds of copies a step)."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([steps(next(stream)[1]) for _ in range(n)])
-        found = trace.summary(trace.read(pathlib.Path(folder)))
-    return found.overlap, found.copied / n

@@ -104,12 +104,11 @@ def goal(name: str, one: Found, found: Found) -> Iterator[str]:
 
 
 def feeding(form: str, one: Found) -> Row:
-    overlap = "no copies" if one["overlap"] is None else f"{one['overlap']:.0%} of the copies overlap computation"
     stages = {stage: s for stage, s in one["stage_seconds"].items() if stage not in ("idle", "wait")}
     slowest = max(stages, key=lambda stage: stages[stage])
     compared = (
         f"loader {one['loader_rows_per_second']:,.0f} on {one['cores']} cores (most in {slowest}), "
-        f"demand {one['demand_rows_per_second']:,.0f}; waiting {one['wait_share']:.0%}; {overlap}"
+        f"demand {one['demand_rows_per_second']:,.0f}; waiting {one['wait_share']:.0%}"
     )
     return Row(
         "feeding", f"{form}: {one['bytes_per_row'] / 1e3:.0f} kB a row", f"{one['rows_per_second']:,.0f} rows/s", compared
@@ -129,9 +128,9 @@ def state(one: Found) -> Iterator[Row]:
 
 
 def profile(name: str, one: Found) -> Row:
-    most = ", ".join(f"{row[0][:40]} {row[3]:.0%}" for row in one["top"][:3])
-    figure = f"{one['matrix']:.0%} in matrix units, gaps {one['idle']:.0%}"
-    return Row("profile", name, figure, f"most: {most}; next: {one['next']}")
+    parts = ", ".join(f"{part} {share:.0%}" for part, share in one["parts"].items())
+    most = ", ".join(f"{scope[-60:]} {share:.0%}" for scope, share, _ in one["scopes"][:3])
+    return Row("profile", name, parts, f"most: {most}")
 
 
 def text(found: Found) -> str:

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 
 from jaxtrain.telemetry import metrics
-from tools.chip import cases, trace
+from jaxtrain.telemetry.report import trace
+from tools.chip import cases
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
     """Return the program, and the seconds of tracing and compiling it.
 
-    They are with an empty cache of programs, and from it.
-
-    To be called in a process that has a cache folder of its own (`gpu_check`).
+    They are with an empty cache of programs, and from it. To be called in a process that has a
+    cache folder of its own (`gpu_check`).
     """
     begin = time.perf_counter()
     program = cases.compiled(chosen)
@@ -88,10 +88,11 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
 
 
 def profile(steps: cases.Steps, *, n: int) -> dict[str, Any]:
-    """Return a trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
+    """Return the parts and the longest scopes of ``n`` traced steps in a row (`trace.Trace`)."""
     jax.block_until_ready([steps() for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps() for _ in range(n)])
-        found = trace.summary(trace.read(pathlib.Path(folder)))
-    return {**found._asdict(), "steps": n, "next": trace.advice(found)}
+        if (found := trace.of_folder(pathlib.Path(folder))) is None:
+            raise ValueError("the trace names no operation of a device")
+    return {**found._asdict(), "steps": n}

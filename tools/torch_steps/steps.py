@@ -106,9 +106,8 @@ def adamw_step(
 ) -> Step:
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
-    Args:
-      o: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters by
-      their names.
+    ``o``: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters
+    by their names.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in spared]
