@@ -86,15 +86,9 @@ class Loader(abc.ABC):
     population: Population | None = None
 
     def __init__(
-        self,
-        *buckets: Mapping[str, Field],
-        train: bool,
-        rows: Rows,
-        seed: int,
-        n_batches: int,
-        threads: int = 0,
+        self, *buckets: Mapping[str, Field], train: bool, rows: Rows, seed: int, n_batches: int, threads: int = 0,
         ahead: int = 0,
-    ):
+    ):  # fmt: skip
         """``threads`` keep ``ahead`` batches ready. With 0, `next` makes its batch itself."""
         self.buckets: Sequence[Mapping[str, Field]] = buckets
         self.n_batches = n_batches

@@ -281,11 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=38.0, help="of a recording, on average (default: %(default)s)")
     parser.add_argument("--folder", type=pathlib.Path, help=f"of the corpora (default: {machine.cache_folder()})")
     parser.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
+        "--clock", choices=("wall", "cpu"), default="wall",
         help="cpu: seconds that a core worked for the peer, for a machine that has other work too (default: %(default)s)",
-    )
+    )  # fmt: skip
     args = parser.parse_args(argv)
 
     codecs, threads = args.codecs.split(","), [int(n) for n in args.threads.split(",")]

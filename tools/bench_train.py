@@ -89,11 +89,9 @@ def ratios(ours: Times, theirs: Times) -> tuple[float, float, tuple[float, float
     """Theirs over ours: of medians, shortest, a round's least and largest, least CPU time."""
     rounds = [t / o for o, t in zip(ours.wall, theirs.wall, strict=True)]
     return (
-        theirs.median / ours.median,
-        min(theirs.wall) / min(ours.wall),
-        (min(rounds), max(rounds)),
+        theirs.median / ours.median, min(theirs.wall) / min(ours.wall), (min(rounds), max(rounds)),
         min(theirs.cpu) / min(ours.cpu),
-    )
+    )  # fmt: skip
 
 
 def row(label: str, times: Mapping[str, Times], flops: float, product: float, load: float) -> str:

@@ -74,11 +74,9 @@ def margins(found: dict[str, list[np.ndarray]], y: np.ndarray, draws: int) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tools.esc10_folds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="tools.esc10_folds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     parser.add_argument("path")
     parser.add_argument("--out", default="runs/esc10_folds")
     parser.add_argument("--objectives", default=",".join(OBJECTIVES))

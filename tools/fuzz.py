@@ -72,14 +72,10 @@ ENCODERS: Mapping[str, Sequence[tuple[str, str]]] = {
     "vorbis": [("OGG", "VORBIS")],
     "opus": [("OGG", "OPUS")],
     "other": [
-        ("AIFF", "PCM_16"),
-        ("CAF", "PCM_16"),
-        ("WAV", "MS_ADPCM"),
-        ("WAV", "IMA_ADPCM"),
-        ("WAV", "ULAW"),
+        ("AIFF", "PCM_16"), ("CAF", "PCM_16"), ("WAV", "MS_ADPCM"), ("WAV", "IMA_ADPCM"), ("WAV", "ULAW"),
         ("WAV", "ALAW"),
     ],
-}
+}  # fmt: skip
 # (codec, container, layout of samples) of FFmpeg's libraries
 AV_ENCODERS = {"m4a": [("aac", "mp4", "fltp"), ("alac", "mp4", "s16p"), ("alac", "caf", "s16p")]}
 

@@ -18,16 +18,8 @@ import tomllib
 # pip's settings that uv has too, and those that change nothing that is installed.
 SHARED = {"find-links": "--find-links"}
 WITHOUT_EFFECT = {
-    "cert",
-    "default-timeout",
-    "timeout",
-    "retries",
-    "no-cache-dir",
-    "cache-dir",
-    "no-compile",
-    "no-input",
-    "quiet",
-}
+    "cert", "default-timeout", "timeout", "retries", "no-cache-dir", "cache-dir", "no-compile", "no-input", "quiet",
+}  # fmt: skip
 WITHOUT_EFFECT |= {"disable-pip-version-check", "progress-bar", "no-color", "root-user-action", "break-system-packages"}
 
 

@@ -143,14 +143,9 @@ def torchaudio_fbank(wave_n: np.ndarray) -> np.ndarray:
 
     with torch.inference_mode():
         return kaldi.fbank(
-            torch.from_numpy(np.ascontiguousarray(wave_n))[None],
-            sample_frequency=RATE,
-            num_mel_bins=N_MELS,
-            window_type="hanning",
-            htk_compat=True,
-            use_energy=False,
-            dither=0.0,
-        ).numpy()
+            torch.from_numpy(np.ascontiguousarray(wave_n))[None], sample_frequency=RATE, num_mel_bins=N_MELS,
+            window_type="hanning", htk_compat=True, use_energy=False, dither=0.0,
+        ).numpy()  # fmt: skip
 
 
 class Datasets:
@@ -177,16 +172,9 @@ class Librosa:
     def __call__(self, s: Sample) -> np.ndarray:
         wave_n, _ = self.load(s.path, sr=RATE, offset=s.start / s.rate, duration=CLIP / RATE)
         mels_mf = self.melspectrogram(
-            y=clip(wave_n),
-            sr=RATE,
-            n_fft=1024,
-            win_length=FRONT_END.window,
-            hop_length=FRONT_END.hop,
-            n_mels=N_MELS,
-            fmin=20,
-            htk=True,
-            norm=None,
-        )
+            y=clip(wave_n), sr=RATE, n_fft=1024, win_length=FRONT_END.window, hop_length=FRONT_END.hop, n_mels=N_MELS,
+            fmin=20, htk=True, norm=None,
+        )  # fmt: skip
         frames = FRONT_END.n_clip_frames(CLIP)
         return normalised(np.log(np.maximum(mels_mf.T[:frames], np.finfo(np.float32).eps)))
 

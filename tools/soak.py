@@ -465,11 +465,9 @@ def place() -> Iterator[tuple[pathlib.Path, bool]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        usage="python -m tools.soak [options] [--config=FILE] [--config.section.field=value …]", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     hours, model = os.environ.get("SOAK_HOURS", "3"), os.environ.get("SOAK_MODEL", "bird")
     parser.add_argument("--hours", type=float, default=hours, help="until the last fault; default: SOAK_HOURS, or 3")
     parser.add_argument("--faults", type=int, default=0, help="end after so many of them, too; default: 0, any number")

@@ -72,12 +72,9 @@ class Chat(Loader):
                 100 * bucket.fill(self._data.sizes),
             )  # fmt: skip
         super().__init__(
-            *(_fields(self._tools, bucket.shape) for bucket in self._data.buckets),
-            train=train,
-            rows=rows,
-            seed=seed,
+            *(_fields(self._tools, bucket.shape) for bucket in self._data.buckets), train=train, rows=rows, seed=seed,
             n_batches=sum(self._batches),
-        )
+        )  # fmt: skip
 
     def bucket_at(self, position: int) -> int:
         return self._deal(position).bucket
@@ -190,17 +187,11 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
 
 def _fields(tools: Tools, shape: Shape) -> dict[str, Field]:
     integers = {
-        "text": (shape.text,),
-        "codes": (shape.audio, tools.codebooks),
-        "place": (shape.places,),
-        "slot": (shape.places,),
-        "text_at": (shape.text_labels,),
-        "text_target": (shape.text_labels,),
-        "audio_at": (shape.audio_labels,),
-        "audio_target": (shape.audio_labels, tools.codebooks),
-        "index": (),
+        "text": (shape.text,), "codes": (shape.audio, tools.codebooks), "place": (shape.places,),
+        "slot": (shape.places,), "text_at": (shape.text_labels,), "text_target": (shape.text_labels,),
+        "audio_at": (shape.audio_labels,), "audio_target": (shape.audio_labels, tools.codebooks), "index": (),
         "epoch": (),
-    }
+    }  # fmt: skip
     return {
         **{name: Field(s, np.dtype(np.int32)) for name, s in integers.items()},
         "label_scale": Field((1 + tools.codebooks,), np.dtype(np.float32)),

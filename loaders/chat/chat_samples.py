@@ -275,14 +275,9 @@ def _tools_once(config: Config, manifest: str, made: files.Stamps) -> Tools:
             return codec_lib.read(source.codes(codec, config.cache))
 
     return Tools(
-        tokenizer=tokenizer,
-        ids=ids,
-        codebooks=codebooks,
-        size=size,
-        frame_rate=frame_rate,
-        delay=config.delay,
+        tokenizer=tokenizer, ids=ids, codebooks=codebooks, size=size, frame_rate=frame_rate, delay=config.delay,
         find=find,
-    )
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2)

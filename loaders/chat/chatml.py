@@ -188,16 +188,9 @@ def undelayed(columns_jk: np.ndarray, *, delay: bool = True) -> np.ndarray:
 
 
 def expand(
-    tokens: np.ndarray,
-    labels: np.ndarray,
-    audios: Sequence[np.ndarray],
-    *,
-    audio_in: int,
-    audio_out: int,
-    size: int,
-    codebooks: int,
-    delay: bool = True,
-) -> Laid:
+    tokens: np.ndarray, labels: np.ndarray, audios: Sequence[np.ndarray], *, audio_in: int, audio_out: int, size: int,
+    codebooks: int, delay: bool = True,
+) -> Laid:  # fmt: skip
     """Put the columns of ``audios`` [K, T] in place of the tokens ``audio_in`` and ``audio_out``.
 
     They come in order. A recording is predicted if its token is an ``audio_out`` with a label.
@@ -257,15 +250,11 @@ def row(x: Laid, shape: tuple[int, int, int, int], pad: int) -> dict[str, np.nda
         return out
 
     return {
-        "text": fill(x.tokens[text], s, pad),
-        "codes": fill(x.codes[audio], (a, k), 0),
-        "place": place.astype(np.int32),
-        "slot": slot,
-        "text_at": fill(t.text_at, n, 0),
-        "text_target": fill(t.text, n, NONE),
-        "audio_at": fill(t.audio_at, m, 0),
+        "text": fill(x.tokens[text], s, pad), "codes": fill(x.codes[audio], (a, k), 0),
+        "place": place.astype(np.int32), "slot": slot, "text_at": fill(t.text_at, n, 0),
+        "text_target": fill(t.text, n, NONE), "audio_at": fill(t.audio_at, m, 0),
         "audio_target": fill(t.audio, (m, k), NONE),
-    }
+    }  # fmt: skip
 
 
 def label_scale(n_text: int, n_audio: np.ndarray, rows: int) -> np.ndarray:

@@ -73,13 +73,9 @@ def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
 
 
 def write(
-    folder: pathlib.Path,
-    paths: Sequence[pathlib.Path],
-    names: Sequence[str],
-    mask: pathlib.Path | None,
-    volumes: int,
-    dtype: Any,
-) -> int:
+    folder: pathlib.Path, paths: Sequence[pathlib.Path], names: Sequence[str], mask: pathlib.Path | None,
+    volumes: int, dtype: Any,
+) -> int:  # fmt: skip
     """Write fmri/<viewer>.npy and mask.nii.gz. Return how many voxels are constant in a viewer."""
     nibabel = sources.package("nibabel")
     first = _nifti(paths[0])

@@ -112,11 +112,9 @@ class Boards(Loader):
     @property
     def order(self) -> dict[str, Any]:
         return {
-            "version": [order.VERSION, VERSION],
-            "batch": self._rows.batch,
-            "bounds": self._bounds.tolist(),
+            "version": [order.VERSION, VERSION], "batch": self._rows.batch, "bounds": self._bounds.tolist(),
             "views": [source.views for source in self._config.sources],
-        }
+        }  # fmt: skip
 
     def diagnostics(self) -> dict[str, Any]:
         return {"puzzles": [len(p.inputs) for p in self._puzzles]}
@@ -153,15 +151,9 @@ class Boards(Loader):
             self._fill(batch, at, k, index, np.zeros_like(index), puzzles.inputs[index], puzzles.labels[index])
 
     def _fill(
-        self,
-        batch: dict[str, np.ndarray],
-        at: np.ndarray,
-        k: int,
-        index: np.ndarray,
-        epoch: np.ndarray,
-        boards: np.ndarray,
-        answers: np.ndarray,
-    ) -> None:
+        self, batch: dict[str, np.ndarray], at: np.ndarray, k: int, index: np.ndarray, epoch: np.ndarray,
+        boards: np.ndarray, answers: np.ndarray,
+    ) -> None:  # fmt: skip
         """Write puzzles ``index`` of source ``k`` into the places ``at`` of a batch."""
         puzzles, cells = self._puzzles[k], boards.shape[1]
         batch["inputs"][at, :cells] = boards

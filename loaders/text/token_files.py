@@ -108,15 +108,12 @@ def _open_once(
     sizes = _document_bytes(folder, links)
     return {
         name: train._replace(
-            shard=train.shard[kept],
-            start=train.start[kept],
-            length=train.length[kept],
-            n_bytes=int(sizes[kept].sum()),
-            first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
+            shard=train.shard[kept], start=train.start[kept], length=train.length[kept],
+            n_bytes=int(sizes[kept].sum()), first_bytes=train.first_bytes * kept.mean() if kept.size else 0.0,
             digest=f"{train.digest} {test_share}",
         )
         for name, kept in (("train", ~is_test), ("test", is_test))
-    }
+    }  # fmt: skip
 
 
 def _piece(whole: Documents, begin: int, end: int, path: pathlib.Path, text: str) -> Documents:
@@ -145,14 +142,9 @@ def _read_text(path: pathlib.Path, vocabulary: str) -> Documents:
         tokens = np.frombuffer(encoded, np.uint8)
     digest = hashlib.sha256(encoded + vocabulary.encode()).hexdigest()
     return Documents(
-        shards=(tokens,),
-        shard=np.zeros(1, np.int32),
-        start=np.zeros(1, np.int64),
-        length=np.full(1, len(tokens), np.int64),
-        n_bytes=len(encoded),
-        vocab=len(vocabulary) or 256,
-        digest=digest,
-    )
+        shards=(tokens,), shard=np.zeros(1, np.int32), start=np.zeros(1, np.int64),
+        length=np.full(1, len(tokens), np.int64), n_bytes=len(encoded), vocab=len(vocabulary) or 256, digest=digest,
+    )  # fmt: skip
 
 
 def _read_folder(folder: pathlib.Path, links: bool) -> Documents:
@@ -263,13 +255,9 @@ def lengths(folder: pathlib.Path) -> np.ndarray:
 
 
 def write_shard(
-    folder: pathlib.Path,
-    name: str,
-    documents: Sequence[np.ndarray],
-    sizes: Sequence[int],
-    dtype: Any,
+    folder: pathlib.Path, name: str, documents: Sequence[np.ndarray], sizes: Sequence[int], dtype: Any,
     firsts: Sequence[int] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write one shard and return its entry for tokens.json.
 
     ``sizes``: bytes of text of each document. ``firsts``: those of its first token.
@@ -284,34 +272,20 @@ def write_shard(
             file.write(content)
     digest = hashlib.sha256(raw + index.tobytes()).hexdigest()
     return {
-        "name": name,
-        "documents": len(documents),
-        "tokens": len(tokens),
-        "bytes": int(index[-1, 1]),
-        **({} if firsts is None else {"first_bytes": sum(firsts)}),
-        "sha256": digest,
-    }
+        "name": name, "documents": len(documents), "tokens": len(tokens), "bytes": int(index[-1, 1]),
+        **({} if firsts is None else {"first_bytes": sum(firsts)}), "sha256": digest,
+    }  # fmt: skip
 
 
 def write_about(
-    folder: pathlib.Path,
-    *,
-    vocab: int,
-    eos: int | None,
-    tokenizer: str | None,
-    shards: Sequence[dict[str, Any]],
+    folder: pathlib.Path, *, vocab: int, eos: int | None, tokenizer: str | None, shards: Sequence[dict[str, Any]],
     ends: Sequence[int] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Write tokens.json, after which the folder is complete."""
     about = {
-        "format": FORMAT,
-        "dtype": str(token_dtype(vocab)),
-        "vocab": vocab,
-        "eos": eos,
-        "ends": list(ends),
-        "tokenizer": tokenizer,
-        "shards": list(shards),
-    }
+        "format": FORMAT, "dtype": str(token_dtype(vocab)), "vocab": vocab, "eos": eos, "ends": list(ends),
+        "tokenizer": tokenizer, "shards": list(shards),
+    }  # fmt: skip
     whole.write(folder / "tokens.json", json.dumps(about, indent=1) + "\n")
 
 

@@ -94,14 +94,10 @@ _TINY_GIBLET = {
 
 def _vit(preset: str) -> Case:
     return Case(
-        f"vit-{preset}",
-        "bird",
-        lambda data: f"configs/xcm.py:{data.birds}",
+        f"vit-{preset}", "bird", lambda data: f"configs/xcm.py:{data.birds}",
         lambda data: {"train.accumulate": "1", "model.preset": preset},
-        _each("train.batch", (2048, 1536, 1024, 768, 512, 256, 128)),
-        _TINY_VIT,
-        "spectrograms",
-    )
+        _each("train.batch", (2048, 1536, 1024, 768, 512, 256, 128)), _TINY_VIT, "spectrograms",
+    )  # fmt: skip
 
 
 def _language(context: int, batches: Sequence[int]) -> Case:
@@ -144,12 +140,8 @@ CASES = (
     _trm("trm", ""),
     _trm("trm-last", ":extreme"),
     Case(
-        "higgs-lora",
-        "higgs",
-        lambda data: "configs/higgs.py:blank",
-        lambda data: {},
-        _each("model.depth", (28, 24, 20, 16, 12, 8, 4)),
-        {**_TINY, "train.batch": "2", "train.accumulate": "1"},
+        "higgs-lora", "higgs", lambda data: "configs/higgs.py:blank", lambda data: {},
+        _each("model.depth", (28, 24, 20, 16, 12, 8, 4)), {**_TINY, "train.batch": "2", "train.accumulate": "1"},
         "tokens",
     ),
     Case(
@@ -158,9 +150,7 @@ CASES = (
         lambda data: "configs/giblet.py:demo" if data.small else "configs/giblet.py:blank",
         lambda data: {},
         [
-            {},
-            {"model.param_dtype": "bfloat16"},
-            {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
+            {}, {"model.param_dtype": "bfloat16"}, {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
             {"model.param_dtype": "bfloat16", "optim.moments": "int8"},
             {"model.param_dtype": "bfloat16", "optim.name": "adafactor"},
             {"model.param_dtype": "bfloat16", "optim.name": "adafactor", "model.video_widths": "(2048, 2048, 1024)"},

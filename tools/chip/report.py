@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 BEGIN, END = "<!-- gpu_check begins -->", "<!-- gpu_check ends -->"
 # What one H100 is to reach.
 GOALS = {
-    "lm-1b-2k": ("full MFU", 0.55),
-    "lm-1b-8k": ("full MFU", 0.55),
-    "vit-s": ("spectrograms/s", 13_000),
+    "lm-1b-2k": ("full MFU", 0.55), "lm-1b-8k": ("full MFU", 0.55), "vit-s": ("spectrograms/s", 13_000),
     "trm": ("MFU", 0.40),
-}
+}  # fmt: skip
 HOPPER = ("h100", "h200")  # chips that these goals are for
 Found = Mapping[str, Any]
 

@@ -45,14 +45,10 @@ def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bo
 def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
     task, config, small = chosen.assembly.task, chosen.assembly.config, device.platform == "cpu"
     found: dict[str, Any] = {
-        "case": case.name,
-        "parameters": cases.parameters(chosen),
-        "choice": dict(chosen.choice),
-        "rows": config.train.batch,
-        "unit": case.unit,
-        "flops_per_step": task.flops,
+        "case": case.name, "parameters": cases.parameters(chosen), "choice": dict(chosen.choice),
+        "rows": config.train.batch, "unit": case.unit, "flops_per_step": task.flops,
         "full_flops_per_step": task.full_flops or task.flops,
-    }
+    }  # fmt: skip
     if quick:
         begin = time.perf_counter()
         program = cases.compiled(chosen)

@@ -24,16 +24,9 @@ class Ours:
     """jaxtrain's step on one device, always of one batch, whose way to the device is included."""
 
     def __init__(
-        self,
-        make_task: Callable[..., Task],
-        model: Any,
-        o: config_lib.Optim,
-        batch: Batch,
-        *,
-        adapters: config_lib.Lora | None = None,
-        ema: float = 0.0,
-        stage: Any = None,
-    ):
+        self, make_task: Callable[..., Task], model: Any, o: config_lib.Optim, batch: Batch, *,
+        adapters: config_lib.Lora | None = None, ema: float = 0.0, stage: Any = None,
+    ):  # fmt: skip
         train = config_lib.Train(steps=1000, batch=len(next(iter(batch.values()))), ema=ema)
         config = config_lib.Config(model=model, train=train, optim=o, lora=adapters or config_lib.Lora())
         fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
@@ -97,13 +90,9 @@ def layer_norm(scale_d: np.ndarray, bias_d: np.ndarray | None, eps: float) -> to
 
 
 def adamw_step(
-    model: torch.nn.Module,
-    inputs: Sequence[torch.Tensor],
-    o: config_lib.Optim,
-    *,
-    compiled: bool = False,
+    model: torch.nn.Module, inputs: Sequence[torch.Tensor], o: config_lib.Optim, *, compiled: bool = False,
     spared: tuple[str, ...] = (),
-) -> Step:
+) -> Step:  # fmt: skip
     """Return a training step: the model's loss, its gradients clipped by norm, AdamW.
 
     ``o``: lr, b1, b2, eps, weight_decay and clip of it. Matrices decay but ``spared``, parameters
