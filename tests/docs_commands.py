@@ -130,7 +130,6 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures, for minutes"),
     ),
     (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
-    (r"tools\.gpu_check --readme", Why("tests/tools runs it; it needs a chip's numbers")),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
