@@ -159,7 +159,6 @@ CASES = (
         "rows",
     ),
 )  # fmt: skip
-MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
 class Chosen(NamedTuple):
@@ -205,13 +204,8 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
     return replace(config, train=replace(config.train, batch=config.train.batch // 2))
 
 
-def first_batch(assembly: plan_lib.Assembly) -> Batch:
-    """Return a training batch of the loader, on the device, of the largest shape."""
-    return batches(assembly, 1)[0]
-
-
 def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
-    """Return the first ones of the largest shape."""
+    """Return the first training batches of the largest shape, on the device."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     taken: list[Batch] = []

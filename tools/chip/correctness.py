@@ -114,7 +114,7 @@ def workload(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str)
     a = there.assembly
     with jax.default_device(cpu):
         variables = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(1)).variables
-        batch = cases.first_batch(a)
+        batch = cases.batches(a, 1)[0]
     moved = [jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), tree) for tree in (variables, dict(batch))]
     yield from compare(f"{case.model} {dtype}", gradients(there, variables, dict(batch)), gradients(here, *moved), dtype)
 
@@ -149,7 +149,8 @@ def attention(*, quick: bool) -> Iterator[Check]:
         segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32) if packed else None
         kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
         ours = _with_derivatives(kernel, q, key, v, dy)
-        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *_wide(q, key, v, dy))
+        wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
+        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *wide)
         error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
         yield Check(f"attention {name}", error, ATTENTION, f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}")
 
@@ -164,10 +165,6 @@ def formula(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_
         seen_bts &= segments_bt[:, :, None] == segments_bt[:, None, :]
     p_bhts = jax.nn.softmax(jnp.where(seen_bts[:, None], x_bhts, -1e30), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", p_bhts, v, precision="highest")
-
-
-def _wide(*xs: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x.astype(jnp.float32) for x in xs)
 
 
 def _with_derivatives(f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
@@ -187,7 +184,7 @@ def curves(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int
     losses = []
     for dtype in ("float32", "bfloat16"):
         chosen = chosen_in(case, data, device, dtype)
-        run = cases.Steps(chosen, cases.first_batch(chosen.assembly))
+        run = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0])
         batches = cases.batches(chosen.assembly, min(steps, 8))
         outs = [run(batches[i % len(batches)])["loss"] for i in range(steps)]
         losses.append(np.array([float(x.total / x.weight) for x in jax.device_get(outs)]))
@@ -203,13 +200,9 @@ def repeated(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: i
     for _ in range(2):
         jax.clear_caches()
         chosen = chosen_in(case, data, device, "bfloat16")
-        run = cases.Steps(chosen, cases.first_batch(chosen.assembly))
+        run = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0])
         for _ in range(steps):
             run()
         states.append(jax.tree.leaves(jax.device_get(run.state)))
     differ = sum(x.tobytes() != y.tobytes() for x, y in zip(*states, strict=True))
     return Check(f"{case.model}: two runs of {steps} steps", differ, 0, f"arrays of {len(states[0])} that differ")
-
-
-def record(checks: list[Check]) -> list[dict[str, Any]]:
-    return [{**check._asdict(), "well": check.well} for check in checks]

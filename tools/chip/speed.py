@@ -56,7 +56,7 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
     else:
         program, cold, cached = compile_times(chosen)
         found["compile_seconds"] = {"cold": cold, "cached": cached}
-    steps = cases.Steps(chosen, cases.first_batch(chosen.assembly), program)
+    steps = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0], program)
     if "speed" in parts:
         seconds = steps.seconds(0.2 if small else 1.5 if quick else 3.0)
         units = task.tokens or config.train.batch * getattr(config.model, "n_views", 1)
