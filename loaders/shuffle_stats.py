@@ -34,8 +34,6 @@ WINDOW = 100  # [batches]
 
 
 class ShuffleStats:
-    """Statistics of the recordings of one batch after another."""
-
     def __init__(self, population: Population):
         rows, starts = population
         self._rows, self._size = rows, int(rows.max()) + 1

@@ -62,8 +62,6 @@ SAME = 20  # [steps] whose losses are compared
 
 
 class Times(NamedTuple):
-    """Seconds of each step of one side."""
-
     wall: Sequence[float]
     cpu: Sequence[float]
 
@@ -131,7 +129,6 @@ def agree(ours: Callable[[], float], theirs: Callable[[], float], within: float,
 
 
 def compiled_or_why(make: Callable[[], Callable[[], float]]) -> Callable[[], float] | None:
-    """Return the compiled step, or None and a line with the reason."""
     try:
         step = make()
         step()

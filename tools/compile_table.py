@@ -44,7 +44,6 @@ class Workload(NamedTuple):
     whole: Mapping[str, str] | None = None  # None: as published
 
     def config(self, size: str, mesh: str, count: int, folder: pathlib.Path) -> config_lib.Config:
-        """Raise ConfigError."""
         own = self.published if size == "whole" and self.whole is None else getattr(self, size)
         settings = {**self.common, **own, **axes(mesh, count), "workdir": str(folder / "run")}
         # Higgs has 8 rows for each device: a batch that every mesh divides.
@@ -108,7 +107,6 @@ def write_data(folder: pathlib.Path) -> None:
 def jobs(
     target: str, names: Sequence[str], sizes: Sequence[str], meshes: Sequence[str], folder: pathlib.Path
 ) -> dict[Key, worker.Job]:
-    """(workload, size, mesh) -> the last stage's step."""
     count, jobs_of = plan_lib.parse_target(target).count, {}
     for name in names:
         for size in sizes:

@@ -102,7 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
-    """Write a split's recordings as files, as they are."""
     folder = data
     if data == "demo":
         folder = str(demo.ensure())

@@ -25,7 +25,6 @@ SAMPLES = 200  # bootstrap samples of the test rows, of each draw
 
 
 def drawn(given: examples.Examples, n: int, rng: np.random.Generator) -> examples.Examples:
-    """So many rows of each class."""
     label = given.y.argmax(1)
     rows = np.sort(np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c in range(given.y.shape[1])]))
     return given._replace(rows=[given.rows[0][rows]], y=given.y[rows], known=given.known[rows], group=given.group[rows])

@@ -46,8 +46,6 @@ KEPT = 30 << 10  # [bytes] of a target's corpus that is kept
 
 
 class Target(NamedTuple):
-    """A binary of rust/fuzz, and the seeds that lead it to one format."""
-
     binary: str
     what: str
 

@@ -58,8 +58,6 @@ CONVENTIONS = {
 
 
 class Unit(NamedTuple):
-    """The task of one process."""
-
     kind: str  # machine, ceilings, correctness or model
     case: str = ""  # of a model
 
@@ -107,7 +105,6 @@ def _names(allowed: Sequence[str]) -> Any:
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts, one process after the other, and gather their results."""
     began = time.time()
     found: dict[str, Any] = {}
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end

@@ -39,8 +39,6 @@ Place = tuple[str, int, int]  # path, start, rate of a Sample
 
 
 class Sample(NamedTuple):
-    """One crop to make."""
-
     row: int
     data: memoryview  # the encoded recording
     path: str  # a file with the same: libsndfile 1.2.2 sometimes reads nothing of an MP3 in memory
@@ -49,7 +47,6 @@ class Sample(NamedTuple):
 
 
 def recordings(shard: pathlib.Path) -> list[memoryview]:
-    """Return the encoded recordings, as views of the mapped file."""
     batches = pa.ipc.open_stream(pa.memory_map(str(shard)))
     return [memoryview(data.as_buffer()) for batch in batches for data in batch.column("audio").field("bytes")]
 
@@ -417,11 +414,9 @@ OURS = Peer(Ours, one_process=True)
 
 
 def missing(name: str) -> list[str]:
-    """Modules that a peer needs and this Python does not have."""
     return [module for module in PEERS[name].needs if importlib.util.find_spec(module.partition(".")[0]) is None]
 
 
 def versions(modules: Iterable[str]) -> list[str]:
-    """List the distributions of some modules, with their versions."""
     names = dict.fromkeys(module.replace(".", "-").replace("_", "-") for module in modules)
     return [f"{name} {importlib.metadata.version(name)}" for name in names]

@@ -30,8 +30,6 @@ HEAD = "| part | what it proves | passed | failed | skipped | minutes | commit |
 
 
 class Part(NamedTuple):
-    """Slow tests that are run together."""
-
     what: str
     names: str  # files below tests/, or FILE::FUNCTION, with spaces between
     workers: int = 1  # processes that run them; more than one where each test works on one core, and waits for nothing
@@ -109,7 +107,6 @@ class Result(NamedTuple):
 
 
 def run(name: str) -> Result:
-    """Run a part, which prints as it goes."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         part = PARTS[name]
         command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *part.tests]
@@ -138,7 +135,6 @@ def run(name: str) -> Result:
 
 
 def result_of(text: str, minutes: float) -> Result:
-    """Count the tests of a JUnit report."""
     suites = list(xml.etree.ElementTree.fromstring(text).iter("testsuite"))
     count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
@@ -161,7 +157,6 @@ def table(rows: dict[str, str]) -> str:
 
 
 def rows_of(page: str) -> dict[str, str]:
-    """Return the rows that a page has of parts that were run."""
     kept = page[page.index(BEGIN) : page.index(END)]
     found = {line.split("|")[1].strip(): line for line in kept.splitlines() if line.startswith("| ")}
     return {name: line for name, line in found.items() if name in PARTS and "not run yet" not in line}

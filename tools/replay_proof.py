@@ -96,7 +96,6 @@ def fields(name: str, workdir: pathlib.Path, steps: int, more: Mapping[str, str]
 
 
 def train(name: str, workdir: pathlib.Path, steps: int, **more: str) -> None:
-    """Train a small run in this process."""
     own = fields(name, workdir, steps, {key.replace("__", "."): value for key, value in more.items()})
     loop.run(config_lib.load(CONFIGS[name][0], list(own.items())))
 
@@ -153,7 +152,6 @@ def processes_part(name: str, out: pathlib.Path, trials: int) -> str:
 
 
 def _two(output: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start two processes of one device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

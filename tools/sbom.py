@@ -56,7 +56,6 @@ def processor(wheel: pathlib.Path) -> str:
 
 
 def component(package: dict[str, Any]) -> dict[str, Any]:
-    """Return a package of pip's report, as a component of CycloneDX."""
     about = package["metadata"]
     name, version = about["name"].lower().replace("_", "-"), about["version"]
     purl = f"pkg:pypi/{name}@{version}"

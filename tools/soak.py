@@ -118,8 +118,6 @@ def make_loader(config, *, split, rows, seed):
 
 @dataclasses.dataclass
 class Fault:
-    """One fault and its outcome."""
-
     kind: str
     step: int  # before it
     noticed: float = 0.0  # [s] until the job had ended; 0 = it did not
@@ -166,11 +164,9 @@ class Hosts:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
     def slow(self) -> str:
-        """Make the cable slow. Return a name of `SLOW`, or "" if this kernel has none."""
         return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
 
     def fast(self) -> None:
-        """Take `slow` back."""
         self._queue("del")
 
     def _queue(self, action: str, *queue: str) -> bool:
@@ -209,7 +205,6 @@ class Job:
             log.close()
 
     def steps(self) -> int:
-        """Return the newest step in the metrics."""
         with contextlib.suppress(OSError):
             lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
             for line in reversed(lines):
@@ -417,7 +412,6 @@ class Soak:
         return {(name, hashlib.sha256(array.read(()).tobytes()).hexdigest()) for name, array in state.items()}
 
     def forget(self, number: int) -> None:
-        """Add up a lap's time, and frees its space."""
         workdir = self.folder / DISK / f"lap{number}"
         self.seconds.update(goodput.of_run(goodput.read(workdir)))
         if number:
@@ -435,7 +429,6 @@ def pages() -> str:
 
 
 def table(faults: Sequence[Fault]) -> Iterator[str]:
-    """Yield a row for each kind of fault."""
     by_kind = collections.defaultdict(list)
     for fault in faults:
         by_kind[fault.kind].append(fault)

@@ -31,8 +31,6 @@ from jaxtrain.workloads.trm import confidence
 
 
 class Result(NamedTuple):
-    """A row of a curve of `jaxtrain solve`."""
-
     contract: str
     seed: int
     grade: str
@@ -114,7 +112,6 @@ def train(contract: str, run: pathlib.Path, overrides: Sequence[str]) -> float:
 
 
 def start(command: Sequence[str]) -> float:
-    """Run a command. Return the CPU seconds of it and of the processes that it waited for."""
     process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -124,7 +121,6 @@ def start(command: Sequence[str]) -> float:
 
 
 def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
-    """Return the table of a grade's boards, which is made once, by a seed that no training has."""
     name, fewest, most = grade.split(":")
     folder = args.out / f"{name}-{fewest}-{most}-{args.boards}"
     if not (folder / "test.csv").exists():
@@ -151,7 +147,6 @@ def curve(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the table as Markdown."""
     lines = [
         "| contract | CPU s | grade | rollouts | by | solved, by the head | by the rules | 95 % | seeds | ms a board |",
         "|---|---:|---|---:|---|---:|---:|---|---|---:|",

@@ -40,7 +40,6 @@ name or a number. `jaxtrain explain` prints those of one config, and the card of
 
 
 def page() -> str:
-    """Return the page's text."""
     parts = [HEAD, "## Every run", *table(Config, "", leave_out=("model", "data"))]
     for name in workload.shipped():
         parts += [f"## `model` of workload `{name}`", *table(workload.of(name).get("config"), "model.")]

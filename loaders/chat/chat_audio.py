@@ -148,8 +148,6 @@ class Chat(Loader):
 
 
 class Deal(NamedTuple):
-    """The contents of a global batch."""
-
     bucket: int
     number: np.ndarray  # int64 [batch]: each row's number in the bucket's order
     sample: np.ndarray  # int64 [batch]: which sample of the split, -1 for padding

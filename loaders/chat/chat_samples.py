@@ -101,8 +101,6 @@ class Sample(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """The tools that turn samples into rows."""
-
     tokenizer: Tokenizer
     ids: Mapping[str, int]  # of the special tokens
     codebooks: int
@@ -155,7 +153,6 @@ class Tools(NamedTuple):
             raise DataError(f"sample {sample.number} can no longer be read: {error}") from error
 
     def blank(self) -> chatml.Laid:
-        """Return a sample without a token."""
         return self.expand(np.zeros(0, np.int32), np.zeros(0, np.int32), [])
 
     def check(self, number: int, sample: Any) -> Sample:
@@ -172,7 +169,6 @@ class Tools(NamedTuple):
 
 
 def open_codec(config: Config) -> codec_lib.Codec:
-    """Return the codec of a config. Raises DataError."""
     return codec_lib.open_codec(
         config.codec, codebooks=config.codebooks, size=config.codebook_size, frame_rate=config.frame_rate
     )
@@ -243,7 +239,6 @@ def stamps(config: Config) -> files.Stamps:
 
 
 def tools_of(config: Config, manifest: str) -> Tools:
-    """Return tokenizer and codes of a config, for one of its manifests. Raises DataError."""
     return _tools_once(config, manifest, stamps(config))
 
 

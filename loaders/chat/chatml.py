@@ -47,8 +47,6 @@ class SampleError(ValueError):
 
 
 class Clip(NamedTuple):
-    """A recording, or a part of one."""
-
     url: str  # of the file; "" if ``raw`` is the recording
     raw: str = ""  # base64
     offset: float = 0.0  # [s]
@@ -75,8 +73,6 @@ class Laid(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The predicted labels, and their places."""
-
     text_at: np.ndarray  # int32 [N] places whose state predicts a token
     text: np.ndarray  # int32 [N]
     audio_at: np.ndarray  # int32 [M] places whose state predicts a column

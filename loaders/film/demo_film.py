@@ -68,7 +68,6 @@ def _ensure_folder(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.P
 
 
 def make(folder: pathlib.Path) -> None:
-    """Write the film into an empty folder."""
     (folder / "fmri").mkdir()
     rng = np.random.default_rng(2026)
     n_frames = round(VOLUMES * TR * FPS)
@@ -159,7 +158,6 @@ def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:
 
 
 def z_scored(x: np.ndarray) -> np.ndarray:
-    """Each column with mean 0 and standard deviation 1."""
     return (x - x.mean(0)) / x.std(0)
 
 

@@ -59,7 +59,6 @@ class Film(NamedTuple):
 
     @property
     def n_volumes(self) -> int:
-        """Volumes of each viewer."""
         return len(self.text)
 
     def release(self) -> None:
@@ -82,7 +81,6 @@ class Windows(NamedTuple):
         return np.ceil(np.asarray(volume) * self.tr * self.rate - 1e-6).astype(np.int64)
 
     def start(self, volume: np.ndarray | int) -> Any:
-        """Return the first sample of the window."""
         return self.stop(volume) - self.length
 
 

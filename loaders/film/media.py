@@ -98,15 +98,12 @@ def _sound(path: pathlib.Path) -> np.ndarray:
 
 
 class Clock(NamedTuple):
-    """The times of a file's streams."""
-
     zero: float  # [s] of its time stamps, at which its first stream begins
     starts: dict[str, float]  # kind of stream -> [s] from ``zero`` on
     length: float  # [s] from ``zero`` on; nan if the file does not say it
 
 
 def clock(path: pathlib.Path) -> Clock:
-    """Return the clock of a file's sound and pictures. Raises DataError."""
     with _open(path) as container:
         return _clock(container)
 

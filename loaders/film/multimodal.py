@@ -178,7 +178,6 @@ class Volumes(Loader):
         return order.once(self._n, sample)
 
     def _fill(self, batch: Mapping[str, np.ndarray], at: int, subject: int, volume: int) -> None:
-        """Cuts one row straight into its place."""
         film, config = self._film, self._config
         video, audio = windows(film.info)
         shape = (-(-video.length // config.frame_skip), *film.video.shape[1:])

@@ -156,7 +156,6 @@ def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
 
 
 def _seconds(cell: Any) -> float:
-    """Return a cell of a table in seconds. Raises ValueError."""
     if isinstance(cell, datetime.timedelta):  # a workbook's
         return cell.total_seconds()
     if isinstance(cell, datetime.time):

@@ -107,7 +107,6 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a type is a list of whole numbers."""
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return lists and pa.types.is_integer(kind.value_type)
 

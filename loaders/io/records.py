@@ -69,7 +69,6 @@ def file(path: str | os.PathLike[str], made_of: Sequence[object]) -> Iterator[Re
 
 
 def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
-    """Return the ends of the complete records of an earlier attempt."""
     try:
         counted = files.read(files.inside(ends.parent, ends.name), most=MAX_ENDS)
         with files.regular(files.inside(partial.parent, partial.name)) as opened:

@@ -52,8 +52,6 @@ class Source:
 
 
 class Puzzles(NamedTuple):
-    """One split of one source."""
-
     inputs: np.ndarray  # uint8 [n, cells]
     labels: np.ndarray  # uint8 [n, cells]; 0: not predicted
     puzzle: np.ndarray  # int32 [n] id in the puzzle embedding, within the source

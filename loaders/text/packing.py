@@ -114,7 +114,6 @@ class Packed:
         self._lock = threading.Lock()  # of the two above: batches are read by several threads
 
     def n_rows(self) -> int:
-        """Rows of the first pass."""
         while len(self._ends) < self._n_windows:
             self._placed(len(self._ends))
         return self._ends[self._n_windows - 1] if self._n_windows else 0
@@ -162,7 +161,6 @@ class Packed:
 
 
 def _reordered(placed: Placed, rows: np.ndarray) -> Placed:
-    """Return the same rows in another order: row ``rows[i]`` at place i."""
     sizes = np.diff(placed.stops, prepend=0)
     stops = np.cumsum(sizes[rows])
     pieces = np.arange(len(placed.length)) + np.repeat((placed.stops - sizes)[rows] - (stops - sizes[rows]), sizes[rows])
@@ -181,7 +179,6 @@ class Windows:
             raise DataError(f"the source has {self._tokens} tokens to train on, too few for a context of {context}")
 
     def n_rows(self) -> int:
-        """Rows of one pass: whole windows in training. In testing the last one may be padded."""
         return (self._tokens - 1) // self._context if self._train else -(-max(self._tokens - 1, 0) // self._context)
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:

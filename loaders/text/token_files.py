@@ -40,8 +40,6 @@ ABOUTS = ("tokens.json", "train/tokens.json", "test/tokens.json")
 
 
 class Documents(NamedTuple):
-    """The documents of one split of one source."""
-
     shards: tuple[np.ndarray, ...]  # of tokens, memory maps
     shard: np.ndarray  # int32 [n]
     start: np.ndarray  # int64 [n] in its shard
@@ -190,7 +188,6 @@ def _document_bytes(folder: pathlib.Path, links: bool) -> np.ndarray:
 
 
 def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
-    """Return the content of tokens.json. Raises DataError."""
     path = folder / "tokens.json"
     if not path.exists():
         content = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else ""
@@ -207,8 +204,6 @@ def _read_about(folder: pathlib.Path, links: bool) -> dict[str, Any]:
 
 
 def _is_complete(about: dict[str, Any]) -> bool:
-    """Whether tokens.json has all that a reader needs."""
-
     def whole(x: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**60
 

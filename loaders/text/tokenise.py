@@ -49,8 +49,6 @@ class TokensError(UserError, ValueError):
 
 
 class Options(NamedTuple):
-    """The options that the content of a shard depends on."""
-
     tokenizer: str
     eos: str
     column: str
@@ -275,7 +273,6 @@ def _texts(part: Part, options: Options) -> Iterator[tuple[str, Any]]:
 
 
 def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
-    """Write one shard, then its entry."""
     out, number, part, options = job
     encoder = _tokenizer(options)
     end = [] if encoder.eos is None else [encoder.eos]
@@ -313,7 +310,6 @@ class _Encoder(NamedTuple):
 
 
 def _tokenizer(options: Options) -> _Encoder:
-    """Open a tokenizer. Raises TokensError."""
     if options.tokenizer == "bytes":
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")

@@ -38,8 +38,6 @@ ENDS = (
 
 
 class Tokenizer(NamedTuple):
-    """Text to ids and back."""
-
     path: pathlib.Path
     vocab: int  # the largest id + 1
     specials: dict[int, str]  # id -> the special token
@@ -128,8 +126,6 @@ def _is_beside_another(path: pathlib.Path) -> bool:
 
 
 class _Added(NamedTuple):
-    """A token that a companion of a tokenizer.json lists."""
-
     where: str
     id: int
     content: str

@@ -71,7 +71,6 @@ class Case(NamedTuple):
     unit: str  # of what is counted a second: rows, or tokens where the task has them
 
     def config(self, data: Data, choice: Overrides, more: Overrides | None = None) -> config_lib.Config:
-        """Raise ConfigError."""
         sizes = self.small if data.small else choice
         chosen = {**self.common(data), **sizes, **(more or {}), "workdir": str(data.folder / "runs")}
         return config_lib.load(f"{ROOT}/{self.source(data)}", chosen.items())
@@ -189,7 +188,6 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
-    """Raise LayoutError and OptimError."""
     assembly = plan_lib.assemble(config, on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     return Chosen(assembly, plan_lib.bound(assembly, traced, plan_lib.parse_target("")), choice)

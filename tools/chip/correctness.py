@@ -61,7 +61,6 @@ class Check(NamedTuple):
 
 
 def measure(data: cases.Data, device: jax.Device, *, quick: bool, models: set[str]) -> list[Check]:
-    """All checks; ``models`` restricts the workloads."""
     chosen = [case for case in cases.CASES if case.name in MODELS and case.model in models]
     dtypes = ("float32",) if quick or device.platform == "cpu" else ("float32", "bfloat16")
     steppers = [case for case in chosen if case.model in ("bird", "language")]

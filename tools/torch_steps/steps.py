@@ -63,7 +63,6 @@ class Sides(NamedTuple):
 
 
 def theirs(make: Callable[[bool], Step]) -> dict[str, Callable[[], Step]]:
-    """Return a step of PyTorch, as it is and by torch.compile."""
     return {"PyTorch, eager": lambda: make(False), "torch.compile": lambda: make(True)}
 
 
