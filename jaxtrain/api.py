@@ -1,7 +1,5 @@
 """jaxtrain in a script or a notebook: `train` a config, `load` a run and call its model.
 
-`jaxtrain` has both names.
-
 A mistake is an exception with the line that the command would print. Nothing ends the process.
 """
 
@@ -134,7 +132,6 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:
-    """Return the entries of a table of Spec whose paths match: the state of the model."""
     found: dict[str, Any] = {}
     for path, spec in zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True):
         if re.search(pattern, path):

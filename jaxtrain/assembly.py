@@ -70,10 +70,7 @@ class Assembly:
         return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})
 
     def compiler_options(self) -> dict[str, Any]:
-        """Return the options that its programs are compiled with, on a mesh of real devices.
-
-        Raises ConfigError for each option of config.compiler that the compiler refuses.
-        """
+        """Return the options of its programs. Raises ConfigError: the compiler refuses some."""
         mesh = self.layout.mesh
         device = mesh.devices.flat[0]
         nearest = mesh.local_devices[0] if mesh.local_devices else device
@@ -96,9 +93,8 @@ def assemble(
       make_task: None = that of config.workload.
       fields: the arrays of a row of a batch; None = those of config.loader.
 
-    Raises:
-      LayoutError: shapes, axis rules and mesh do not fit together.
-      OptimError, LoraError: parameters that no group, or no adapter, covers as configured.
+    Raises LayoutError: shapes, axis rules and mesh do not fit together; OptimError, LoraError:
+    parameters that no group, or no adapter, covers as configured.
     """
     if mesh is None:
         mesh = layout_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model)
@@ -119,7 +115,6 @@ def assemble(
 
 
 def describe(assembly: Assembly) -> str:
-    """One line with the size of the run and its devices."""
     mesh, size = assembly.layout.mesh, state_lib.bytes_per_device(assembly.abstract.state)
     return (
         f"{specs.count(assembly.task.specs.params):,} parameters, {size / 1e6:.1f} MB of state per device; "

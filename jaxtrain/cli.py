@@ -28,9 +28,7 @@ OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
 def start() -> int:
-    """Run the installed command.
-
-    Like `python -m`, it finds modules in the current folder, but after all installed ones.
+    """Run the installed command. It finds modules in the current folder too, but last.
 
     Only commands that import modules by the user's words do so, as folders may be a stranger's.
     """
@@ -43,7 +41,7 @@ def start() -> int:
 def process(run: Callable[[], int]) -> int:
     """Return the exit code of ``run()``.
 
-    If a program is still being compiled, the process ends here. The interpreter would wait for it,
+    If a program is still being compiled, the process ends here: the interpreter would wait for it,
     for minutes on some chips.
     """
     try:

@@ -1,9 +1,7 @@
-"""One step taken apart, on one device: examples, norms, largest activations, what-ifs.
+"""One step taken apart on one device: single examples, norms by parameter, activations, what-ifs.
 
-Examples are taken one by one, and norms by parameter.
-
-The state is that before the step, and the batch is the step's own. Everything here is computed
-again on one device, so its last bits may differ from those of the run.
+The state is that before the step, and the batch is the step's own. All is computed again on one
+device, so its last bits may differ from those of the run.
 """
 
 import dataclasses
@@ -74,14 +72,10 @@ class Step(NamedTuple):
 
 
 def dissect(config: Config, step: int, *, without: Sequence[str] = (), lr: float | None = None) -> Step:
-    """Take a step apart.
+    """Take a step apart. The workdir of ``config`` has the checkpoint before it, unless it is 1.
 
-    Args:
-      config: its workdir has the checkpoint before the step, or none if the step is the first.
-      without: examples to leave out in another try, by id or as "row:3".
-      lr: the learning rate of another try.
-
-    Raises DissectError, and the errors of a run's start.
+    ``without``: examples to leave out in another try, by id or as "row:3". ``lr``: the learning
+    rate of another try. Raises DissectError, and the errors of a run's start.
     """
     one = dataclasses.replace(config, mesh=Mesh(1, 1, 1, config.mesh.axis_rules))
     assembly = assembly_lib.assemble(one, make_mesh(1, 1, 1, devices=jax.local_devices()[:1]))
@@ -104,10 +98,7 @@ def names(batch: Mapping[str, Any], n: int) -> list[str]:
 
 
 def kept(ids: Sequence[str], without: Sequence[str]) -> np.ndarray:
-    """Return the places of the examples that stay.
-
-    Raises DissectError for a name that no example has, or if no example stays.
-    """
+    """Return the places of the examples that stay. Raises DissectError: no such one, or none."""
     left = np.ones(len(ids), bool)
     for name in without:
         place = name.removeprefix(ROW)
@@ -247,9 +238,7 @@ class _Parts:
 def largest(function: Callable[..., Any], *arguments: Any) -> dict[str, Array]:
     """Return the largest magnitude of each product and each loop's state of a function, by scope.
 
-    To be jitted.
-
-    A loop adds a first axis.
+    To be jitted. A loop adds a first axis.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     return _run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), "")[1]

@@ -22,19 +22,12 @@ class ProcessContext:
     """A context.
 
     Entered, the processes have met: process 0 has the console, each has its log, and a watchdog
-    waits for `beat`.
+    waits for `beat`. The lease of the workdir is process 0's, for all processes: call `confirm`, or
+    ``lease.confirm`` and `lose`, before anything is written.
 
-    Attributes:
-      lease: of the workdir, which process 0 holds for all processes. Call `confirm`, or
-        ``lease.confirm`` and `lose`, before anything is written.
-      console: shows progress.
-      clock: whose time it is.
-
-    Entering raises:
-      WorkdirError: another run has the workdir.
-      ClusterError: the environment describes no cluster that could work.
-      RendezvousError: a process is late or differs from the others.
-      Preempted: a signal came while others were waited for.
+    Entering raises WorkdirError: another run has the workdir; ClusterError: the environment
+    describes no cluster that could work; RendezvousError: a process is late or differs from the
+    others; Preempted: a signal came while others were waited for.
     """
 
     def __init__(self, config: Config, command: Mapping[str, Any] = types.MappingProxyType({})):
@@ -127,12 +120,9 @@ class ProcessContext:
         return self._lost is not None
 
     def lose(self, error: WorkdirError) -> None:
-        """End the run, since process 0 has lost the workdir.
+        """End the run: process 0 has lost the workdir. Raises ``error`` if it is the only process.
 
-        Raises ``error`` if it is the only process.
-
-        Else all stop at one step, and `confirm`: they wait in collectives, and would learn of its
-        end by a timeout.
+        Else all stop at one step, and `confirm`: they wait in collectives.
         """
         if self._processes == 1:
             raise error

@@ -33,7 +33,6 @@ def paths(tree: PyTree) -> list[str]:
 
 
 def count(specs: PyTree) -> int:
-    """Return number of parameters."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
@@ -55,9 +54,7 @@ def abstract(specs: PyTree, layout: Layout) -> PyTree:
 
 
 def materialise(specs: PyTree, key: Key) -> PyTree:
-    """Return the initial arrays.
-
-    Jitted with the abstract arrays' shardings, every device makes only its part.
+    """Return the initial arrays. Jitted with their shardings, every device makes only its part.
 
     Each key folds in its parameter's path: no order of the table and no mesh changes a number.
     """

@@ -62,9 +62,7 @@ class Outcome(NamedTuple):
 class Verifier:
     """Computes the steps of a run that are to be verified.
 
-    Attributes:
-      steps: steps that were computed twice.
-      wrong: those of them whose computations differed.
+    ``steps`` were computed twice, and in ``wrong`` of them the computations differed.
     """
 
     def __init__(self, assembly: Assembly, data: Data, programs: StepCompiler, metrics_logger: MetricsLogger):
@@ -83,9 +81,7 @@ class Verifier:
         return bool(self._guard.verify_every) and step % self._guard.verify_every == 0
 
     def __call__(self, step: Step, state: TrainState, item: Item, stop: Array) -> tuple[TrainState, Any]:
-        """Compute a step of the run twice, and return its result.
-
-        It holds a second copy of the state meanwhile.
+        """Compute a step of the run twice, with a second state meanwhile, and return its result.
 
         Raises WrongStepError: the results differ, and the policy is to stop, or a third computation
         agrees with none.

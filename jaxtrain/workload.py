@@ -1,6 +1,4 @@
-"""All that the trainer knows of a workload: the `Workload` value of its package.
-
-It is found by the dotted name in a config.
+"""All that the trainer knows of a workload: the `Workload` value of a config's package.
 
 Nothing here imports jax, so that `jaxtrain --help` lists the commands of every workload at once.
 """

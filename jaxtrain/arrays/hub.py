@@ -17,12 +17,9 @@ from loaders.io.checks import first_line
 def push(folder: str, name: str, *, private: bool = False, api: Any = None) -> str:
     """Upload a folder of `jaxtrain export` as the model ``name``. Return a line about it.
 
-    Args:
-      name: OWNER/MODEL, or MODEL of the account that is logged in.
-      private: whether a model that is new is seen by its owner alone.
-      api: a `huggingface_hub.HfApi`; None = that of the account which `hf auth login` stored.
-
-    Raises StoredError: no export, a damaged one, or a refusal by the Hub.
+    ``name`` is OWNER/MODEL, or MODEL of the account that is logged in. ``api`` is a
+    `huggingface_hub.HfApi`; None = that of the account which `hf auth login` stored. Raises
+    StoredError: no export, a damaged one, or a refusal by the Hub.
     """
     source = source_lib.find(folder)
     place = pathlib.Path(source.path)

@@ -25,12 +25,9 @@ SIDES = {lora.A: "lora_A", lora.B: "lora_B"}
 
 
 def export(run: str, out: str, *, step: int | None = None, ema: bool = False, named: str = "", base: str = "") -> str:
-    """Write the folder ``out``. Return a line about it.
+    """Write the folder ``out``, for ``named`` (--workload). Return a line about it.
 
-    Args:
-      named: --workload (`jaxtrain.arrays.run_workload`).
-      base: the place of the weights that the adapters change; "" = where the run has them from.
-
+    ``base``: the place of the weights that the adapters change; "" = where the run has them from.
     Raises StoredError: no such step, no adapters, no names for them, a trained parameter that peft
     has no place for, or frozen weights that are gone or differ.
     """
@@ -93,7 +90,6 @@ def _module(name: str) -> str:
 
 
 def _names(workload: Workload, config: Mapping[str, Any], names: Any) -> set[str]:
-    """Return the names of all arrays of the base model."""
     table = workload.get("make_specs")(run_workload.section_of(config, "model", workload.get("config")))
     model, found = run_workload.model_of(config), set()
     for path in spec_lib.paths(table):

@@ -35,7 +35,6 @@ PATH = type(epath.Path("."))
 
 
 def _find(folder: Any, pattern: str, *, find: Callable[[Any, str], Iterator[Any]] = PATH.glob) -> Iterator[Any]:
-    """Find ``pattern`` in a folder, whose own name is none."""
     text = os.fspath(folder)
     if "://" in text or glob.escape(text) == text:
         return find(folder, pattern)

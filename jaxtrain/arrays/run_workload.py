@@ -20,11 +20,7 @@ MAX_LAYERS = 10_000
 
 
 def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
-    """Return a run's workload, or None for one that is not shipped and that the user did not name.
-
-    Args:
-      config: the run's, as it was read.
-      named: --workload.
+    """Return a run's workload, or None if it is not shipped and ``named`` (--workload) is not it.
 
     Raises StoredError: ``named`` is another module than the run's, or cannot be imported.
     """
@@ -40,7 +36,6 @@ def of_run(config: Mapping[str, Any], named: str = "") -> Workload | None:
 
 
 def unknown(config: Mapping[str, Any]) -> str:
-    """Return a sentence for a run whose workload is not imported."""
     name = config.get("workload")
     return f"the run's workload is {name!r}, which is imported only if you trust its code and name it with --workload"
 
@@ -65,14 +60,10 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
 
 
 def with_base(source: Source, config: Mapping[str, Any], named: str = "") -> dict[str, Any]:
-    """Return the config of a run with frozen weights, whose verified place is its source.
+    """Return a run's config, whose warm_start.source is the verified place of its frozen weights.
 
-    warm_start.source is the exact place where they lie.
-
-    Args:
-      named: a place that the user names, which comes in place of the recorded ones.
-
-    Raises StoredError: they are gone, or others; the run names an address, and the user does not.
+    ``named``: a place that the user names, instead of the recorded ones. Raises StoredError: they
+    are gone, or others; the run names an address, and the user does not.
     """
     section = dict(config.get("warm_start") or {})
     record = base_weights.recorded(source.data())

@@ -73,11 +73,9 @@ def export(
     """Write the folder ``out``, whole or not at all. Return a line about it.
 
     Args:
-      formats: names of the workload's `jaxtrain.types.Format`, in whose names and further files it
-      is written.
+      formats: names of the workload's `jaxtrain.types.Format`, whose names and files it takes.
       license: of the weights, for the card, in place of the run's config.card.license.
-      named: the module of the run's workload, if it is none of this package
-      (`jaxtrain.arrays.run_workload`).
+      named: the module of the run's workload, if it is none of this package.
       base: the source of the run's first weights, in place of its config.warm_start.source.
 
     Raises StoredError: no such step, no average, a damaged step, an ``only`` that matches no path,
@@ -268,14 +266,10 @@ def _merge(one: Stored, a: Stored, b: Stored, scale: float, n_layers: int, n_fir
 
 
 def reverse(folder: str, out: str) -> str:
-    """Make ``out`` a workdir with one step: the weights of a folder of safetensors.
-
-    Return a line about it.
+    """Make ``out`` a workdir with one step, of a folder of safetensors. Return a line about it.
 
     With jaxtrain.json in the folder the step equals the exported one bit for bit. Without it, names
-    become paths by their dots.
-
-    Raises StoredError: a damaged folder, or a step that is there already.
+    become paths by their dots. Raises StoredError: a damaged folder, or a step that is there.
     """
     source = source_lib.find(folder)
     if not source.is_export:
@@ -300,12 +294,9 @@ def _refuse_damage(source: Source) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float, what: str) -> Iterator[None]:
-    """End the block after so many seconds with a StoredError.
+    """End the block after so many seconds with a StoredError: a pattern may take for ever.
 
-    A regular expression can be made that takes for ever.
-
-    Python's looks for signals as it goes. In another thread than the main one, which alone may have
-    them, nothing is ended.
+    Python's looks for signals as it goes. Only the main thread can have them: others are not ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

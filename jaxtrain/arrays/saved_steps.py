@@ -1,6 +1,4 @@
-"""Inspect a step or an export, compare two, or copy the weights of one.
-
-Any CPU will do, and the model's code is not needed.
+"""Inspect a step or an export, compare two, or copy the weights of one, without the model.
 
 A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only":
 true``. A run can be warm-started from it, not resumed.
@@ -191,11 +189,9 @@ class Difference:
 
 
 def export(source: Source, out: str, *, base: str = "") -> int:
-    """Copy the weights of a step into a workdir of their own.
+    """Copy the weights of a step into a workdir of their own. Return the exit code.
 
-    Return the exit code. Raises StoredError.
-
-    ``base``: the place of the weights that adapters change, or "": the run's. They must be there.
+    ``base``: the place of the weights that adapters change, which must be there; "" = the run's.
     """
     arrays = {path: s for path, s in source.arrays().items() if path.split("/")[0] in WEIGHTS}
     if "step" not in arrays:
@@ -214,13 +210,10 @@ def export(source: Source, out: str, *, base: str = "") -> int:
 def save_weights(
     out: str, step: int, arrays: Mapping[str, Stored], *, data: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> pathlib.Path:
-    """Write ``arrays`` as out/checkpoints/<step>, marked as weights only, with its manifest.
-
-    Return that folder.
+    """Write ``arrays`` as out/checkpoints/<step>, weights only, with its manifest. Return it.
 
     The arrays wait in mapped files next to the result: this takes twice the disk space for a while,
     and host memory that the kernel may reclaim, except the arrays that Orbax encodes at once.
-
     Raises StoredError when that step is there already.
     """
     if why := checks.unusable(out):

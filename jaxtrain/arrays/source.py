@@ -1,6 +1,4 @@
-"""RUN, which commands take: a workdir, a step directory of it, or an export.
-
-An export is a folder of safetensors.
+"""RUN, which commands take: a workdir, a step directory of it, or an export (safetensors).
 
 `find` is the one place that decides which of them a path is. Its errors say why a path is none.
 """
@@ -164,11 +162,8 @@ def _step_number(value: Any, source: epath.Path) -> int:
 def find(run: epath.PathLike, step: int | None = None, *, export: str = "") -> Source:
     """Find the newest step of ``run`` (or ``step``), that very step, or an export.
 
-    Args:
-      export: the reason why an export is of no use here; empty if it is of use.
-
-    Raises StoredError: it is none of them, it has no such step, or it is an export and ``export``
-    refuses it.
+    ``export``: why an export is of no use here; empty if it is. Raises StoredError: it is none of
+    them, it has no such step, or ``export`` refuses it.
     """
     path = stored.place_of(run)
     if stored.is_safetensors(path) and path.exists():

@@ -1,8 +1,6 @@
 """Reads arrays on disk without the program, the mesh or the devices that wrote them.
 
-No more is read than is needed.
-
-Both formats are read as path -> `Stored`:
+Both formats are read as path -> `Stored`, no more than is needed:
 
 - a step directory of `jaxtrain.checkpoint` (any Orbax directory of arrays):
   ``params/encoder/w_patch``, ``opt_state/0/count``;
@@ -12,8 +10,7 @@ Both formats are read as path -> `Stored`:
   paths. The file `EXPORT` next to them, which tools/orbax_to_safetensors.py writes, gives the paths
   themselves: {"paths": {name: path}, "shapes": {path: shape of those that were reshaped}, …}.
 
-A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis; `stack` puts
-such entries together.
+A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis (`stack`).
 """
 
 import functools
@@ -102,9 +99,7 @@ class Stored(NamedTuple):
 
 
 def find_step(run: epath.PathLike, step: int | None = None) -> epath.Path:
-    """Find the step directory that ``run`` names.
-
-    It is ``run`` itself, or the newest (or ``step``) of a workdir or its ``checkpoints``.
+    """Find the step directory ``run``, or the newest (or ``step``) of a workdir.
 
     Raises StoredError, with the steps that exist.
     """
@@ -195,8 +190,7 @@ def check_files(folder: epath.Path) -> None:
     """Raise StoredError unless all below a folder is a regular file or a folder, inside of it.
 
     Orbax and tensorstore open any file there, and would wait for a pipe. They read most files
-    whole, and end the process if one does not fit in memory. A sparse file may have any size, and
-    takes no space on the disk.
+    whole, and end the process if one does not fit in memory; a sparse file may have any size.
     """
     if "://" in os.fspath(folder):
         return
@@ -214,11 +208,7 @@ def check_files(folder: epath.Path) -> None:
 
 
 def _most_bytes(path: epath.Path, folder: epath.Path) -> float:
-    """Return the largest size of a checkpoint's file that tensorstore reads whole, else infinity.
-
-    The files are those below ``folder``.
-
-    Raises StoredError for a damaged description of an array.
+    """Return the largest size of a file in ``folder`` that tensorstore reads whole, else infinity.
 
     OCDBT's data files, of which it reads a part, and files of other programs are not bounded.
     """
@@ -245,12 +235,9 @@ def _elements(shape: Any) -> int:
 
 
 def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Open every array of a folder of safetensors (or of one such file).
+    """Open every array of a folder of safetensors (or of one such file). Only the headers are read.
 
-    Only the headers are read now.
-
-    Raises:
-      StoredError: no such file; a header at odds with itself or the index; a type unknown to numpy.
+    Raises StoredError: no such file; a header at odds with itself or the index; an unknown type.
     """
     return _open_folder(place_of(folder))
 
@@ -283,9 +270,7 @@ def _open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def _files(folder: epath.Path) -> dict[str, list[str] | None]:
-    """Return the files that hold a folder's model, each with its names by the index.
-
-    It is None without an index.
+    """Return the files of a folder's model, each with its names by the index, None without one.
 
     As transformers does, `WHOLE` comes first, and other files next to it are not read.
     """
@@ -362,10 +347,9 @@ def stack(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def fold(array: Stored, shape: tuple[int, ...]) -> Stored:
-    """Reshapes an array without reading it. Raises StoredError if the sizes differ.
+    """Reshape an array without reading it. Raises StoredError if the sizes differ.
 
-    If a dimension is split, only the needed rows are read. If several are joined, the whole array
-    is read and cut in memory.
+    If a dimension is split, only the needed rows are read. If several are joined, all is.
     """
     if math.prod(array.shape) != math.prod(shape):
         raise StoredError(f"{list(array.shape)} and {list(shape)} do not have equally many elements")
@@ -498,11 +482,7 @@ def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context
 def _read_array(
     array: Callable[[], ts.TensorStore], name: str, shape: tuple[int, ...], dtype: np.dtype, index: Index
 ) -> np.ndarray:
-    """Read slices of an array.
-
-    Raises StoredError for an array that differs from its tree's entry, and for a read that does not
-    fit in memory. Tensorstore would end the process, and zeros of any size take no space.
-    """
+    """Read slices of an array. Raises StoredError: it differs from its tree, or is too large."""
     opened = array()
     if tuple(opened.shape) != shape or opened.dtype.numpy_dtype != dtype:
         raise StoredError(f"{name} is {opened.dtype.name} {list(opened.shape)}; its tree says {dtype} {list(shape)}")

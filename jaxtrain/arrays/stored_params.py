@@ -21,9 +21,7 @@ def one_device() -> layout_lib.Layout:
 
 
 def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, carry: bool = False) -> PyTree:
-    """Arrays of a table of `Spec`, on the devices of ``layout``.
-
-    ``carry``: its model state, not its parameters.
+    """Arrays of a table of `Spec` on the devices of ``layout``; with ``carry`` of its model state.
 
     Raises StoredError: they cannot be read, or are adapters without the weights that they change;
     WarmStartError: they are of another shape than the run's config says.

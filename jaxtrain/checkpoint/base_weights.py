@@ -1,6 +1,4 @@
-"""The weights that a run freezes: where they came from, and that they are the same.
-
-Its checkpoints do not hold them.
+"""The weights that a run freezes, which its checkpoints do not hold: their source and digest.
 
 A checkpoint records `Base`: the step directory or the folder of safetensors, never "the newest
 step", and a digest of its parameters, which is the same for a step and for an export of it.

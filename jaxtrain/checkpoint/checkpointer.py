@@ -103,9 +103,7 @@ class Checkpointer:
         self._manager = _manager(self._path, options)
 
     def save(self, step: int, state: "TrainState", data: Mapping[str, Any], history: History) -> Saved:
-        """Start to save ``state``, unless ``step`` is saved already.
-
-        First wait for the previous save to end.
+        """Start to save ``state``, unless ``step`` is saved. First wait for the previous save.
 
         Raises CheckpointError when that one failed, or this one fails at once, unless
         config.checkpoint.on_error is "continue".
@@ -152,14 +150,10 @@ class Checkpointer:
     def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
         """Read the newest readable checkpoint of this run or of another ``workdir``, or None.
 
-        Args:
-          abstract: the target of every array. The mesh that saved it need not exist any more.
-          data: the loader's state now, whose fingerprints must equal the saved ones, unless
-          config.resume.data is "restart".
-
-        Raises:
-          CheckpointError: the model or the data differ from the saved ones, no checkpoint of
-            several can be read, or ``workdir`` has none.
+        ``abstract`` is the target of every array: the mesh that saved it need not exist any more.
+        ``data`` is the loader's state now, whose fingerprints must equal the saved ones, unless
+        config.resume.data is "restart". Raises CheckpointError: the model or the data differ from
+        the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
         if not workdir:
             if not (restored := self._newest(self._manager, self._path, abstract, data)):
@@ -241,8 +235,8 @@ class Checkpointer:
     def _drain(self) -> None:
         """Collect the other errors that Orbax holds for a save that failed.
 
-        Its threads fail one by one, and each error is raised once, in the next call: in the next
-        save, which would count as failed without having begun, or in the close.
+        Its threads fail one by one, and each error is raised once, in the next call, which would
+        count as failed without having begun.
         """
         while True:
             try:
@@ -385,8 +379,6 @@ def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Che
 
 def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
     """Raise CheckpointError, naming the processes, unless all see the same folder.
-
-    Every process writes its part there.
 
     Process 0 leaves a file there, which the others look for during ``seconds``: a network file
     system may show it late.

@@ -45,12 +45,7 @@ class NoManifest(FileNotFoundError):
 
 
 def write(step_dir: epath.PathLike) -> None:
-    """Write the manifest of a step directory.
-
-    Call it in one process, once every other file but `APART` is written.
-
-    Reads every file once. Memory: `THREADS` × `PIECE`.
-    """
+    """Write the manifest of a step directory, in one process, once every other file is written."""
     folder = epath.Path(step_dir)
     names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -66,13 +61,7 @@ def write(step_dir: epath.PathLike) -> None:
 
 
 def verify(step_dir: epath.PathLike) -> list[str]:
-    """List the damage of a step directory, a line per file, its name first.
-
-    The list is empty if every byte is as written.
-
-    Raises:
-      NoManifest: there is no manifest to compare with.
-    """
+    """List the damage of a step directory, a line per file, its name first. Raises NoManifest."""
     folder = epath.Path(step_dir)
     if not (folder / NAME).exists():
         raise NoManifest(f"{folder} has no {NAME}")

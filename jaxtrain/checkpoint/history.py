@@ -37,9 +37,7 @@ class History(NamedTuple):
 
 
 class Scores:
-    """The best step so far, kept in workdir/best.json.
-
-    As an Orbax preservation policy, it keeps that step.
+    """The best step so far, kept in workdir/best.json. An Orbax preservation policy, it keeps it.
 
     best.json also has the step and value of the last progress: an improvement on the previous one
     by more than min_delta.
@@ -63,8 +61,7 @@ class Scores:
     def add(self, step: int, record: Mapping[str, float]) -> None:
         """Compare the evaluation of ``step`` with the best one so far. Process 0 writes best.json.
 
-        Raises CheckpointError when the evaluation has no metric of the name that
-        config.checkpoint.best gives.
+        Raises CheckpointError when the evaluation has no metric as config.checkpoint.best names it.
         """
         if not self._name:
             return
@@ -95,7 +92,6 @@ class Scores:
         return self._best["progress"]["step"] if "progress" in self._best else None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which of Orbax's checkpoints stay: the best one."""
         del context
         return [checkpoint.step == self._best.get("step") for checkpoint in checkpoints]
 

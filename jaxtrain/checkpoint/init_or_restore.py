@@ -36,14 +36,11 @@ class Start(NamedTuple):
 
 
 def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start:
-    """Return the state, step and history that the run trains from.
+    """Return the state, step and history that the run trains from, on every process.
 
-    Every process calls it. Nothing else is changed.
-
-    Raises:
-      CheckpointError: there are checkpoints, and none can be read, or they are of another model or
-        other data. Never followed by a silent start at step 0.
-      WarmStartError: the source of config.warm_start does not fit the parameters.
+    Raises CheckpointError: there are checkpoints, and none can be read, or they are of another
+    model or other data (never followed by a silent start at step 0); WarmStartError: the source of
+    config.warm_start does not fit the parameters.
     """
     config, abstract = assembly.config, assembly.abstract
     # 1. The newest checkpoint of this workdir that can be read.
@@ -97,12 +94,9 @@ def _saved_config(restored: Restored) -> Any:
 
 
 def _with_frozen(assembly: Assembly, restored: Restored) -> Start:
-    """Return a restored state with its frozen parameters as they were at step 0.
+    """Return a restored state with its frozen parameters as at step 0, which no checkpoint holds.
 
-    No checkpoint holds them.
-
-    Raises CheckpointError: the weights that were frozen are gone, or they and
-    config.warm_start.source differ.
+    Raises CheckpointError: they are gone, or they and config.warm_start.source differ.
     """
     state, history = restored.state, restored.history
     frozen = _by_path(assembly.abstract.state.variables.frozen)

@@ -22,10 +22,8 @@ log = logging.getLogger("jaxtrain")
 class CheckpointManager:
     """A context: saves are asynchronous, and leaving it waits for the last one.
 
-    Every process calls the same methods.
-
-    Attributes:
-      history: facts about the run that are saved with its state. The run sets it after it began.
+    Every process calls the same methods. ``history``: facts that are saved with the state, which
+    the run sets after it began.
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext):
@@ -56,10 +54,7 @@ class CheckpointManager:
         return self._checkpointer.is_finished()
 
     def likely(self) -> int:
-        """Return the step that the run will probably resume from, 0 without any.
-
-        It is the newest listed one in this workdir, or in config.resume.path's. Nothing is read.
-        """
+        """Return the step that the run will probably resume from, 0 without any. Reads none."""
         found = 0
         if cluster.is_main():
             with contextlib.suppress(OSError):  # `newest` reports it later
@@ -69,15 +64,12 @@ class CheckpointManager:
     def newest(self, path: str = "") -> Restored | None:
         """Return the newest readable checkpoint of this workdir, or of workdir ``path``, or None.
 
-        Raises CheckpointError: there are some, and none can be read, or they are of another model
-        or other data.
+        Raises CheckpointError: none can be read, or they are of another model or other data.
         """
         return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
     def save(self, step: int, state: TrainState) -> Saved:
-        """Start to save a state, unless its step is saved already.
-
-        First wait for the previous save.
+        """Start to save a state, unless its step is saved. First wait for the previous save.
 
         Raises WorkdirError: another run has the workdir meanwhile, or it was deleted.
         """
@@ -117,8 +109,6 @@ class CheckpointManager:
 
     def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
         """Return the state of the last regular save before the streak, at ``state``'s position.
-
-        Later batches are skipped.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no save.
         """

@@ -1,6 +1,4 @@
-"""Parameters of another run as the start of this one, by declared rules.
-
-Nothing is left out silently.
+"""Parameters of another run as the start of this one, by declared rules. None is left out silently.
 
 The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors. Only parameters
 are taken from it. The optimizer starts from its initial state, the average of the parameters as a
@@ -144,12 +142,9 @@ def damage(config: WarmStart) -> list[str]:
 def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
     """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``.
 
-    Reads no array.
-
-    Raises:
-      WarmStartError: with every parameter that is in neither the source nor ``skip``, every array
-        of the source that is in neither the table nor ``unused``, every shape and dtype that differ
-        without a rule, every rule that matches nothing.
+    Raises WarmStartError with every parameter that is in neither the source nor ``skip``, every
+    array of the source that is in neither the table nor ``unused``, every shape and dtype that
+    differ without a rule, and every rule that matches nothing.
     """
     problems: list[str] = []
     tried = _Patterns()
@@ -214,12 +209,7 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
 
 
 def load(matches: Matches, params: PyTree) -> dict[str, Array]:
-    """Read the arrays: each device its own part, and no part twice on a process.
-
-    Args:
-      params: abstract arrays with shardings (`jaxtrain.step.state.Abstract`), at least the loaded
-      ones.
-    """
+    """Read the arrays for abstract ``params``: each device its own part, none twice."""
     targets = dict(zip(specs.paths(params), jax.tree.leaves(params), strict=True))
     by_path: dict[str, Array] = {}
     for path, (one, how) in matches.loaded.items():
@@ -250,7 +240,6 @@ def folded(match: Match, shape: tuple[int, ...]) -> Stored:
 
 
 def _grouped(lines: Sequence[str], remedy: str, *, n: int | None = None) -> list[str]:
-    """One problem with its remedy and ``n`` parameters, one a line, or nothing without."""
     if not lines:
         return []
     n = n or len(lines)

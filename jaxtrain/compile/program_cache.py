@@ -2,8 +2,7 @@
 
 JAX's cache has none but process 0's, and on CPUs each process's program is its own. A program that
 was read back may run its collectives in another order than one just compiled (seen with jax 0.10.2:
-the processes then wait for each other for ever). So each process caches its own, and they are used
-if every process has one.
+the processes then wait for each other for ever). So each caches its own, and all must have one.
 """
 
 import contextlib
@@ -28,9 +27,7 @@ LIMIT = 2 << 30  # [bytes] of all files together
 
 
 def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return the program that an earlier start compiled of ``lowered``.
-
-    It is None if a process has none.
+    """Return the program that an earlier start compiled, or None if a process has none.
 
     All processes call it at once. Like JAX's cache, it trusts the folder, and runs its programs.
     """
@@ -79,12 +76,7 @@ def _are_kept() -> bool:
 
 
 def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Path:
-    """Return the file of a program.
-
-    Its name is made from its text, arguments, options, process, devices, versions, flags and CPU.
-
-    The text has no unused arguments, and the file numbers the used ones.
-    """
+    """Return a program's file. The text lacks unused arguments, and the facts number the used."""
     inner: Any = lowered._lowering  # these facts have no public name. Without them nothing is cached
     settings: Any = jax.config
     facts = [
@@ -98,7 +90,6 @@ def _path(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> pathlib.Pa
 
 
 def _cpu() -> list[str]:
-    """Return the instruction sets of this machine's cores."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

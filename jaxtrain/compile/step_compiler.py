@@ -28,12 +28,9 @@ THREAD = "compile"  # prefix of the names of threads that compile
 class CompileAhead:
     """Programs that one thread compiles in the order in which they are needed.
 
-    The first step waits for the first, and the others are ready long before they are due, so that a
-    change of stage does not stall the run.
-
-    Attributes:
-      starts: program's key -> the first step that needs it, after `begin`.
-      late: steps that waited for their program, without the first.
+    The first step waits for the first. The others are ready long before they are due, so that a
+    change of stage does not stall the run. ``starts``: key -> the first step that needs it.
+    ``late``: steps that waited for their program, without the first.
     """
 
     def __init__(self, key_of: Callable[[int], Hashable], compiled: Callable[[Any], Callable[..., Any]]):
@@ -55,12 +52,7 @@ class CompileAhead:
         return self._key_of(step) in self._programs
 
     def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
-        """Begin with step ``start``, and stop before ``stop``.
-
-        Args:
-          others: each compiles a program that no step needs. They come right after the first
-          step's.
-        """
+        """Compile for steps ``start`` to ``stop``, and ``others`` right after the first step's."""
         self._first = start
         for step in range(start, stop):
             self.starts.setdefault(self._key_of(step), step)
@@ -79,7 +71,7 @@ class CompileAhead:
     def at(self, step: int) -> Callable[..., Any]:
         """Return the program of step number ``step``, 0 being the first.
 
-        Raises the error of its compilation, and at any step the error of one of the others. So an
+        Raises the error of its compilation, and at any step that of one of the others: an
         evaluation that does not fit is reported before hours of training.
         """
         if self._unchecked and self._unchecked[0].done():
@@ -90,7 +82,6 @@ class CompileAhead:
         return program.result()
 
     def is_ready(self, step: int) -> bool:
-        """Whether the program of step number ``step`` is compiled."""
         return self._programs[self._key_of(step)].done()
 
     def other(self, index: int) -> Callable[..., Any]:
@@ -112,20 +103,13 @@ class StepCompiler:
     """A context that compiles the programs of a run in the background, identical on every process.
 
     Its constructor starts to compile the likely first step. `ready` waits for the first step, and
-    then has evaluations and later steps compiled while the run trains.
-
-    Attributes:
-      stop: the last argument of a step, by whether this process asks to stop.
-
-    Making it raises ConfigError: the compiler refuses the options of config.compiler.
+    then has evaluations and later steps compiled while the run trains. ``stop`` is the last
+    argument of a step, by whether this process asks to stop. Making it raises ConfigError: the
+    compiler refuses the options of config.compiler.
     """
 
     def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
-        """Start to compile.
-
-        ``likely``: the probable number of batches that the restored state will have read, the same
-        on every process.
-        """
+        """``likely``: the number of batches that the restored state will probably have read."""
         self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
         self._options = assembly.compiler_options()
 
@@ -142,7 +126,6 @@ class StepCompiler:
             self._steps.expect(likely, program_cache.earlier(first, self._options))
 
     def compile(self, lowered: jax.stages.Lowered) -> Callable[..., Any]:
-        """Compile a program with the options of the run."""
         own = self._assembly.config.compiler
         return program_cache.keep(lowered, self._options, lambda: xla_options.compile(lowered, self._options, own))
 
@@ -150,13 +133,10 @@ class StepCompiler:
         return self._assembly.task.stage(index), self._data.bucket_of(index)
 
     def ready(self, first: int) -> None:
-        """Return once the program of step number ``first``, from 0 on, is compiled.
+        """Return once the program of step number ``first``, from 0 on, is compiled, if one is left.
 
-        It returns at once if no step is left.
-
-        Raises:
-          RendezvousError: processes that lowered different programs, or have other data, by number.
-          ConfigError: config.checkpoint.best names a metric that no evaluation has.
+        Raises RendezvousError: processes that lowered different programs, or have other data, by
+        number; ConfigError: config.checkpoint.best names a metric that no evaluation has.
         """
         assembly, data = self._assembly, self._data
         task, variables, steps = assembly.task, assembly.abstract.state.variables, assembly.config.train.steps

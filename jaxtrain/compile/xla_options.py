@@ -81,16 +81,10 @@ def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:
 
 
 def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device | None) -> dict[str, Any]:
-    """Return a step's options for ``count`` devices of a kind: the table's, with ``own`` over them.
+    """Return options for ``count`` devices (``device_kind``): the table's, with ``own`` over them.
 
-    The kind is ``device_kind``.
-
-    Options of another platform in ``own`` are not for these devices, and the log says so: one
-    config may have those of several.
-
-    Args:
-      device: whose compiler is asked, which need not exist (a topology's); None = none is.
-
+    Options of another platform in ``own`` are left out, and the log says so: one config may have
+    those of several. ``device``: whose compiler is asked, which need not exist; None = none is.
     Raises ConfigError with each of ``own`` that the compiler refuses.
     """
     platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
@@ -114,14 +108,11 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], own: Mapping[str, Any]) -> jax.stages.Compiled:
-    """Compiles with ``options``, of which ``own`` are the config's and the others this module's.
+    """Compile with ``options``, of which ``own`` are the config's and the others this module's.
 
-    An option that suits a program of no size can break a compiler on a larger one. This module's
-    never keep a step from being
-    compiled: if the compiler fails with them, it tries again without, and the log says so.
-
-    Raises ConfigError when it fails with ``own`` alone. A program that is too large is a
-    JaxRuntimeError (RESOURCE_EXHAUSTED), as it is without options.
+    An option that suits a program of no size can break a compiler on a larger one. If the compiler
+    fails, it tries again without this module's, and the log says so. Raises ConfigError if it fails
+    with ``own`` alone. A program that is too large is a JaxRuntimeError (RESOURCE_EXHAUSTED).
     """
     wanted = {name: value for name, value in options.items() if name in own}
     try:

@@ -15,11 +15,7 @@ FILE = "correct this file, or what it imports"
 
 
 def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
-    """Check a config.
-
-    Args:
-      count, kind: the devices of the whole job, as jax spells their kind (0 and "" = not known).
-    """
+    """Check a config for ``count`` devices of ``kind`` in the whole job (0 and "" = not known)."""
     from jaxtrain import config as config_lib
 
     try:
@@ -49,7 +45,6 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
 
 
 def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> list[Check]:
-    """Make a finding for each error of a config, with the text of `ConfigError`."""
     return [fail(GROUP, name, str(ConfigError([problem])), remedy) for problem in problems]
 
 

@@ -105,7 +105,6 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
 
 
 def _spread(n: int, most: int) -> list[int]:
-    """Return at most ``most`` of the numbers below n, evenly spread, with first and last."""
     return [int(x) for x in np.linspace(0, n - 1, min(n, most))]
 
 

@@ -40,11 +40,7 @@ def examine(*, local: list[int]) -> Found:
     return checks, {"devices": {"count": len(devices), "kind": devices[0].device_kind}}
 
 
-def _found(
-    devices: Sequence[Any],
-    local: Sequence[int],
-    environment: Mapping[str, str] = os.environ,
-) -> Check:
+def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[str, str] = os.environ) -> Check:
     """Compare the devices of jax with those of the machine, and of the launcher."""
     platform, text = devices[0].platform, f"{len(devices)} × {devices[0].device_kind}"
     gpus, tpus = accelerators()
@@ -72,10 +68,7 @@ def _found(
 
 
 def accelerators(system: str = "/sys") -> tuple[int, int]:
-    """Count the NVIDIA GPUs and TPU chips that the drivers show.
-
-    A group of /dev/vfio may be any device of a virtual machine. Only Google's are TPUs.
-    """
+    """Count the NVIDIA GPUs and TPU chips that the drivers show."""
     paths = machine.accelerators()
     tpus = [path for path in paths if path.name.startswith("accel")]
     for group in (path for path in paths if path.parent.name == "vfio"):

@@ -34,12 +34,7 @@ OTHER = "choose a folder on a POSIX file system that can be written"
 
 
 def examine(*, folder: str, what: str, checkpoints: Any = None) -> Found:
-    """Check one folder.
-
-    Args:
-      what: the name of the folder for a person.
-      checkpoints: their folder, their number in a plan, and the bytes of each.
-    """
+    """Check the folder ``what``. ``checkpoints``: their folder, number in a plan, bytes of each."""
     if "://" in folder:
         return [_store(folder, what)], {}
     try:

@@ -24,12 +24,7 @@ Facts = dict[str, Any]
 
 
 def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
-    """Run all checks, and return the report of this process.
-
-    Args:
-      source, overrides: the config of the run ("" = none).
-      wait: seconds for the other processes to come.
-    """
+    """Run all checks for a config ("" = none), and wait ``wait`` s for other processes."""
     began = time.monotonic()
     membership, found = _membership()
     several = not rendezvous.is_loopback(membership.coordinator.rpartition(":")[0] or "localhost")
@@ -125,10 +120,7 @@ def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
 def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: float) -> bool:
     """Hold the other meetings, and return whether nothing failed in any process.
 
-    Args:
-      until: the end of process 0's wait for the findings of others. They wait longer for it.
-
-    Raises RendezvousError if process 0 is gone.
+    Process 0 waits ``until`` then for findings, others longer. Raises RendezvousError.
     """
     me = job.process
     listener = next(rendezvous.sockets([] if job.several else ["127.0.0.1"], 0))

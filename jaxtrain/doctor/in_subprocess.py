@@ -25,9 +25,7 @@ NO_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 def examine(group: str, arguments: Any, *, within: float, remedy: str, crashed: str = "") -> Found:
     """Run ``examine(**arguments)`` of jaxtrain.doctor.GROUP. A crash or a hang is a finding.
 
-    Args:
-      within: seconds.
-      remedy: for a hang, and for a crash unless ``crashed`` is another.
+    ``crashed``: the remedy for a crash, if it is another than for a hang.
     """
     asked = {"path": sys.path, "group": group, "arguments": dict(arguments)}
     with tempfile.TemporaryFile() as errors:

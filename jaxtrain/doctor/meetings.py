@@ -23,14 +23,7 @@ Conclude = Callable[[Messages], Any]
 
 
 class Meetings:
-    """The meetings of one process. Only process 0 calls `met`, `found` and `saw`.
-
-    Attributes:
-      process: of this job.
-      several: whether the processes are on several machines.
-      token: the same in all processes.
-      checks, hosts: all findings, and the names of the hosts, by process, at process 0.
-    """
+    """The meetings of a process. Process 0 alone calls `met`, `found`, `saw`, and has findings."""
 
     def __init__(self, membership: Cluster, *, wait: float):
         """Hold the first meeting. Raises RendezvousError, or ClusterError if there is no secret."""

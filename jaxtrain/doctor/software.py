@@ -17,23 +17,11 @@ OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "JAX_COMPILATIO
 Judge = Callable[[str, str, str, str], Check]
 # By topic: the verdict if it differs, the verdict if some processes lack it, the remedy.
 TOPICS: dict[str, tuple[Judge, Judge, str]] = {
-    "packages": (
-        fail,
-        fail,
-        "install the same wheels on every host: one constraints file, one image",
-    ),
+    "packages": (fail, fail, "install the same wheels on every host: one constraints file, one image"),
     "commit": (fail, fail, "bring the checkouts to one commit: git pull, on every host"),
     # Wheels of one version may be other builds, and a checkout may be edited.
-    "files of jaxtrain": (
-        fail,
-        fail,
-        "install the same wheel on all hosts, or see git diff on each",
-    ),
-    "extension of jaxtrain": (
-        warn,
-        warn,
-        "install the same wheel, unless each host built it itself",
-    ),
+    "files of jaxtrain": (fail, fail, "install the same wheel on all hosts, or see git diff on each"),
+    "extension of jaxtrain": (warn, warn, "install the same wheel, unless each host built it itself"),
     "python": (warn, warn, "use one version of Python and one kind of processor everywhere"),
     "config": (fail, fail, "start all processes with the same --config and overrides"),
     "workdir": (fail, fail, "start all processes in one folder, or set config.workdir to /a/path"),
@@ -60,7 +48,6 @@ def facts() -> dict[str, Any]:
 
 
 def examine(found: Mapping[str, Any]) -> Check:
-    """Name the installed versions, of `facts`."""
     packages, commit = found["packages"], found["checkout"]
     text = f"jaxtrain {packages['jaxtrain']}{f' ({commit})' if commit else ''}"
     text += f", jax {packages['jax']}, Python {platform.python_version()}"

@@ -111,12 +111,7 @@ class _Walk:
     """The loops of a step, or of a loop's body."""
 
     def __init__(self, share: int, arguments: set[Value] | None):
-        """Make a walk.
-
-        Args:
-          arguments: of the step. A carry may take their memory. None in a loop's body, whose carry
-            may take the memory of the outer one.
-        """
+        """``arguments``: of the step, whose memory a carry may take. None in a loop's body."""
         self._share, self._arguments = share, arguments
         self._loops: list[_Loop] = []
         self._numbers = itertools.count()
@@ -136,7 +131,6 @@ class _Walk:
         return max(moments, key=_total, default=[])
 
     def block(self, jaxpr: Any, consts: list[Value], inputs: list[Value]) -> list[Value]:
-        """Walk through a jaxpr, and return its results."""
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def value(v: Any) -> Value:

@@ -37,11 +37,7 @@ class Compiled(NamedTuple):
 
 
 def ask_for_no_chips() -> None:
-    """Set the values for which libtpu, if it is installed, would ask a metadata server.
-
-    Also let two processes load libtpu. It must be called before JAX makes its devices, and a run
-    cannot follow in this process.
-    """
+    """Set what libtpu would ask a metadata server for. Call it before JAX makes its devices."""
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
@@ -84,8 +80,7 @@ KNOWN_TO_PALLAS = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4"
 def for_kernels(device: Any) -> Iterator[None]:
     """Trace kernels of Pallas for a GPU that need not exist.
 
-    From jax 0.11 on they are traced for the GPU of the mesh around them. On one device there is no
-    such mesh, and they are traced for this machine's GPU, which a plan may not have.
+    From jax 0.11 on they are traced for the GPU of the mesh around them, which one device lacks.
     """
     devices = layout.devices_like(device)
     if devices.platform != "gpu":
@@ -122,11 +117,8 @@ def compiled(
 ) -> Compiled:
     """Compile a step on the assembly's real mesh, with the options of a run and ``options``.
 
-    Args:
-      versions: of the compilers. With them the figures are kept, and compiled once.
-
-    Raises PlanError if the compiler finds that the step does not fit, and ConfigError if it refuses
-    an option of the config.
+    With ``versions`` of the compilers the figures are kept. Raises PlanError if the compiler finds
+    that the step does not fit, and ConfigError if it refuses an option of the config.
     """
     own, mesh = assembly.config.compiler, assembly.layout.mesh
     devices = list(mesh.devices.flat)
@@ -155,10 +147,7 @@ def ask(
     own: Mapping[str, Any] | None = None,
     versions: str = "",
 ) -> tuple[plan_cache.Figures, bool]:
-    """Return a compiler's figures of a program for these devices, and whether they were kept.
-
-    Raises ConfigError if the compiler refuses ``own``, the options of the config.
-    """
+    """Return a compiler's figures, and whether they were kept. ``own``: the config's options."""
     name = plan_cache.key(lowered.as_text(), devices, options, versions) if versions else ""
     if name and (known := plan_cache.find(name)):
         return known, True

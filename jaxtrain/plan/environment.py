@@ -29,7 +29,6 @@ NVCC = "12.9.86"  # ptxas and libdevice; any of CUDA 12 from 12.6 on would do
 
 
 def folder(kind: str) -> pathlib.Path:
-    """Return the place of the environment, also if there is none."""
     jaxlib = importlib.metadata.version("jaxlib")
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return machine.cache_folder("envs", f"plan-{kind}-jaxlib-{jaxlib}-py{python}")
@@ -52,9 +51,7 @@ def find(kind: str) -> pathlib.Path | None:
 
 
 def set_up(kind: str) -> str:
-    """Make the environment if there is none. Returns a line for a person.
-
-    If several processes do so at once, one fetches and the others wait.
+    """Make the environment if there is none, in one process at a time. Returns a line for a person.
 
     Raises PlanError for an unknown kind, without pip, or if pip fails. Nothing is left then.
     """

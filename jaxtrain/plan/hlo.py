@@ -106,15 +106,7 @@ class Product(NamedTuple):
 
 
 class Program:
-    """The computations of a compiled module's text (``compiled.as_text()``).
-
-    Attributes:
-      bodies: computation -> its instructions.
-      times: computation -> how often a step executes it, if it does.
-      loops: computations inside of loops.
-      begun: computations that begin at one place and are waited for at another.
-      fused: computations of a single kernel.
-    """
+    """The computations of a compiled module's text (``compiled.as_text()``)."""
 
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
@@ -223,10 +215,9 @@ def groups(line: str, devices: int) -> list[list[int]]:
 
 
 def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
-    """Return the rounds of a loop with a fixed length.
+    """Return the rounds of a loop of fixed length, as the compiler notes it, or from its condition.
 
-    The compiler notes it. Else it is the condition's bound by the step of its counter, since the
-    rings that TPUs make of products and gathers count by twos.
+    That is its bound by the step of its counter: rings of products and gathers count by twos.
     """
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
         return int(noted[1])

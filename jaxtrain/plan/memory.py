@@ -16,18 +16,17 @@ from loaders.io import machine
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
-    """Return the bytes of one device's part of an array, ``tiled`` as on a TPU.
-
-    A TPU pads two dimensions to tiles of 8 × 128 words of 32 bits, with fewer rows if the array has
-    fewer. It chooses the two dimensions for the least padding. A vector is padded to 128 to 1024
-    words.
-    """
+    """Return the bytes of one device's part of an array, ``tiled`` as on a TPU."""
     shape, size = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
     return padded(shape, size) if tiled else math.prod(shape) * size
 
 
 def padded(shape: Sequence[int], size: int) -> int:
-    """Return the bytes of an array of values of ``size`` bytes in a TPU's memory."""
+    """Return the bytes of an array of values of ``size`` bytes in a TPU's memory.
+
+    Two dimensions are padded to tiles of 8 × 128 words of 32 bits, with fewer rows if the array has
+    fewer: those with the least padding. A vector is padded to 128 to 1024 words.
+    """
     packed = max(1, 4 // size)  # values in a word
     if 0 in shape:
         return 0

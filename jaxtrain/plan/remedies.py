@@ -23,7 +23,7 @@ def refuse_if_too_large(assembly: Assembly) -> None:
     """Raise PlanError if the step needs more memory than a device of this machine has.
 
     The bytes of state, batch and gradients are exact. If those fit and the lower bound does not,
-    the compiler decides. Its program stays in the cache of programs for the run.
+    the compiler decides, whose program stays in the cache for the run.
     """
     config, target = assembly.config, parse_target("")
     memory = target.memory
@@ -52,9 +52,8 @@ def refuse_if_too_large(assembly: Assembly) -> None:
 def remedies(config: config_lib.Config, target: Target, beyond: float | None = None) -> list[str]:
     """List single changes of the config whose step may fit, each with its memory.
 
-    Args:
-      beyond: bytes of the compiled step beyond its lower bound. They count in proportion to the
-        rows of a microbatch. None = unknown, and each change has its lower bound.
+    ``beyond``: bytes of the compiled step beyond its lower bound, in proportion to the rows of a
+    microbatch. None = unknown: each change has its lower bound.
     """
 
     @functools.cache

@@ -84,10 +84,7 @@ def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, flo
     """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
     state = assembly.abstract.state
     written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
-    return (
-        assembly.task.flops / (count * chip.flops),
-        (state_lib.bytes_per_device(state) + written) / chip.bandwidth,
-    )
+    return (assembly.task.flops / (count * chip.flops), (state_lib.bytes_per_device(state) + written) / chip.bandwidth)
 
 
 def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[str]) -> Iterator[str]:

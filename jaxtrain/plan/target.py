@@ -33,7 +33,6 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """The compiler's environment for it: "tpu", "gpu", or "" without a chip."""
         return "" if not self.chip else "tpu" if self.tiled else "gpu"
 
     @property

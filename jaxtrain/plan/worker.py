@@ -44,10 +44,9 @@ class Answer(NamedTuple):
 
 
 def ask(jobs: Sequence[Job]) -> list[Answer]:
-    """Compile each job's step, one after the other in one process.
+    """Compile each job's step, one after the other in one process. All targets are of one kind.
 
-    All targets must be of one kind. Raises PlanError without its environment, and if the process
-    ends before it answers.
+    Raises PlanError without its environment, and if the process ends before it answers.
     """
     [kind] = {parse_target(job.target).kind for job in jobs}
     place = environment.find(kind)

@@ -58,12 +58,8 @@ class Cluster(NamedTuple):
 def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata: Mapping[str, str] | None = None) -> Cluster:
     """Return the cluster that ``environment`` describes.
 
-    Args:
-      gpus: how many NVIDIA GPUs the machine has. CUDA_VISIBLE_DEVICES may hide some.
-      metadata: of a TPU VM: agent-worker-number, worker-network-endpoints, tpu-env.
-
-    Raises:
-      ClusterError: the environment contradicts itself, or a process would see the wrong GPUs.
+    ``gpus``: the machine's NVIDIA GPUs, which CUDA_VISIBLE_DEVICES may hide. ``metadata``: of a TPU
+    VM. Raises ClusterError: the environment contradicts itself, or a process would see wrong GPUs.
     """
     given = {name: environment[name] for name in VARIABLES if environment.get(name)}
     try:
@@ -85,7 +81,6 @@ def from_environment(environment: Mapping[str, str], *, gpus: int = 0, metadata:
 
 
 def _check(found: Cluster) -> None:
-    """Raise ClusterError for a cluster that cannot exist."""
     host = found.coordinator.rpartition(":")[0]
     problems = []
     if not 0 <= found.process < found.processes:
@@ -115,9 +110,7 @@ def _number(text: str) -> int:
 def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
     """Return the secret that the processes of a run share, or "" if they need or want none.
 
-    Raises:
-      ClusterError: ``coordinator`` [host:port] can be reached from other machines, and there is no
-        secret, or a short one.
+    Raises ClusterError for a short one, or none if others reach ``coordinator`` [host:port].
     """
     given = environment.get(SECRET, "")
     if given == "none" or (not given and rendezvous.is_loopback(coordinator.rpartition(":")[0])):
@@ -253,7 +246,7 @@ def _tpu_host(text: str) -> str:
 
 
 def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: int, task: int, name: str) -> tuple[int, ...]:
-    """Return the ordinals of a process's own GPUs among the visible ones.
+    """Return the ordinals of a process's own GPUs among the visible ones, () = all.
 
     ``task`` is one of ``tasks`` on a node with ``allocated`` GPUs (0 = unknown). A local rank is
     not an ordinal: a process that was given only its own GPUs sees them numbered from 0.

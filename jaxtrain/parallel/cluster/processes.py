@@ -38,17 +38,10 @@ def find() -> Cluster:
 
 
 def meet(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
-    """Wait until all processes of a run are present, and compare them.
+    """Wait until all processes of a run are present, and compare them (`rendezvous.meet`).
 
-    Args:
-      leave: called repeatedly during the wait for others, which ends if it returns true.
-      refusal: the reason for which process 0 cannot begin. All processes raise it.
-
-    Raises:
-      ClusterError: processes on several hosts have no JAXTRAIN_SECRET.
-      RendezvousError: ``refusal``, or the port is taken, or processes, by number, are late or
-        differ in the config, a package or the devices.
-      Stopped: ``leave()`` returned true during the wait for others.
+    Raises ClusterError: processes on several hosts have no JAXTRAIN_SECRET; RendezvousError;
+    Stopped: ``leave()`` returned true during the wait for others.
     """
     rendezvous.meet(
         membership.coordinator,
@@ -128,10 +121,9 @@ def uneven(devices: Mapping[int, int], processes: int) -> str:
 
 
 def compare(texts: Mapping[str, str]) -> None:
-    """Compare named texts between all processes, by their hashes.
+    """Compare named texts between all processes, by their hashes. Raises RendezvousError by name.
 
-    Lines with callbacks to the host are left out, since they hold addresses. Raises RendezvousError
-    that names processes and texts.
+    Lines with callbacks to the host are left out, since they hold addresses.
     """
     if jax.process_count() == 1:
         return
@@ -159,11 +151,7 @@ def devices() -> str:
 
 
 def of_cpus() -> dict[str, int]:
-    """Return the numbers of cores and threads, which decide the last bits on CPUs, else {}.
-
-    `jaxtrain.compile.xla_options` chooses the kernels of matrix products by the cores. XLA splits
-    the long sums of those that it computes itself by the threads of its pool.
-    """
+    """Return the numbers of cores and threads, which decide the last bits on CPUs, else {}."""
     if jax.default_backend() != "cpu":
         return {}
     return {"cores": machine.cores(), "threads": int(os.environ.get("NPROC") or machine.schedulable())}
@@ -212,14 +200,11 @@ def use_compilation_cache() -> None:
 
 
 def use_threads_for_host_devices(threads: int = 0) -> None:
-    """Give XLA's CPU client a thread for each of several host devices.
+    """Give XLA's CPU client a thread for each of several host devices, before JAX makes them.
 
     It runs independent collectives of one program at once on NPROC threads, by default one for each
     core. With fewer threads than devices they can wait for each other without end (jax 0.10.2, 8
-    devices on 2 cores). It must be called before JAX makes its devices.
-
-    Args:
-      threads: those of a run that is made again, unless they are too few for these devices.
+    devices on 2 cores). ``threads``: of a run that is made again, unless too few for these devices.
     """
     found = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     count = int(found[1]) if found else 1

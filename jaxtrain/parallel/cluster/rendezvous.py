@@ -73,14 +73,12 @@ def meet(
       secret: the same in all processes of the job. If it is empty, every peer is admitted.
       refusal: the reason for which process 0 cannot begin. It becomes the error of all.
       awaited: the processes that process 0 waits for. By default all.
-      conclude: called by process 0 with the messages of all present, its own first, and with the
-        names of those late, or "". Those of others have two more fields: "ahead", the seconds by
-        which the clock is ahead of process 0's, and "address", from which the process connected.
+      conclude: called by process 0 with the messages of all present, its own first, and the names
+        of those late, or "". Those of others have "ahead", the seconds by which the clock is ahead
+        of process 0's, and "address", from which the process connected.
 
-    Raises:
-      RendezvousError: ``refusal``, or the port is taken, or processes, by number, did not connect
-        or differ in named facts.
-      Stopped: ``leave`` returned true, here or in another process.
+    Raises RendezvousError: ``refusal``, a taken port, processes that did not connect or differ, by
+    number; Stopped: ``leave`` returned true, here or in another process.
     """
     hello = {"job": job, "process": process, "processes": processes}
     hello |= {"host": socket.gethostname(), "facts": facts}
@@ -114,11 +112,10 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses(host: str, port: int) -> list[str]:
-    """Return the addresses of ``host`` on this machine, where process 0 listens.
+    """Return the addresses of ``host`` on this machine, where process 0 listens, [] = everywhere.
 
-    The list is empty, for every interface, in two cases. The name may lead to no address of this
-    machine, as that of a service in front of it. Or it leads to loopback, as a machine's own name
-    does on some systems although others reach it by that name.
+    [] if the name leads to no address of this machine, as that of a service in front of it, or to
+    loopback, as a machine's own name does on some systems although others reach it by that name.
     """
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]

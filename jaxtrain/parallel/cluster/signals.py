@@ -9,12 +9,8 @@ from typing import Any
 class StopSignals:
     """The signals that ask the run to save and end. A second one ends the process at once.
 
-    Attributes:
-      asked: the name of the signal, "" before it.
-      notice: another reason to stop, such as announced maintenance, "" before it.
-
-    Ctrl-C is also remembered until `check`, since a KeyboardInterrupt could interrupt a library in
-    the middle of a save.
+    ``asked`` is the signal's name and ``notice`` another reason, such as maintenance, "" before it.
+    Ctrl-C is remembered until `check`: a KeyboardInterrupt could interrupt a library in a save.
     """
 
     def __init__(self, names: Sequence[str]):

@@ -24,10 +24,9 @@ log = logging.getLogger("jaxtrain")
 class Watchdog:
     """A thread that ends a process whose run makes no progress.
 
-    Every process reports its progress in ``folder``/alive-N.json. If a process has no `beat` for
-    ``timeout`` seconds (``start_timeout`` before the first one), it compares all reports. It blames
-    the process that is behind the others, or has stopped reporting. It writes its own stacks to
-    ``folder``/stacks-N.txt and stderr, and exits with `EXIT_CODE`.
+    Every process reports its progress. Without a `beat` for ``timeout`` s (``start_timeout`` before
+    the first one) it blames the process that is behind, or has stopped reporting, writes its own
+    stacks, also to stderr, and exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 70
