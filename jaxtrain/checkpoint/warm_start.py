@@ -142,9 +142,8 @@ def damage(config: WarmStart) -> list[str]:
 def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str, Stored], config: WarmStart) -> Matches:
     """Find for each parameter of ``table``, path -> (shape, dtype), its array of ``source``.
 
-    Raises WarmStartError with every parameter that is in neither the source nor ``skip``, every
-    array of the source that is in neither the table nor ``unused``, every shape and dtype that
-    differ without a rule, and every rule that matches nothing.
+    Raises WarmStartError with each parameter and array that no rule covers, each shape and dtype
+    that differs without one, and each rule that matches nothing.
     """
     problems: list[str] = []
     tried = _Patterns()

@@ -21,8 +21,7 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
     try:
         config, problems = config_lib.read(source, overrides, make_data=False)
     except ConfigError as error:
-        remedy = f"{FILE}; if it is missing, copy it to this host"
-        return _errors("file", error.problems, remedy), {}
+        return _errors("file", error.problems, f"{FILE}; if it is missing, copy it to this host"), {}
     except (SystemExit, Exception) as error:  # any error of a user's file
         return [fail(GROUP, "file", f"{source}: {raised(error)}", FILE)], {}
     if problems:
@@ -39,8 +38,8 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
         except ValueError as error:  # LayoutError, OptimError, DataError …
             checks.append(fail(GROUP, "plan", str(error), FIELD))
         except Exception as error:  # noqa: BLE001  any error of a user's workload
-            text = f"{config.workload}: {raised(error)}"
-            checks.append(fail(GROUP, "plan", text, f"correct {config.workload}, or its imports"))
+            remedy = f"correct {config.workload}, or its imports"
+            checks.append(fail(GROUP, "plan", f"{config.workload}: {raised(error)}", remedy))
     return checks, facts
 
 

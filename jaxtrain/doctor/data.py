@@ -23,17 +23,14 @@ def examine(*, source: str, overrides: Any, process: int, processes: int, wanted
     """Check a config's data. ``wanted`` is the rows/s of the whole job's steps, 0 = unknown."""
     config, _ = config_lib.read(source, overrides, make_data=False)
     if missing := config.data.missing():
-        remedy = "train for a step on one host first, and let the others share its cache"
-        return [warn(GROUP, "index", missing, remedy)], {}
+        return [warn(GROUP, "index", missing, "train for a step on one host first, and let the others share its cache")], {}
     try:
         return _look(config, process, processes, wanted)
     except (DataError, OSError) as error:
-        remedy = "correct or remove what it names, then rerun"
-        return [fail(GROUP, "index", str(error), remedy)], {}
+        return [fail(GROUP, "index", str(error), "correct or remove what it names, then rerun")], {}
     except Exception as error:  # noqa: BLE001  any error of a user's loader
-        text = f"{config.loader} failed: {raised(error)}"
         remedy = "look at the data that it names, if any; else report it: a loader raises DataError"
-        return [fail(GROUP, "loader", text, remedy)], {}
+        return [fail(GROUP, "loader", f"{config.loader} failed: {raised(error)}", remedy)], {}
 
 
 def _look(config: config_lib.Config, process: int, processes: int, wanted: float) -> Found:
@@ -43,11 +40,8 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
     train, test = (_loader(config, split, rows) for split in ("train", "test"))
     try:
         text = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
-        text += f", read in {time.perf_counter() - began:.1f} s"
-        checks = [ok(GROUP, "index", text)]
-        for split, loader in (("train", train), ("test", test)):
-            checks += _samples(config, split, loader)
-        checks.append(_rate(train, wanted / processes))
+        index = ok(GROUP, "index", f"{text}, read in {time.perf_counter() - began:.1f} s")
+        checks = [index, *_samples(config, "train", train), *_samples(config, "test", test), _rate(train, wanted / processes)]
         return checks, {"data": {"train": train.state(0), "test": test.fingerprint}}
     finally:
         train.close()
@@ -93,15 +87,14 @@ def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[
         if each is not loader:
             each.close()
     if bad:
-        text = f"{len(bad)} of the first examples of {done} shards cannot be read"
-        text += f"; row {bad[0]}: {reasons.get(bad[0], 'unreadable')}"
+        text = f"{len(bad)} of the first examples of {done} shards cannot be read; row {bad[0]}: "
+        text += str(reasons.get(bad[0], "unreadable"))
         yield fail(GROUP, name, text, "replace these files, or index them again")
     elif done:
         yield ok(GROUP, name, f"{done} {what}, were read")
     else:
-        text = f"0 {what}, were read within {SAMPLING:g} s"
         remedy = "see whether the data's file system is slow, or copy them nearer"
-        yield warn(GROUP, name, text, remedy)
+        yield warn(GROUP, name, f"0 {what}, were read within {SAMPLING:g} s", remedy)
 
 
 def _spread(n: int, most: int) -> list[int]:
@@ -112,8 +105,7 @@ def _rate(train: Loader, wanted: float) -> Check:
     rate = feed.measure(train, COUNTING)
     text = f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s"
     if not wanted:
-        text += "; the need of a step is unknown on these devices"
-        return ok(GROUP, "rate", text)
+        return ok(GROUP, "rate", f"{text}; the need of a step is unknown on these devices")
     text += f"; a step needs {wanted:,.0f} of this process at most"
     if rate >= wanted:
         return ok(GROUP, "rate", text)

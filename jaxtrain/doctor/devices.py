@@ -47,23 +47,18 @@ def _found(devices: Sequence[Any], local: Sequence[int], environment: Mapping[st
     remedy = "see CUDA_VISIBLE_DEVICES and the launcher's --gpus-per-task, --gpu-bind"
     allotted = environment.get("SLURM_GPUS_ON_NODE", "")
     given = int(allotted) if allotted.isdecimal() else 0
-    chosen = any(environment.get(name) is not None for name in CHOOSE)
     if platform == "cpu" and "cpu" not in environment.get("JAX_PLATFORMS", "") and gpus + tpus:
         there = f"{gpus} GPUs" if gpus else f"{tpus} TPU chips"
-        text = f"jax computes on the CPU, and this machine has {there}"
-        return fail(GROUP, "jax", text, MISSING)
+        return fail(GROUP, "jax", f"jax computes on the CPU, and this machine has {there}", MISSING)
     if local and len(devices) != len(local):
-        text += f", and the launcher gave {len(local)} to this process"
-        return fail(GROUP, "jax", text, remedy)
-    if local or chosen or platform not in ("gpu", "cuda"):
+        return fail(GROUP, "jax", f"{text}, and the launcher gave {len(local)} to this process", remedy)
+    if local or platform not in ("gpu", "cuda") or any(environment.get(name) is not None for name in CHOOSE):
         return ok(GROUP, "jax", text)
     if given and len(devices) != given:
-        text += f", and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)"
-        return fail(GROUP, "jax", text, remedy)
+        return fail(GROUP, "jax", f"{text}, and SLURM gave {given} to this node (SLURM_GPUS_ON_NODE)", remedy)
     if not given and len(devices) < gpus:
         remedy = "see nvidia-smi, dmesg (Xid), and which of /dev/nvidia* this container may open"
-        text += f", and this machine has {gpus} (/dev/nvidia*)"
-        return fail(GROUP, "jax", text, remedy)
+        return fail(GROUP, "jax", f"{text}, and this machine has {gpus} (/dev/nvidia*)", remedy)
     return ok(GROUP, "jax", text)
 
 
@@ -104,8 +99,7 @@ def _driver(local: Sequence[int]) -> Iterator[Check]:
             yield fail(GROUP, "ECC", text, remedy)
     if rows:
         more = f"; not readable: {', '.join(sorted(unread))}" if unread else ""
-        text = f"{rows[0][1]}, of {len(rows)} GPUs memory in use and memory errors{more}"
-        yield ok(GROUP, "driver", text)
+        yield ok(GROUP, "driver", f"{rows[0][1]}, of {len(rows)} GPUs memory in use and memory errors{more}")
 
 
 def query() -> tuple[list[list[str]], str]:
@@ -137,15 +131,12 @@ def _products(devices: Sequence[Any]) -> Iterator[Check]:
                 right, n = np.array_equal(product(*on_device), expected), n + 1
             rounds += n
         except RuntimeError as error:
-            remedy = "see dmesg (Xid), reset the device, or leave it out"
-            yield fail(GROUP, "product", f"{device} failed: {error}", remedy)
+            yield fail(GROUP, "product", f"{device} failed: {error}", "see dmesg (Xid), reset the device, or leave it out")
             well = False
             continue
         if not right:
-            text = f"{device} computed a product of small integers wrongly"
             remedy = "leave it out, and have it replaced: its results cannot be trusted"
-            yield fail(GROUP, "product", text, remedy)
+            yield fail(GROUP, "product", f"{device} computed a product of small integers wrongly", remedy)
         well &= right
     if well:
-        text = f"{rounds} products of {side} × {side} on {len(devices)} devices are exact"
-        yield ok(GROUP, "product", text)
+        yield ok(GROUP, "product", f"{rounds} products of {side} × {side} on {len(devices)} devices are exact")

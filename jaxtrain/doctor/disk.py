@@ -22,8 +22,7 @@ MIN_FREE = 100e6  # [bytes] for the cache's data and programs, and a run's recor
 SEEN = 10.0  # [s] for a new file to show on every host
 REMEDIES = {
     errno.EROFS: "it is mounted read-only: mount it again with rw, or choose another",
-    errno.EACCES: "change its permissions, or choose a folder of your own",
-    errno.EPERM: "change its permissions, or choose a folder of your own",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose a folder of your own"),
     errno.ENOSPC: "free some space or inodes there, or choose another disk",
     errno.EDQUOT: "your quota there is used up: free some space, or ask for more",
     errno.ESTALE: "the file server has lost it: mount it again",
@@ -51,8 +50,7 @@ def _written(folder: str, what: str) -> Check:
     """Write to the folder, as a checkpoint does. Raises OSError."""
     place = nearest(folder)
     free = shutil.disk_usage(place).free
-    scratch = tempfile.TemporaryDirectory(prefix=".doctor-", dir=place, ignore_cleanup_errors=True)
-    with scratch as name:
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place, ignore_cleanup_errors=True) as name:
         rate = _write(os.path.join(name, "data"))
         os.mkdir(os.path.join(name, "folder"))
         for old, new in (("data", "renamed"), ("folder", "moved")):
@@ -61,12 +59,12 @@ def _written(folder: str, what: str) -> Check:
         os.fsync(handle)
         os.close(handle)
     text = f"{folder} has {in_bytes(free)} free, and takes {rate / 1e6:,.0f} MB/s"
-    if free < MIN_FREE:
-        remedy = "free some space there, or choose another disk"
-        return warn(GROUP, what, f"{text}; expected at least {in_bytes(MIN_FREE)}", remedy)
-    if rate < SLOW:
-        remedy = "choose another disk: saves wait for this one"
-        return warn(GROUP, what, f"{text}; expected at least {SLOW / 1e6:g} MB/s", remedy)
+    for is_low, least, remedy in (
+        (free < MIN_FREE, in_bytes(MIN_FREE), "free some space there, or choose another disk"),
+        (rate < SLOW, f"{SLOW / 1e6:g} MB/s", "choose another disk: saves wait for this one"),
+    ):
+        if is_low:
+            return warn(GROUP, what, f"{text}; expected at least {least}", remedy)
     return ok(GROUP, what, text)
 
 
@@ -103,8 +101,7 @@ def _store(url: str, what: str) -> Check:
         text = f"{url} cannot be written: {str(error) or 'no answer within 20 s'}"
         return fail(GROUP, what, text, "check its name, the credentials, and the way to it")
     seconds = time.perf_counter() - began
-    text = f"{url}: an object was written, read and deleted in {seconds:.1f} s"
-    return ok(GROUP, what, text)
+    return ok(GROUP, what, f"{url}: an object was written, read and deleted in {seconds:.1f} s")
 
 
 def room_for(folder: str, checkpoints: int, each: int) -> Check:
@@ -121,37 +118,35 @@ def room_for(folder: str, checkpoints: int, each: int) -> Check:
 @contextlib.contextmanager
 def shown(folder: str, token: str, process: int) -> Iterator[str]:
     """Show other processes a file in the folder of the checkpoints: yields the folder, or ""."""
-    with contextlib.ExitStack() as closing:
-        try:
-            file = open(_path(folder, token, process), "xb") if folder else None
-        except OSError:  # the check of this folder has failed
-            file = None
-        if file:
-            closing.callback(pathlib.Path(file.name).unlink, missing_ok=True)
-            file.close()
-        yield folder if file else ""
+    path = None
+    with contextlib.suppress(OSError):  # the check of this folder has failed
+        if folder:
+            made = pathlib.Path(_path(folder, token, process))
+            made.touch(exist_ok=False)
+            path = made
+    try:
+        yield folder if path else ""
+    finally:
+        if path:
+            path.unlink(missing_ok=True)
 
 
 def see(folder: str, token: str, processes: Sequence[int]) -> Check:
     """Look for the files that ``processes`` show in a folder, until `SEEN`."""
-    began, unseen = time.monotonic(), list(processes)
-    while True:
-        there: set[str] = set()
+    began, unseen, seconds = time.monotonic(), list(processes), 0.0
+    while unseen and seconds <= SEEN:
         with contextlib.suppress(OSError):  # a client may answer from its cache for a while
             there = set(os.listdir(nearest(folder)))
-        unseen = [p for p in unseen if os.path.basename(_path(folder, token, p)) not in there]
+            unseen = [p for p in unseen if os.path.basename(_path(folder, token, p)) not in there]
         seconds = time.monotonic() - began
-        if not unseen or seconds > SEEN:
-            break
-        time.sleep(0.05)
+        if unseen:
+            time.sleep(0.05)
     if unseen:
         named = ", ".join(map(str, unseen[:16]))
         text = f"a new file of process {named} in {folder} does not show here within {SEEN:g} s"
-        remedy = "put config.workdir on a file system that all hosts share"
-        remedy += ", or config.checkpoint.folder in an object store"
+        remedy = "put config.workdir on a file system that all hosts share, or config.checkpoint.folder in an object store"
         return fail(GROUP, "shared", text, remedy)
-    text = f"a new file of another process in {folder} shows here after {1e3 * seconds:.0f} ms"
-    return ok(GROUP, "shared", text)
+    return ok(GROUP, "shared", f"a new file of another process in {folder} shows here after {1e3 * seconds:.0f} ms")
 
 
 def _path(folder: str, token: str, process: int) -> str:

@@ -83,10 +83,11 @@ def _alone(source: str, overrides: Overrides, membership: cluster.Cluster) -> Fo
     given = {"source": source, "overrides": [list(pair) for pair in overrides]}
     if source:
         here = facts.get("devices", {"count": 0, "kind": ""})
-        asked = {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}
-        remedy = f"see whether {source} itself, its workdir, or the file system of its data hangs"
-        crashed = f"correct {source}, or its workload or loader: something there ends the process"
-        look("config", asked, within=CONFIG, remedy=remedy, crashed=crashed)
+        look(
+            "config", {**given, "count": here["count"] * membership.processes, "kind": here["kind"]}, within=CONFIG,
+            remedy=f"see whether {source} itself, its workdir, or the file system of its data hangs",
+            crashed=f"correct {source}, or its workload or loader: something there ends the process",
+        )  # fmt: skip
     found, facts["shared"] = _folders(facts, membership.process)
     checks += found
     if "config" in facts:

@@ -31,8 +31,7 @@ def _cores(environment: Mapping[str, str] = os.environ) -> Check:
     if asked.isdecimal() and used < int(asked):
         # Since SLURM 22.05 srun takes no --cpus-per-task from sbatch, and gives a task one core.
         text += f", and SLURM_CPUS_PER_TASK={asked}: an affinity mask or a quota leaves fewer"
-        remedy = f"srun --cpus-per-task={asked}, also if sbatch has it; --cpu-bind=cores or none"
-        return warn(GROUP, "cores", text, remedy)
+        return warn(GROUP, "cores", text, f"srun --cpus-per-task={asked}, also if sbatch has it; --cpu-bind=cores or none")
     if used <= FEW_CORES and there >= 4 * used:
         text += f": an affinity mask or a quota leaves {used}, and the loader decodes there"
         remedy = "srun --cpus-per-task=N --cpu-bind=none, mpirun --bind-to none, docker --cpus"
@@ -52,10 +51,10 @@ def _memory() -> Check:
     if limit < total:
         available = min(available, max(int(limit) - used, 0))
         text += f"; a limit of {in_bytes(limit)} (cgroup), of which {in_bytes(used)} are used"
-    if available < MIN_MEMORY:
-        remedy = "end other programs, or ask for more: srun --mem=, docker run --memory="
-        return fail(GROUP, "memory", text, f"{remedy}, resources.limits.memory of a pod")
-    return ok(GROUP, "memory", text)
+    if available >= MIN_MEMORY:
+        return ok(GROUP, "memory", text)
+    remedy = "end other programs, or ask for more: srun --mem=, docker run --memory=, resources.limits.memory of a pod"
+    return fail(GROUP, "memory", text, remedy)
 
 
 def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:
@@ -71,12 +70,11 @@ def of_cgroup(kind: str, folders: Iterable[pathlib.Path]) -> tuple[float, int]:
 def _open_files(processes: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1000 + 4 * processes  # shards and checkpoints; connections of process 0
-    remedy = f"ulimit -n {max(65536, needed)}, or LimitNOFILE of the service (hard: {hard})"
-    text = f"{soft} may be open at once"
     if soft >= needed:
-        return ok(GROUP, "open files", text)
+        return ok(GROUP, "open files", f"{soft} may be open at once")
     judged = fail if soft < max(256, 4 * processes) else warn
-    return judged(GROUP, "open files", f"{text}; {needed} are better", remedy)
+    remedy = f"ulimit -n {max(65536, needed)}, or LimitNOFILE of the service (hard: {hard})"
+    return judged(GROUP, "open files", f"{soft} may be open at once; {needed} are better", remedy)
 
 
 def _threads() -> Check:
@@ -96,11 +94,9 @@ def _shared_memory(gpus: int) -> Check:
     except OSError as error:
         free, text = 0, f"it cannot be used: {error.strerror}"
     if gpus < 2:
-        text += f"; NCCL needs it between two GPUs or more, and here are {gpus}"
-        return ok(GROUP, "/dev/shm", text)
+        return ok(GROUP, "/dev/shm", f"{text}; NCCL needs it between two GPUs or more, and here are {gpus}")
     text += f"; NCCL needs {in_bytes(SHARED_MEMORY)} between {gpus} GPUs"
     if free >= SHARED_MEMORY:
         return ok(GROUP, "/dev/shm", text)
-    remedy = "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm"
-    judged = warn if free else fail
-    return judged(GROUP, "/dev/shm", text, f"{remedy}; else NCCL_SHM_DISABLE=1")
+    remedy = "docker run --ipc=host (or --shm-size=16g), an emptyDir of medium Memory at /dev/shm; else NCCL_SHM_DISABLE=1"
+    return (warn if free else fail)(GROUP, "/dev/shm", text, remedy)

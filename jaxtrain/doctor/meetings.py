@@ -96,6 +96,8 @@ def unmet(error: RendezvousError, membership: Cluster) -> Check:
     """Make the finding of a process that could not meet the others."""
     host, _, port = membership.coordinator.rpartition(":")
     cause = error.__cause__
+    remedy = f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} (ip route get {host}), "
+    remedy += f"or the firewall for port {port}"
     if membership.process == 0:
         remedy = f"see the process there: ss -ltnp sport = :{port}; end it, or choose another port"
     elif isinstance(cause, socket.gaierror):
@@ -104,7 +106,4 @@ def unmet(error: RendezvousError, membership: Cluster) -> Check:
         remedy = "set one JAXTRAIN_SECRET in all processes, or choose another port"
     elif not isinstance(cause, OSError):
         remedy = "give every job a port of its own, and every process its number"
-    else:
-        remedy = f"start process 0 on {host}, or correct JAXTRAIN_COORDINATOR, the route to {host} "
-        remedy += f"(ip route get {host}), or the firewall for port {port}"
     return fail("processes", "meeting", str(error), remedy)

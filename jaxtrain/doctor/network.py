@@ -35,13 +35,11 @@ def clocks(ahead: Mapping[int, float]) -> Iterator[tuple[int, Check]]:
     """Judge by how many seconds the clock of each process is ahead of process 0's."""
     remedy = "let all hosts follow a time server: chronyc tracking, timedatectl set-ntp true"
     for process, seconds in ahead.items():
-        way = "ahead of" if seconds > 0 else "behind"
-        text = f"the clock is {abs(seconds):,.1f} s {way} process 0's"
         if abs(seconds) <= CLOCKS:
             yield process, ok(GROUP, "clocks", f"at most {CLOCKS:g} s apart")
-        else:
-            judged = fail if abs(seconds) > CLOCKS_BROKEN else warn
-            yield process, judged(GROUP, "clocks", text, remedy)
+            continue
+        text = f"the clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} process 0's"
+        yield process, (fail if abs(seconds) > CLOCKS_BROKEN else warn)(GROUP, "clocks", text, remedy)
 
 
 def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
@@ -53,11 +51,9 @@ def ports(process: int, places: Sequence[Sequence[Any]]) -> Iterator[Check]:
         errors = list(pool.map(lambda place: _connect(*place[2:]), others))
     for (other, host, address, port), error in zip(others, errors, strict=True):
         if error:
-            text = f"process {other} ({host}) cannot be reached at {address}:{port}: {error}"
-            yield fail(GROUP, "ports", text, remedy)
+            yield fail(GROUP, "ports", f"process {other} ({host}) cannot be reached at {address}:{port}: {error}", remedy)
     if others and not any(errors):
-        text = f"{len(others)} of {len(places) - 1} other hosts reached, at ports that they picked"
-        yield ok(GROUP, "ports", text)
+        yield ok(GROUP, "ports", f"{len(others)} of {len(places) - 1} other hosts reached, at ports that they picked")
 
 
 def _connect(address: str, port: int) -> str:

@@ -53,15 +53,10 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def as_json(report: Report) -> str:
+    hosts = {str(process): host for process, host in sorted(report.hosts.items())}
+    head = {"ok": report.well, "processes": report.processes, "hosts": hosts, "seconds": round(report.seconds, 1)}
     checks = [{**x._asdict(), "processes": sorted(p)} for p, x in merged(report.checks)]
-    found = {
-        "ok": report.well,
-        "processes": report.processes,
-        "hosts": {str(process): host for process, host in sorted(report.hosts.items())},
-        "seconds": round(report.seconds, 1),
-        "checks": checks,
-    }
-    return json.dumps(found, indent=1)
+    return json.dumps({**head, "checks": checks}, indent=1)
 
 
 def numbers(processes: Sequence[int]) -> str:

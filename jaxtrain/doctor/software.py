@@ -62,12 +62,10 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         lacking = [x for x in reports if topic not in x["facts"]]
         if known and lacking:
             named = ", ".join(f"process {x['process']} ({x['host']})" for x in lacking[:8])
-            text = f"{named} {'has' if len(lacking) == 1 else 'have'} none"
-            text += f"; known of {len(known)} of {len(reports)} processes"
+            text = f"{named} {'has' if len(lacking) == 1 else 'have'} none; known of {len(known)} of {len(reports)} processes"
             yield lacks(GROUP, f"same {topic}", text, remedy)
         if problem := rendezvous.differences(known):
-            text = "; ".join(line.strip() for line in problem.splitlines()[1:])
-            yield differs(GROUP, f"same {topic}", text, remedy)
+            yield differs(GROUP, f"same {topic}", "; ".join(line.strip() for line in problem.splitlines()[1:]), remedy)
         elif known and not lacking:
             same.append(topic)
     if same:
