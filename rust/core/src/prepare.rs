@@ -51,7 +51,7 @@ impl From<jaxtrain_decode::Error> for Failed {
 pub fn prepare<W: Write>(
     bytes: &[u8], options: Options, out: W, stop: &mut dyn FnMut() -> bool,
 ) -> Result<(W, u64), Failed> {
-    let mut decoder = Decoder::new();
+    let mut decoder = Decoder::default();
     let info = decoder.info(bytes)?;
     decoder.check(bytes, &info)?;
     if decoder.origin().is_some() {

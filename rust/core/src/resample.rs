@@ -349,10 +349,6 @@ pub struct Resamplers {
 }
 
 impl Resamplers {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// The filter from `source` Hz to `target` Hz, computed at its first use.
     /// Panics: When a rate is 0.
     pub fn get(&mut self, source: u32, target: u32) -> &mut Resampler {
@@ -510,7 +506,7 @@ mod tests {
 
     #[test]
     fn the_cache_is_bounded_and_keeps_what_is_used() {
-        let mut cache = Resamplers::new();
+        let mut cache = Resamplers::default();
         for source in 1..40 {
             cache.get(source * 1000, 32000);
             cache.get(48000, 32000);

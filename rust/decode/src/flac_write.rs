@@ -212,7 +212,7 @@ mod tests {
                     let mut writer = Writer::new(Vec::new(), 32_000, n as u64, origin, packed).unwrap();
                     samples.chunks(1000).for_each(|some| writer.write(some).unwrap());
                     let bytes = writer.finish().unwrap();
-                    let mut decoder = Decoder::new();
+                    let mut decoder = Decoder::default();
                     let info = decoder.info(&bytes).unwrap();
                     assert_eq!((info.rate, info.channels, info.frames), (32_000, 1, n as u64), "{which} {packed}");
                     assert_eq!(decoder.origin(), Some(origin));

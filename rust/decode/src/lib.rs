@@ -143,10 +143,6 @@ impl Ogg {
 }
 
 impl Decoder {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Rate, channels and exact length of a recording, without decoding it.
     /// Errors: Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate that
     /// is none of `RATES`.
@@ -287,7 +283,7 @@ impl Decoder {
 /// Errors: Those of `Decoder::info`, and that of the first part that cannot be read.
 /// Panics: When a decoded sample is not finite, which would be a bug here.
 pub fn probe(bytes: &[u8]) -> Result<Info, Error> {
-    let mut decoder = Decoder::new();
+    let mut decoder = Decoder::default();
     let info = decoder.info(bytes)?;
     let length = info.frames.min(20_000);
     let mut out = vec![f32::NAN; length as usize];

@@ -360,8 +360,8 @@ mod tests {
             let whole = std::fs::read(data.join(name)).expect("the tests' recordings");
             let serial = Page::parse(&whole, 0).unwrap().serial;
             let lie = [&whole[..], &page(LAST, 1 << 50, serial, &[1])].concat();
-            assert!(crate::Decoder::new().info(&whole).is_ok());
-            assert!(matches!(crate::Decoder::new().info(&lie), Err(Error::Corrupt { .. })), "{name}");
+            assert!(crate::Decoder::default().info(&whole).is_ok());
+            assert!(matches!(crate::Decoder::default().info(&lie), Err(Error::Corrupt { .. })), "{name}");
         }
         let silence = page(0, 0, 7, &[1; 255]);
         assert!(can_hold(&silence, 0, 7, 255 * 4096, 4096) && !can_hold(&silence, 0, 7, 255 * 4096 + 1, 4096));

@@ -44,7 +44,7 @@ pub fn decode<'py>(
     py: Python<'py>, data: &[u8], start: u64, length: Option<u64>, channel: Option<u16>,
 ) -> PyResult<(Bound<'py, PyArray1<f32>>, u32, u64)> {
     let decoded = py.detach(|| {
-        let mut decoder = Decoder::new();
+        let mut decoder = Decoder::default();
         let info = decoder.info(data).map_err(|e| e.to_string())?;
         let length = length.unwrap_or(info.frames.saturating_sub(start));
         if start.checked_add(length).is_none_or(|end| end > info.frames) {

@@ -72,20 +72,20 @@ impl Index {
 
     /// Return a row's encoded recording: the shard's bytes, or the file at its path if null.
     fn encoded<'py>(&self, py: Python<'py>, row: i64) -> PyResult<Bound<'py, PyBytes>> {
-        let (row, mut reader) = (self.row(row)?, Reader::new());
+        let (row, mut reader) = (self.row(row)?, Reader::default());
         Ok(PyBytes::new(py, py.detach(|| self.0.encoded(row, &mut reader)).map_err(exception)?))
     }
 
     /// Return the name that the recording of a row was stored under; None where it is null.
     fn path(&self, py: Python<'_>, row: i64) -> PyResult<Option<String>> {
         let row = self.row(row)?;
-        py.detach(|| self.0.path(row, &mut Reader::new())).map_err(exception)
+        py.detach(|| self.0.path(row, &mut Reader::default())).map_err(exception)
     }
 
     /// Return path(row) of every row.
     fn paths(&self, py: Python<'_>) -> PyResult<Vec<Option<String>>> {
         let all = || {
-            let mut reader = Reader::new();
+            let mut reader = Reader::default();
             (0..self.0.n_rows()).map(|row| self.0.path(row, &mut reader)).collect::<Result<_, _>>()
         };
         py.detach(all).map_err(exception)
@@ -120,7 +120,7 @@ impl Index {
             let asked = |stop: &Py<PyAny>| Python::attach(|py| stop.call0(py).and_then(|x| x.is_truthy(py)));
             stop.as_ref().is_some_and(|stop| asked(stop).unwrap_or(true))
         };
-        let mut reader = Reader::new();
+        let mut reader = Reader::default();
         let unusable = |error: Error| Failed::Unusable(error.to_string());
         let mut work = || {
             let bytes = self.0.encoded(row, &mut reader).map_err(unusable)?;

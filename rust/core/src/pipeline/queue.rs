@@ -37,6 +37,7 @@ pub(super) struct Queue {
     done: Condvar, // for the consumer: the first batch is complete, or the pipeline failed or was closed
 }
 
+#[derive(Default)]
 struct State {
     active: bool, // from the first seek or next on: before that, work might be thrown away by a seek
     closed: bool,
@@ -64,24 +65,8 @@ impl Slot {
 
 impl Queue {
     pub fn new(pool: Arc<Pool>, n_rows: usize, n_batches: Option<u64>, max_slots: usize) -> Self {
-        let state = State {
-            active: false,
-            closed: false,
-            failure: None,
-            position: 0,
-            open: 0,
-            slots: VecDeque::new(),
-            filling: None,
-        };
-        Self {
-            pool,
-            n_rows,
-            n_batches,
-            max_slots,
-            state: Mutex::new(state),
-            work: Condvar::new(),
-            done: Condvar::new(),
-        }
+        let (state, work, done) = Default::default();
+        Self { pool, n_rows, n_batches, max_slots, state, work, done }
     }
 
     /// Continues with batch `position`. What was prepared is thrown away.

@@ -33,15 +33,9 @@ pub(super) struct Scratch {
 
 impl Scratch {
     pub fn new(bank: &Arc<FilterBank>) -> Self {
-        Self {
-            decoder: Decoder::new(),
-            resamplers: Resamplers::new(),
-            fbank: Fbank::new(bank.clone()),
-            reader: Reader::new(),
-            crops: Vec::new(),
-            samples: Vec::new(),
-            wave: Vec::new(),
-        }
+        let (decoder, resamplers, reader) = Default::default();
+        let (crops, samples, wave) = Default::default();
+        Self { decoder, resamplers, fbank: Fbank::new(bank.clone()), reader, crops, samples, wave }
     }
 }
 

@@ -100,6 +100,7 @@ pub struct Options<'a> {
 }
 
 /// A row index over many shards.
+#[derive(Default)]
 pub struct Index {
     shards: Vec<Shard>,
     labels: Vec<i32>,
@@ -120,10 +121,6 @@ pub struct Reader {
 }
 
 impl Reader {
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Bytes of decompressed pages that are kept.
     pub fn bytes(&self) -> usize {
         self.pages.bytes()
@@ -180,14 +177,7 @@ impl Index {
     }
 
     fn read(shards: &[PathBuf], maps: Vec<Mmap>, options: Options) -> Result<Self, Error> {
-        let mut index = Self {
-            shards: Vec::new(),
-            labels: Vec::new(),
-            class_names: None,
-            fingerprint: String::new(),
-            root: None,
-            links: false,
-        };
+        let mut index = Self::default();
         for (path, map) in shards.iter().zip(maps) {
             index.add(path, map, options)?;
         }
@@ -203,10 +193,7 @@ impl Index {
         Self {
             shards: vec![Shard { path: "broken.arrow".into(), map, there: There::all(), first_row: 0, table }],
             labels: vec![-1; n],
-            class_names: None,
-            fingerprint: String::new(),
-            root: None,
-            links: false,
+            ..Self::default()
         }
     }
 
@@ -223,7 +210,7 @@ impl Index {
         let mut index =
             Self::read(&[path.to_path_buf()], vec![map], Options { audio: "audio", label, ..Options::default() })?;
         index.root = Some("/nonexistent".into());
-        let mut reader = Reader::new();
+        let mut reader = Reader::default();
         let mut first = Ok(index.n_rows());
         for row in 0..index.n_rows() {
             let read = index.encoded(row, &mut reader).map(drop);
@@ -323,7 +310,7 @@ impl Index {
     /// Errors: A name that cannot be read.
     pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
         let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
-        let mut reader = Reader::new();
+        let mut reader = Reader::default();
         let matching = |path: &str| {
             let id = || Path::new(path).file_stem().and_then(|stem| names.get(stem.to_str()?));
             names.get(path).or_else(id)
