@@ -371,18 +371,13 @@ class Pipeline:
     def diagnostics(self) -> dict[str, Any]:
         """Return counters that show where time and memory go.
 
-        queued, filling, depth: batches that are complete, batches that are being filled, and how
-        many may be queued.
-        threads: worker threads. slabs, slab_bytes: batch buffers that exist, and the size of each.
-        rows: rows written.
-        bad, bad_allowed: distinct recordings that were unusable, and how many may be. bad_list:
-        (row of the index, reason) of the first hundred. seconds: by stage, summed over the workers;
-        "wait" is the consumer's. slowest: the workers' stage with the most seconds; None before any
-        work. bytes_recordings: size of the recordings that were opened. bytes_used: the share of it
-        that the crops needed. bytes_ahead: bytes requested from the system in advance (block
-        order). faults: major page faults of the workers (0 where the system does not count them).
-        slow_rows: rows of formats that symphonia reads (AIFF, CAF, M4A, ADPCM), several times
-        slower.
+        queued: batches that are complete. threads: worker threads. slabs: batch buffers that exist.
+        rows: rows written. bad, bad_allowed: distinct recordings that were unusable, and how many
+        may be. bad_list: (row of the index, reason) of the first hundred. seconds: by stage, summed
+        over the workers; "wait" is the consumer's. slowest: the workers' stage with the most
+        seconds; None before any work. bytes_ahead: bytes requested from the system in advance
+        (block order). slow_rows: rows of formats that symphonia reads (M4A, CAF with ALAC, ADPCM),
+        several times slower.
         """
 
     def close(self) -> None:

@@ -487,20 +487,6 @@ def test_diagnostics_name_the_stages(mixed):
     assert make(mixed).diagnostics()["slowest"] is None
 
 
-def test_diagnostics_count_bytes_touched_and_bytes_needed(tmp_path):
-    """A crop of 0.175 s needs a sixtieth of recordings of 10 s. Of recordings as long as a crop it
-    needs all."""
-    for seconds, share in ((10.0, CLIP / 320_000), (CLIP / 32_000, 1.0)):
-        encoded = [corpus.wav(i, seconds) for i in range(10)]
-        index = open_index(tmp_path / str(seconds), encoded)
-        pipeline = make(index, batch=10, train=False)
-        take(pipeline, 1)
-        found = pipeline.diagnostics()
-        assert found["bytes_recordings"] == sum(map(len, encoded))
-        assert abs(found["bytes_used"] / found["bytes_recordings"] - share) < 1e-3
-        assert found["faults"] >= 0
-
-
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
     """A thread needs many seconds for one of these batches."""

@@ -17,20 +17,13 @@ use pyo3::prelude::*;
 /// The loader's compiled core (rust/).
 #[pymodule]
 fn _rust(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(build_profile, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::decode, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::resample, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::fbank, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::front_end, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::recording_info, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::recording_doubts, module)?)?;
-    module.add_function(wrap_pyfunction!(audio::recording_fault, module)?)?;
-    module.add_function(wrap_pyfunction!(order::permutation, module)?)?;
-    module.add_function(wrap_pyfunction!(order::block_order, module)?)?;
-    module.add_function(wrap_pyfunction!(sudoku::sudoku_solve, module)?)?;
-    module.add_function(wrap_pyfunction!(sudoku::sudoku_generate, module)?)?;
-    module.add_function(wrap_pyfunction!(sudoku::sudoku_grade, module)?)?;
-    module.add_function(wrap_pyfunction!(sudoku::sudoku_invariant, module)?)?;
+    macro_rules! functions {
+        ($($name:path),*) => { $(module.add_function(wrap_pyfunction!($name, module)?)?;)* };
+    }
+    functions!(build_profile, audio::decode, audio::resample, audio::fbank, audio::front_end);
+    functions!(audio::recording_info, audio::recording_doubts, audio::recording_fault);
+    functions!(order::permutation, order::block_order);
+    functions!(sudoku::sudoku_solve, sudoku::sudoku_generate, sudoku::sudoku_grade, sudoku::sudoku_invariant);
     module.add("ORDER_VERSION", jaxtrain_loader::order::VERSION)?;
     module.add("STAGES", jaxtrain_loader::pipeline::STAGES)?;
     module.add_class::<audio::FilterBank>()?;

@@ -98,23 +98,11 @@ impl Pipeline {
             seconds.set_item(stage, value)?;
         }
         let out = PyDict::new(py);
-        out.set_item("queued", counters.queued)?;
-        out.set_item("filling", counters.filling)?;
-        out.set_item("depth", counters.depth)?;
-        out.set_item("threads", counters.threads)?;
-        out.set_item("slabs", counters.slabs)?;
-        out.set_item("slab_bytes", counters.slab_bytes)?;
-        out.set_item("rows", counters.rows)?;
-        out.set_item("bad", counters.bad)?;
-        out.set_item("bad_allowed", counters.bad_allowed)?;
-        out.set_item("bad_list", counters.bad_list)?;
         out.set_item("seconds", seconds)?;
-        out.set_item("slowest", counters.slowest)?;
-        out.set_item("bytes_recordings", counters.bytes_recordings)?;
-        out.set_item("bytes_used", counters.bytes_used)?;
-        out.set_item("bytes_ahead", counters.bytes_ahead)?;
-        out.set_item("faults", counters.faults)?;
-        out.set_item("slow_rows", counters.slow_rows)?;
+        macro_rules! items {
+            ($($name:ident)*) => { $(out.set_item(stringify!($name), counters.$name)?;)* };
+        }
+        items! { queued threads slabs rows bad bad_allowed bad_list slowest bytes_ahead slow_rows }
         Ok(out)
     }
 

@@ -18,33 +18,24 @@ pub(super) const WAIT: usize = 6;
 
 /// A snapshot of a pipeline's counters.
 pub struct Diagnostics {
-    pub queued: usize,  // complete batches that wait for the consumer
-    pub filling: usize, // batches that are being filled
-    pub depth: usize,
+    pub queued: usize, // complete batches that wait for the consumer
     pub threads: usize,
     pub slabs: usize,
-    pub slab_bytes: usize,
     pub rows: u64,        // written, padding included
     pub bad: u64,         // distinct recordings
     pub bad_allowed: u64, // more than this is an error
     pub bad_list: Vec<(u32, String)>,
     pub seconds: [f64; STAGES.len()],  // by stage
     pub slowest: Option<&'static str>, // of the workers' stages, by seconds
-    pub bytes_recordings: u64,         // size of the recordings that were opened
-    pub bytes_used: u64,               // the share of it that lies in the crops
     pub bytes_ahead: u64,              // requested from the system in advance (block order)
     pub slow_rows: u64,                // of formats that have no decoder here; see decode::other
-    pub faults: u64,                   // major page faults of the workers; 0 where they are not counted
 }
 
 /// Counters that the workers add to.
 #[derive(Default)]
 pub(super) struct Counters {
     pub rows: AtomicU64,
-    pub bytes_recordings: AtomicU64,
-    pub bytes_used: AtomicU64,
     pub bytes_ahead: AtomicU64,
-    pub faults: AtomicU64,
     pub slow_rows: AtomicU64,
     nanos: [AtomicU64; STAGES.len()],
 }
@@ -65,17 +56,4 @@ impl Counters {
 pub(super) fn slowest(seconds: &[f64; STAGES.len()]) -> Option<&'static str> {
     let worked = (READ..=FBANK).filter(|&stage| seconds[stage] > 0.0);
     worked.max_by(|&a, &b| seconds[a].total_cmp(&seconds[b])).map(|stage| STAGES[stage])
-}
-
-/// Major page faults of this thread: those that waited for a disk or a network.
-pub(super) fn thread_faults() -> u64 {
-    #[cfg(target_os = "linux")]
-    {
-        // SAFETY: the kernel fills the struct, for which every bit pattern is valid.
-        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-        if unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) } == 0 {
-            return usage.ru_majflt as u64;
-        }
-    }
-    0
 }

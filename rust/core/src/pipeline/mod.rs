@@ -152,26 +152,19 @@ impl Pipeline {
 
     pub fn diagnostics(&self) -> Diagnostics {
         let Shared { config, queue, pool, budget, counters, .. } = &*self.shared;
-        let (queued, filling) = queue.lengths();
         let (bad, bad_list) = budget.counted();
         let seconds = counters.seconds();
         Diagnostics {
-            queued,
-            filling,
-            depth: config.depth,
+            queued: queue.complete(),
             threads: config.threads,
             slabs: pool.alive(),
-            slab_bytes: pool.slab_bytes(),
             rows: counters.rows.load(Relaxed),
             bad,
             bad_allowed: config.allowed(),
             bad_list,
             seconds,
             slowest: diagnostics::slowest(&seconds),
-            bytes_recordings: counters.bytes_recordings.load(Relaxed),
-            bytes_used: counters.bytes_used.load(Relaxed),
             bytes_ahead: counters.bytes_ahead.load(Relaxed),
-            faults: counters.faults.load(Relaxed),
             slow_rows: counters.slow_rows.load(Relaxed),
         }
     }

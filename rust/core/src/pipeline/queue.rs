@@ -208,11 +208,9 @@ impl Queue {
         drop(self.work.wait_timeout(lock(&self.state), timeout));
     }
 
-    /// (complete batches, batches that are being filled)
-    pub fn lengths(&self) -> (usize, usize) {
-        let state = lock(&self.state);
-        let complete = state.slots.iter().filter(|slot| slot.left.load(Ordering::Relaxed) == 0).count();
-        (complete, state.slots.len() - complete)
+    /// Batches that wait for the consumer.
+    pub fn complete(&self) -> usize {
+        lock(&self.state).slots.iter().filter(|slot| slot.left.load(Ordering::Relaxed) == 0).count()
     }
 
     fn is_past_the_end(&self, position: u64) -> bool {

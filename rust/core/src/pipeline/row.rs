@@ -122,9 +122,6 @@ fn try_load(
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
     let apart: u64 = crops.iter().map(|crop| span(crop).1 - span(crop).0).sum();
     let together = config.views > 1 && high - low <= apart;
-    let used = u128::from(apart.min(high - low)) * bytes.len() as u128 / u128::from(info.frames);
-    counters.bytes_recordings.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-    counters.bytes_used.fetch_add(used as u64, Ordering::Relaxed);
     if together {
         samples.resize((high - low) as usize, 0.0);
         decoder.read(bytes, &info, low, channel, samples).map_err(|e| unusable(fault(decoder, e, (low, high))))?;

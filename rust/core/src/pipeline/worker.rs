@@ -4,7 +4,7 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::diagnostics::{thread_faults, FBANK, IDLE, RESAMPLE};
+use super::diagnostics::{FBANK, IDLE, RESAMPLE};
 use super::narrow::{bf16, int16};
 use super::queue::Slot;
 use super::row::{self, Miss, Out, Scratch};
@@ -14,7 +14,6 @@ use super::{panics, Form, Shared, CLIP, EPOCH, INDEX, LABEL, WEIGHT};
 pub(super) fn run(shared: &Shared) {
     panics::mark_worker();
     let mut worker = Worker { shared, scratch: Scratch::new(&shared.config.bank), wide: Vec::new() };
-    let mut faults = thread_faults();
     loop {
         let begin = Instant::now();
         let Some((slot, row)) = shared.queue.claim() else { return };
@@ -23,8 +22,6 @@ pub(super) fn run(shared: &Shared) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| worker.fill(&slot, row))) {
             shared.queue.fail(format!("a worker panicked: {}", panics::message(panic.as_ref())));
         }
-        let before = std::mem::replace(&mut faults, thread_faults());
-        shared.counters.faults.fetch_add(faults.saturating_sub(before), Ordering::Relaxed);
         shared.queue.finish_row(&slot);
     }
 }

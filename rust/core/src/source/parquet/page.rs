@@ -120,14 +120,16 @@ pub enum Value {
 impl Column {
     /// The page that holds a row of the shard.
     pub fn page(&self, row: usize) -> Option<&Body> {
-        let i = self.pages.partition_point(|p| p.first_row as usize <= row).checked_sub(1)?;
-        Some(&self.pages[i].body)
+        self.holding(row).map(|page| &page.body)
+    }
+
+    fn holding(&self, row: usize) -> Option<&Page> {
+        self.pages.get(self.pages.partition_point(|p| p.first_row as usize <= row).checked_sub(1)?)
     }
 
     /// The value of a row of shard number `shard`, whose bytes are `map`.
     pub fn value(&self, map: &[u8], shard: usize, row: usize, pages: &mut Pages) -> Result<Value> {
-        let i = self.pages.partition_point(|p| p.first_row as usize <= row).checked_sub(1);
-        let page = i.and_then(|i| self.pages.get(i)).ok_or("lies in no page")?;
+        let page = self.holding(row).ok_or("lies in no page")?;
         let values = self.values(map, shard, page, pages)?;
         match values.spans.get(row - page.first_row as usize) {
             None => Err("lies in no page".into()),
@@ -148,7 +150,7 @@ impl Column {
         let values = if page.body.encoding == DICTIONARY {
             let dictionary = self.dictionaries.get(page.dictionary as usize).ok_or("refers to no dictionary page")?;
             let entries = Self::entries(map, shard, dictionary, pages)?;
-            let indices = opened.indices()?;
+            let indices = opened.indices(map)?;
             let mut spans = Vec::new();
             spans.try_reserve_exact(opened.present.len()).map_err(|e| e.to_string())?;
             let mut indices = indices.into_iter();
@@ -180,25 +182,18 @@ pub struct Opened {
     pub data: Option<Vec<u8>>,         // decompressed; None: the values lie in the file
     pub range: std::ops::Range<usize>, // of the values, in `data` or in the file
     pub present: Vec<bool>,            // for each row, whether it has a value
-    packed_indices: Vec<u8>,           // of an uncompressed page in dictionary encoding
 }
 
 impl Opened {
     /// The indices of a page in dictionary encoding, of the values that are present.
-    fn indices(&self) -> Result<Vec<u32>> {
-        let bytes = match &self.data {
-            Some(data) => &data[self.range.clone()],
-            None => &self.packed_indices,
-        };
+    fn indices(&self, map: &[u8]) -> Result<Vec<u32>> {
+        let bytes = &self.data.as_deref().unwrap_or(map)[self.range.clone()];
         indices(bytes, self.present.iter().filter(|present| **present).count())
     }
 
     /// The values of a page in PLAIN encoding.
     fn plain(self, map: &[u8]) -> Result<Values> {
-        let bytes = match &self.data {
-            Some(data) => data.as_slice(),
-            None => map,
-        };
+        let bytes = self.data.as_deref().unwrap_or(map);
         let mut at = self.range.start;
         let mut spans = Vec::new();
         spans.try_reserve_exact(self.present.len()).map_err(|e| e.to_string())?;
@@ -227,11 +222,11 @@ impl Body {
         let v2 = if self.levels == INSIDE { 0 } else { self.levels as usize };
         refuse!(v2 > end - start, Err("has levels that are longer than the page".into()));
         let mut opened = if self.codec == UNCOMPRESSED {
-            Opened { data: None, range: start + v2..end, present: Vec::new(), packed_indices: Vec::new() }
+            Opened { data: None, range: start + v2..end, present: Vec::new() }
         } else {
             let size = (self.unpacked as usize).saturating_sub(v2);
             let data = decompress(self.codec, &map[start + v2..end], size)?;
-            Opened { range: 0..data.len(), data: Some(data), present: Vec::new(), packed_indices: Vec::new() }
+            Opened { range: 0..data.len(), data: Some(data), present: Vec::new() }
         };
         let n = self.n as usize;
         if level == 0 {
@@ -247,9 +242,6 @@ impl Body {
             opened.range.start += 4 + size;
         } else {
             opened.present = present(&map[start..start + v2], n, level)?;
-        }
-        if opened.data.is_none() && self.encoding == DICTIONARY {
-            opened.packed_indices = map[opened.range.clone()].to_vec();
         }
         Ok(opened)
     }
