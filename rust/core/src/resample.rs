@@ -25,7 +25,6 @@
 //! | 96000 | 288 | 0.018 | 0.937 | -81.8 |
 //! | 192000 | 560 | 0.038 | 0.935 | -84.9 |
 
-use std::collections::HashMap;
 use std::f64::consts::PI;
 
 use jaxtrain_decode::simd::{self, Lanes, Portable};
@@ -341,25 +340,21 @@ unsafe fn edge<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, k: usize) -> f32
     sum.sum()
 }
 
-/// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones.
+/// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones, the last one at the end.
 #[derive(Default)]
-pub struct Resamplers {
-    made: HashMap<(u32, u32), (u64, Resampler)>, // with each filter, when it was last used
-    clock: u64,
-}
+pub struct Resamplers(Vec<((u32, u32), Resampler)>);
 
 impl Resamplers {
-    /// The filter from `source` Hz to `target` Hz, computed at its first use.
-    /// Panics: When a rate is 0.
+    /// The filter from `source` Hz to `target` Hz, computed at its first use. Panics when a rate is 0.
     pub fn get(&mut self, source: u32, target: u32) -> &mut Resampler {
-        self.clock += 1;
-        if self.made.len() >= MAX_CACHED && !self.made.contains_key(&(source, target)) {
-            let oldest = self.made.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key);
-            oldest.map(|key| self.made.remove(&key));
+        match self.0.iter().position(|(rates, _)| *rates == (source, target)) {
+            Some(i) => self.0[i..].rotate_left(1),
+            None => {
+                self.0.drain(..(self.0.len() + 1).saturating_sub(MAX_CACHED));
+                self.0.push(((source, target), Resampler::new(source, target)));
+            }
         }
-        let entry = self.made.entry((source, target)).or_insert_with(|| (0, Resampler::new(source, target)));
-        entry.0 = self.clock;
-        &mut entry.1
+        &mut self.0.last_mut().expect("just put there").1
     }
 }
 
@@ -511,7 +506,7 @@ mod tests {
             cache.get(source * 1000, 32000);
             cache.get(48000, 32000);
         }
-        assert!(cache.made.len() <= MAX_CACHED);
-        assert!(cache.made.contains_key(&(48000, 32000)));
+        assert!(cache.0.len() <= MAX_CACHED);
+        assert!(cache.0.iter().any(|(rates, _)| *rates == (48000, 32000)));
     }
 }

@@ -1,15 +1,8 @@
 //! AIFF and AIFF-C, CAF and AU: where plain samples lie.
 
+use super::bits::{u16_at, u32_at};
 use super::pcm::{Encoding, Pcm};
 use super::{corrupt, riff, Error};
-
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
-}
 
 /// Bytes of the AIFF chunk that begins here.
 fn chunk(bytes: &[u8]) -> Option<usize> {

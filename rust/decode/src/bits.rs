@@ -3,6 +3,15 @@
 #[cfg(target_arch = "x86_64")]
 use crate::simd;
 
+/// Numbers in the headers of files, big-endian. None past the end.
+pub(super) fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
 /// Reads bits, most significant first (FLAC, MP3). Past the end it reads zeros, and `overrun` reports it.
 #[derive(Clone, Copy)]
 pub(super) struct Msb<'a> {
@@ -26,11 +35,7 @@ impl<'a> Msb<'a> {
     #[inline(always)]
     pub fn window(&self) -> u64 {
         let at = self.bit >> 3;
-        let word = match self.data.get(at..).and_then(<[u8]>::first_chunk) {
-            Some(word) => u64::from_be_bytes(*word),
-            None => last_bytes(self.data, at),
-        };
-        word << (self.bit & 7)
+        eight_bytes(self.data, at) << (self.bit & 7)
     }
 
     #[inline(always)]
@@ -119,10 +124,7 @@ impl<'a> Register<'a> {
 
     #[inline(always)]
     pub fn fill(&mut self) {
-        let word = match self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
-            Some(word) => u64::from_be_bytes(*word),
-            None => last_bytes(self.data, self.at),
-        };
+        let word = eight_bytes(self.data, self.at);
         // What lies beyond the valid bits is the same as what is added here.
         self.bits |= word >> self.valid;
         self.at += ((63 - self.valid) >> 3) as usize;
@@ -139,6 +141,15 @@ impl<'a> Register<'a> {
     /// Bits read so far.
     pub fn position(&self) -> usize {
         8 * self.at - self.valid as usize
+    }
+}
+
+/// The bytes from `at` on, the first one highest, and zeros past the end.
+#[inline(always)]
+fn eight_bytes(data: &[u8], at: usize) -> u64 {
+    match data.get(at..).and_then(<[u8]>::first_chunk) {
+        Some(word) => u64::from_be_bytes(*word),
+        None => last_bytes(data, at),
     }
 }
 
@@ -175,11 +186,7 @@ impl<'a> Lsb<'a> {
     /// Makes at least 56 bits of `word` valid.
     #[inline(always)]
     pub fn fill(&mut self) {
-        let next = match self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
-            Some(next) => u64::from_le_bytes(*next),
-            None => last_bytes(self.data, self.at).swap_bytes(),
-        };
-        self.word |= next << self.count;
+        self.word |= eight_bytes(self.data, self.at).swap_bytes() << self.count;
         self.at += ((63 - self.count) >> 3) as usize;
         self.count |= 56;
     }

@@ -61,38 +61,15 @@ pub(super) fn refusal(bytes: &[u8]) -> Error {
     Error::Unknown(begin)
 }
 
-/// The name of a format of frames that each begin with a sync word, if two follow each other: MPEG layers I and II, AAC in
-/// ADTS, packets of MPEG transport streams.
+/// The name of a format of frames that each begin with a sync word: MPEG layers I and II, AAC in ADTS, packets of MPEG
+/// transport streams.
 fn frames(bytes: &[u8]) -> Option<&'static str> {
-    let second = |size: usize, is: &dyn Fn(&[u8]) -> bool| {
-        let rest = bytes.get(size..).unwrap_or(&[]);
-        size > 0 && (rest.len() < 7 || is(rest))
-    };
-    let head = bytes.get(..7)?;
-    if head[0] == 0x47 && second(188, &|rest| rest[0] == 0x47) {
-        return Some("MPEG transport stream");
-    }
-    let word = u32::from_be_bytes([head[0], head[1], head[2], head[3]]);
-    let same = |rest: &[u8]| rest[0] == 0xff && rest[1] & 0xfe == head[1] & 0xfe;
+    let word = u32::from_be_bytes(*bytes.first_chunk()?);
     match word >> 17 & 3 {
-        0 if word >> 20 == 0xfff => {
-            let size = (word as usize & 3) << 11 | usize::from(head[4]) << 3 | usize::from(head[5]) >> 5;
-            second(size, &same).then_some("AAC in ADTS")
-        }
-        2 if word >> 21 == 0x7ff => second(layer2(word)?, &same).then_some("MPEG layer II"),
+        _ if bytes[0] == b'G' && bytes.get(188) == Some(&b'G') => Some("MPEG transport stream"),
+        0 if word >> 20 == 0xfff => Some("AAC in ADTS"),
+        2 if word >> 21 == 0x7ff => Some("MPEG layer II"),
         3 if word >> 21 == 0x7ff && word >> 12 & 15 < 15 && word >> 10 & 3 < 3 => Some("MPEG layer I"),
         _ => None,
     }
-}
-
-/// Bytes of a frame of layer II.
-fn layer2(word: u32) -> Option<usize> {
-    let base = [44100, 48000, 32000].get((word >> 10 & 3) as usize)?;
-    let i = (word >> 12 & 15) as usize;
-    let (rate, kilobits) = match word >> 19 & 3 {
-        3 => (*base, [0, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 0][i]),
-        2 => (base / 2, [0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0][i]),
-        _ => return None,
-    };
-    Some((144_000 * kilobits / rate + (word >> 9 & 1)) as usize)
 }

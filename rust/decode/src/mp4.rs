@@ -1,5 +1,6 @@
 //! MP4 (M4A, MOV, 3GP): its boxes, and whether symphonia reads the recording in them right.
 
+use super::bits::u32_at as word;
 use super::Error;
 
 const FORMAT: &str = "M4A";
@@ -39,10 +40,6 @@ fn sound(movie: &[u8]) -> Option<&[u8]> {
         handler.is_some_and(|handler| handler.get(8..12) == Some(b"soun"))
     };
     boxes(movie).find(|(name, content)| *name == b"trak" && is_sound(content)).map(|(_, track)| track)
-}
-
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_be_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
 /// Why a recording is refused that symphonia would read in part, or wrongly.

@@ -94,15 +94,11 @@ impl Flac {
     fn run(
         &mut self, stream: &Stream, at: usize, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
-        let gain = 0.5f64.powi(stream.bits as i32 - 1) / f64::from(stream.channels);
-        self.each(stream, at, start, out.len(), |flac, frame, from, done, n| match (frame, channel) {
-            (Frame::Plain(samples), _) => {
-                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * gain as f32);
+        self.each(stream, at, start, out.len(), |flac, frame, from, done, n| match frame {
+            Frame::Plain(samples) => {
+                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * last_bit(stream) as f32);
             }
-            (Frame::Decoded(stereo), None) => flac.mix(stream, stereo, from, gain, &mut out[done..done + n]),
-            (Frame::Decoded(stereo), Some(channel)) => {
-                flac.pick(stream, stereo, channel, from, &mut out[done..done + n]);
-            }
+            Frame::Decoded(stereo) => flac.mix(stream, stereo, channel, from, &mut out[done..done + n]),
         })
     }
 
@@ -136,33 +132,14 @@ impl Flac {
         Ok(())
     }
 
-    /// One channel of the current frame from sample `from` on.
-    fn pick(&self, stream: &Stream, stereo: Stereo, channel: u16, from: usize, out: &mut [f32]) {
-        let gain = 0.5f64.powi(stream.bits as i32 - 1);
-        let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
-        let sample = |channel: usize, i: usize| i64::from(self.channels[channel][from + i]);
-        let side = |channel: usize, i: usize| if side_is_wide { self.wide[from + i] } else { sample(channel, i) };
-        for (i, y) in out.iter_mut().enumerate() {
-            let value = match (stereo, channel) {
-                (Stereo::LeftSide, 1) => sample(0, i) - side(1, i),
-                (Stereo::SideRight, 0) => sample(1, i) + side(0, i),
-                (Stereo::MidSide, _) => {
-                    let (twice, side) = (2 * sample(0, i) + (side(1, i) & 1), side(1, i));
-                    (if channel == 0 { twice + side } else { twice - side }) >> 1
-                }
-                _ => sample(usize::from(channel), i),
-            };
-            *y = (value as f64 * gain) as f32;
-        }
-    }
-
-    /// Mean of the channels of the current frame from sample `from` on. It needs no decorrelation: with
+    /// One channel of the current frame from sample `from` on, or the mean. That needs no decorrelation: with
     /// side = left - right and mid = (left + right) >> 1, whose lost bit is side's last.
-    fn mix(&self, stream: &Stream, stereo: Stereo, from: usize, gain: f64, out: &mut [f32]) {
+    fn mix(&self, stream: &Stream, stereo: Stereo, channel: Option<u16>, from: usize, out: &mut [f32]) {
         let channels = &self.channels[..usize::from(stream.channels)];
         let samples = |channel: usize| &self.channels[channel][from..];
+        let gain = last_bit(stream) / if channel.is_some() { 1.0 } else { channels.len() as f64 };
         // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: nothing is lost compared with float64.
-        let exact = stream.bits <= 23;
+        let exact = stream.bits <= 23 && channel.is_none();
         let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
         match (stereo, channels.len()) {
             (Stereo::Independent, 1) if exact => {
@@ -192,21 +169,24 @@ impl Flac {
                 }
             }
             _ => {
-                let side = |channel: usize, i: usize| {
-                    if side_is_wide {
-                        self.wide[from + i]
-                    } else {
-                        i64::from(samples(channel)[i])
-                    }
-                };
+                let sample = |channel: usize, i: usize| i64::from(self.channels[channel][from + i]);
+                let side =
+                    |channel: usize, i: usize| if side_is_wide { self.wide[from + i] } else { sample(channel, i) };
                 for (i, y) in out.iter_mut().enumerate() {
-                    let sum = match stereo {
-                        Stereo::Independent => channels.iter().map(|c| i64::from(c[from + i])).sum(),
-                        Stereo::LeftSide => 2 * i64::from(samples(0)[i]) - side(1, i),
-                        Stereo::SideRight => 2 * i64::from(samples(1)[i]) + side(0, i),
-                        Stereo::MidSide => 2 * i64::from(samples(0)[i]) + (side(1, i) & 1),
+                    let value = match (stereo, channel) {
+                        (Stereo::Independent, None) => channels.iter().map(|c| i64::from(c[from + i])).sum(),
+                        (Stereo::LeftSide, None) => 2 * sample(0, i) - side(1, i),
+                        (Stereo::SideRight, None) => 2 * sample(1, i) + side(0, i),
+                        (Stereo::MidSide, None) => 2 * sample(0, i) + (side(1, i) & 1),
+                        (Stereo::LeftSide, Some(1)) => sample(0, i) - side(1, i),
+                        (Stereo::SideRight, Some(0)) => sample(1, i) + side(0, i),
+                        (Stereo::MidSide, Some(channel)) => {
+                            let (twice, side) = (2 * sample(0, i) + (side(1, i) & 1), side(1, i));
+                            (if channel == 0 { twice + side } else { twice - side }) >> 1
+                        }
+                        (_, Some(channel)) => sample(usize::from(channel), i),
                     };
-                    *y = (sum as f64 * gain) as f32;
+                    *y = (value as f64 * gain) as f32;
                 }
             }
         }
@@ -242,6 +222,11 @@ impl Flac {
             _ => corrupt("FLAC", "a frame's checksum does not match"),
         }
     }
+}
+
+/// The value of the last bit of a sample.
+fn last_bit(stream: &Stream) -> f64 {
+    0.5f64.powi(stream.bits as i32 - 1)
 }
 
 /// Big-endian samples of 16 bits from number `from` on.

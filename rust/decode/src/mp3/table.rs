@@ -1,6 +1,5 @@
 //! Seek tables of long recordings whose frames had to be walked, kept for all threads of the process.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One frame of so many has its offset in the table: the others are walked from it.
@@ -28,43 +27,33 @@ impl Table {
     }
 }
 
-#[derive(Default)]
-struct Tables {
-    by_key: HashMap<u128, (u64, Arc<Table>)>, // and when it was last used
-    clock: u64,
-    bytes: usize,
-}
-
-static TABLES: Mutex<Option<Tables>> = Mutex::new(None);
+/// The tables by their recordings' keys, the one that was used last at the end.
+static TABLES: Mutex<Vec<(u128, Arc<Table>)>> = Mutex::new(Vec::new());
 
 /// The table of a recording that was walked before.
 pub fn find(bytes: &[u8]) -> Option<Arc<Table>> {
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    let tables = tables.as_mut()?;
-    tables.clock += 1;
-    let clock = tables.clock;
-    let (used, table) = tables.by_key.get_mut(&key(bytes))?;
-    *used = clock;
-    Some(table.clone())
+    let key = key(bytes);
+    let i = tables.iter().position(|(of, _)| *of == key)?;
+    tables[i..].rotate_left(1);
+    tables.last().map(|(_, table)| table.clone())
 }
 
 /// Keeps the table of a recording with these frames; the one that was not used for longest makes room.
 pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
     let offsets = frames.iter().step_by(STRIDE).copied().collect();
     let table = Arc::new(Table { n: frames.len(), offsets });
+    let key = key(bytes);
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    let tables = tables.get_or_insert_with(Tables::default);
-    tables.clock += 1;
-    tables.bytes += table.bytes();
-    if let Some((_, old)) = tables.by_key.insert(key(bytes), (tables.clock, table.clone())) {
-        tables.bytes -= old.bytes();
-    }
-    while tables.bytes > KEPT {
-        let Some(oldest) = tables.by_key.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key) else { break };
-        if let Some((_, old)) = tables.by_key.remove(&oldest) {
-            tables.bytes -= old.bytes();
-        }
-    }
+    tables.retain(|(of, _)| *of != key);
+    tables.push((key, table.clone()));
+    let mut kept = 0;
+    let fits = tables.iter().rev().take_while(|(_, table)| {
+        kept += table.bytes();
+        kept <= KEPT
+    });
+    let drop = tables.len() - fits.count();
+    tables.drain(..drop);
     table
 }
 

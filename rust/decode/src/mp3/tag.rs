@@ -1,6 +1,7 @@
 //! The tag in the first frame (Xing, Info or VBRI): the number of frames, the encoder's delay and padding.
 
 use super::header::Header;
+use crate::bits;
 
 /// What a first frame without audio states about the others.
 #[derive(Default)]
@@ -16,7 +17,7 @@ impl Tag {
     /// The tag in the first frame, whose header is `header`.
     pub fn parse(bytes: &[u8], header: Header) -> Option<Self> {
         let frame = bytes.get(..header.size)?;
-        let u32_at = |at: usize| Some(u32::from_be_bytes(*frame.get(at..)?.first_chunk()?));
+        let u32_at = |at: usize| bits::u32_at(frame, at);
         if frame.get(36..40) == Some(b"VBRI") {
             return Some(Self::vbri(frame).unwrap_or_default());
         }
@@ -52,8 +53,8 @@ impl Tag {
 
     /// Fraunhofer's tag: its table gives the size of every few frames.
     fn vbri(frame: &[u8]) -> Option<Self> {
-        let u16_at = |at: usize| Some(u32::from(u16::from_be_bytes(*frame.get(at..)?.first_chunk()?)));
-        let u32_at = |at: usize| Some(u32::from_be_bytes(*frame.get(at..)?.first_chunk()?));
+        let u16_at = |at: usize| bits::u16_at(frame, at).map(u32::from);
+        let u32_at = |at: usize| bits::u32_at(frame, at);
         let (bytes, frames) = (u32_at(46)?, u32_at(50)?);
         let (entries, scale, width, each) = (u16_at(54)?, u16_at(56)?, u16_at(58)? as usize, u16_at(60)?);
         let table = frame.get(62..62 + entries as usize * width)?;
