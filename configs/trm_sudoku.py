@@ -53,10 +53,7 @@ def get_config(argument: str = "") -> ConfigDict:
 
 
 def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
-    """AdamATan2 on everything, biases too, but signs on the puzzle embeddings.
-
-    Of these only the rows in the batch move.
-    """
+    """AdamATan2 on everything, biases too, but signs on the batch's rows of puzzle embeddings."""
     return dict(
         name="adam_atan2",
         lr=lr,
@@ -87,10 +84,7 @@ def four() -> dict[str, Any]:
 
 
 def nine() -> dict[str, Any]:
-    """9 × 9 boards with 4 to 12 blanks.
-
-    The training mixture has boards with more of them, for more to learn from each.
-    """
+    """9 × 9 boards with 4 to 12 blanks. The training mixture has boards with more of them."""
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",
@@ -118,10 +112,9 @@ def small(*, embed: int, cycles_low: int) -> dict[str, Any]:
 
 
 def graded(contract: str) -> dict[str, Any]:
-    """Return a config of 9 × 9 boards that singles solve, with 16 to 24 blanks.
+    """Return 9 × 9 boards that singles solve: 4.7 TFLOP, two CPU minutes, by either contract.
 
-    Both contracts take about 4.7 TFLOP, at most two CPU minutes. "last" begins with one supervision
-    step and takes up to three in the end, so that it can afford more steps, of fewer rows.
+    "last" takes one to three supervision steps, so that it can afford more steps, of fewer rows.
     """
     optim, train = recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1), dict(steps=240, batch=64, ema=0.98, eval_every=0)
     model: dict[str, Any] = {}
@@ -142,10 +135,7 @@ def graded(contract: str) -> dict[str, Any]:
 
 
 def maze11() -> dict[str, Any]:
-    """Mazes of 11 × 11 cells by the contract "last", in five CPU minutes.
-
-    docs/results/trm.md has the accuracy.
-    """
+    """Mazes of 11 × 11 cells by the contract "last", in five CPU minutes (docs/results/trm.md)."""
     config = graded("last")
     return config | dict(
         workdir="runs/trm-maze11",
@@ -158,10 +148,9 @@ def maze11() -> dict[str, Any]:
 def extreme() -> dict[str, Any]:
     """Return the recipe of contract "last" for Sudoku-Extreme on one GPU, in bfloat16.
 
-    A step takes 1 to 16 supervision steps in the end, and fewer before: 117 TFLOP on average. At
-    the 22 % of the peak that a step of contract "deep" reaches on an H100 (docs/results/h100.md),
-    the 7,500 steps take 1.1 hours. `jaxtrain plan` says 0.95 hours at 40 %, since it counts each
-    step as one of the end, and 31.5 GB. No result has been measured.
+    A step is 117 TFLOP on average: 7,500 take 1.1 hours at 22 % of an H100's peak, which contract
+    "deep" reaches (docs/results/h100.md). `jaxtrain plan` counts each as one of the end. No result
+    has been measured.
     """
     config = get_config().to_dict()
     return config | dict(
@@ -174,10 +163,7 @@ def extreme() -> dict[str, Any]:
 
 
 def other(**source: Any) -> dict[str, Any]:
-    """Return another puzzle's config, with attention, as the original has it for mazes.
-
-    It takes 0.9 hours on one H100 at 40 %.
-    """
+    """Return another puzzle's config, with attention: 0.9 hours on one H100 at 40 %."""
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",

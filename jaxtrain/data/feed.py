@@ -43,12 +43,7 @@ def measure(loader: Loader, seconds: float) -> float:
 
 
 def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
-    """Global arrays from this process's rows, split as ``batch`` is.
-
-    Their shape beyond the rows is free.
-
-    Each device's rows are one contiguous array: nothing is copied on the host.
-    """
+    """Make global arrays of this process's rows, split as ``batch`` is; the rest may differ."""
     place = {r: i for i, r in enumerate(rows.ranges)}
     arrays = {}
     for name, x in batch.items():
@@ -81,11 +76,7 @@ def local_values(x: jax.Array) -> list[Any]:
 class Feed:
     """Iterates over (position after the batch, batch), made by a thread ``depth`` batches ahead.
 
-    The copies of batch n + 1 overlap step n. The position travels with its batch, because the
-    thread is ahead of it.
-
-    Attributes:
-      waited: seconds that the consumer has spent waiting for batches.
+    ``waited`` is the number of seconds that the consumer has spent waiting for batches.
     """
 
     def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):

@@ -35,13 +35,10 @@ class Item:
 
 
 class Data:
-    """A context. Its loaders begin to read at `start`.
+    """A context, whose loaders ``train`` and ``test`` begin to read at `start`.
 
-    Attributes:
-      train, test: the loaders of both splits.
-      buckets, test_buckets: the abstract batch of every bucket of theirs.
-      rows: which rows of the global batch this process reads.
-      offset: batches that were of other data: the loader's position is the step less this.
+    ``buckets`` and ``test_buckets`` are their abstract batches, ``rows`` those that this process
+    reads, and ``offset`` batches of other data: the loader's position is the step less this.
     """
 
     def __init__(self, assembly: Assembly, clock: goodput.Clock):
@@ -90,11 +87,7 @@ class Data:
         return self.train.bucket_at(index - self.offset)
 
     def next(self, *, unless: Callable[[], Any]) -> Item:
-        """Return the batch of the next step.
-
-        Once ``unless()`` holds while there is none, an old batch of the bucket that should come, so
-        that this process can take part in the step in which all agree to stop.
-        """
+        """Return the batch of the next step, or an old one of its bucket if ``unless()`` holds."""
         index = self._step
         bucket = self.bucket_of(index)
         assert self._stream is not None

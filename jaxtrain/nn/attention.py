@@ -46,13 +46,10 @@ def within(
     keep: str | None = None,
     policy: str = "none",
 ) -> Array:
-    """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
+    """Compute `attention` of arrays that ``shard`` lays out, rows and heads split over a mesh.
 
-    Args:
-      keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
-        knows those of cuDNN and `flash`.
-      policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
-        whether XLA's own attention is computed again from q, k and v in the backward pass.
+    ``keep`` names the activations that the backward pass reads, for `remat.scan` (`is_forward`). By
+    ``policy``, the `remat` of the layers around it, XLA's attention is computed again backward.
     """
     platform, capability = shard.devices
     run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
@@ -90,11 +87,8 @@ def attention(
 ) -> Array:
     """Compute the attention of a sequence to itself, [B, T, H, K].
 
-    Args:
-      segments_bt: int32, documents that do not see each other.
-      platform: "cpu", "gpu" or "tpu". None = the platform of this process.
-      capability: of the GPUs, as "9.0". Empty = unknown.
-      keep: as in `within`.
+    ``segments_bt``: int32 documents that do not see each other. ``platform`` and ``capability`` are
+    of the devices, None for this process's. ``keep`` as in `within`.
     """
     if platform is None:
         platform, capability = one_device.host()
@@ -120,10 +114,7 @@ def attention(
 def choose(
     shape: tuple[int, ...], dtype: Any, *, causal: bool, window: int, packed: bool, platform: str, capability: str = ""
 ) -> str:
-    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
-
-    Only these arguments may decide it, since a plan is traced on another machine.
-    """
+    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla"."""
     if platform == "tpu" and splash_fits(shape):
         return "splash"
     if platform != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):

@@ -54,11 +54,7 @@ def fused(
 
 @contextlib.contextmanager
 def _as_on(capability: str) -> Iterator[None]:
-    """Trace a program as on a host with a GPU of this capability.
-
-    JAX asks this host for its cuDNN and its GPU (0.10 to 0.12). On a host with such a GPU its own
-    answers stay.
-    """
+    """Trace as on a host with a GPU of this capability, unless this is one (JAX 0.10 to 0.12)."""
     if one_device.host() in (("gpu", capability), ("gpu", "")):
         yield
         return

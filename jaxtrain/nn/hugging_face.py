@@ -108,11 +108,7 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
-    """Read the fields of the section ``model`` from a folder of `jaxtrain export`, else None.
-
-    Args:
-      workload: the module whose run it has to be.
-      names: fields of the workload's ``Config`` that decide shapes, besides those of `Decoder`.
+    """Read ``names`` and the fields of `Decoder` from an export of a workload, None if it is none.
 
     Raises HuggingFaceError for an export of another workload, and for a damaged one.
     """
@@ -150,16 +146,10 @@ def tokenizer_files(
     vocab: int | None,
     read: Callable[[pathlib.Path], dict[str, bytes]],
 ) -> tuple[dict[str, bytes], bool]:
-    """Read a run's tokenizer files, and whether its base's token ids mean the same tokens.
+    """Read a run's tokenizer files, and tell whether its base's token ids mean the same tokens.
 
-    They are those of the first tokenizer that is named, else of the base weights. Its companions
-    may lie at either.
-
-    Args:
-      named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes
-      or characters.
-      vocab: the run's. Base weights with another one have another tokenizer.
-      read: a reader of a tokenizer's files, given a folder or a tokenizer.json of any name.
+    They are of the first tokenizer of ``named`` (a path, or "bytes"), else of the base weights,
+    unless those have another ``vocab``. ``read`` takes a folder or a tokenizer.json of any name.
     """
     own = next(filter(None, named), None)
     of_base = read(base) if base and base.is_dir() else {}
@@ -192,10 +182,10 @@ def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the fields of `transformer.Decoder` from a config.json of Llama's kind.
+    """Read `transformer.Decoder` from a config.json of Llama's kind, by transformers 4 or 5.
 
-    The spelling may be that of transformers 4 or 5. Raises HuggingFaceError, also with the caller's
-    ``problems``, for every field that changes the function in a way that `Decoder` lacks.
+    Raises HuggingFaceError, also with the caller's ``problems``, for all fields that `Decoder`
+    lacks.
     """
     rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):

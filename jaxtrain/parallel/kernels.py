@@ -20,15 +20,10 @@ T = TypeVar("T")
 
 
 def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence[Axes], out: Any) -> T:
-    """Compute f(*args) on every device's own part of the arguments.
+    """Compute f(*args) on every device's own part; ``out`` has a PartitionSpec for each result.
 
-    It is not differentiable: the activations of a shard_map inside another get a wrong sharding
-    (jax 0.10). A caller defines the derivative (`jax.custom_vjp`) by calls of this, or calls
-    `differentiable` or `kernel`.
-
-    Args:
-      axes: logical axes of every argument.
-      out: a tree with, for every result, its PartitionSpec (``shard.spec`` makes them).
+    It is not differentiable, as activations of nested shard_maps get a wrong sharding (jax 0.10):
+    define the derivative by `jax.custom_vjp`, or call `differentiable` or `kernel`.
     """
     return _map(shard, f, args, _specs(shard, args, axes), out)
 
@@ -74,10 +69,9 @@ def kernel(
 ) -> Array:
     """Compute f as `differentiable` does, for kernels that XLA must not split.
 
-    Every axis of the mesh is manual. XLA would leave any other axis to the kernel's own
-    partitioner, which knows no manual axes (cuDNN's), or to none (Pallas). The derivative is f's
-    own, with the activations of f, so that the forward pass is not computed again. If one of them
-    is an argument or the result, it is kept once.
+    Every mesh axis is manual, as XLA would leave any other to the kernel's own partitioner, or to
+    none. The derivative is f's own, with f's activations: the forward pass is not computed again.
+    One that is an argument or the result is kept once.
     """
     if shard.mesh is None:
         return f(*args)
@@ -121,11 +115,7 @@ def _specs(shard: Shard, args: Sequence[Array], axes: Sequence[Axes]) -> list[Pa
 
 
 def _map(shard: Shard, f: Callable[..., T], args: Sequence[Any], ins: Sequence[Any], outs: Any, *, every: bool = False) -> T:
-    """Call f under shard_map.
-
-    With ``every``, axes of one device are manual too, and JAX does not track along which axes
-    arrays differ.
-    """
+    """Call f under shard_map. ``every``: over axes of one device too, without tracking."""
     manual = manual_axes()
     sizes = {} if shard.mesh is None else {name: n for name, n in shard.mesh.shape.items() if name not in manual}
     # Axes of one device split nothing, and jax 0.10.2 fails over them (a RET_CHECK).

@@ -43,12 +43,10 @@ def mesh_sizes(sizes: Sequence[int], count: int, what: str) -> tuple[int, int, i
 
 
 def make_mesh(data: int, fsdp: int, model: int, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Make a (data, fsdp, model) mesh over all devices. One size may be -1.
+    """Make a (data, fsdp, model) mesh; one size may be -1. Raises LayoutError if they do not fit.
 
-    Within a slice (devices joined by their own links) neighbours in the mesh are neighbours in the
-    machine. Slices are joined by the data centre's network, which gradients cross once per step. So
-    they are along "data", and each has a whole number of replicas. Raises LayoutError if the sizes
-    do not fit.
+    Neighbours in the mesh are neighbours in a slice. Slices are joined by the slower network, which
+    gradients cross once per step: they are along "data", each with whole replicas.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes((data, fsdp, model), len(devices), devices[0].device_kind)
@@ -112,12 +110,7 @@ class Layout(NamedTuple):
     devices: Devices = CPUS
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
-        """Return the partition of an array whose dimensions have the logical names ``axes``.
-
-        Raises:
-          LayoutError: with ``path``, for an unknown name, a dimension that does not divide, or a
-            mesh axis that is used twice.
-        """
+        """Return the partition of an array by logical axes. Raises LayoutError, with ``path``."""
         if len(axes) != len(shape):
             raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
         parts: list[str | tuple[str, ...] | None] = []
@@ -171,10 +164,7 @@ class Layout(NamedTuple):
 
 
 class Sharder(NamedTuple):
-    """The part of a layout that a workload sees inside a jitted function: a `jaxtrain.types.Shard`.
-
-    Mesh axes that are manual (see step/accumulate.py) are left out.
-    """
+    """The `jaxtrain.types.Shard` that a workload sees in a jitted function, without manual axes."""
 
     layout: Layout
 
@@ -218,13 +208,7 @@ def manual_axes() -> set[str]:
 def make_layout(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str], *, devices: Devices = CPUS
 ) -> Layout:
-    """Make a layout of `AXIS_RULES` with overrides.
-
-    Args:
-      devices: the kind for an abstract mesh. Another mesh has its own.
-
-    Raises LayoutError for a rule with an unknown mesh axis.
-    """
+    """Make a layout of `AXIS_RULES` with overrides. ``devices`` are of an abstract mesh."""
     merged = {**AXIS_RULES, **axis_rules}
     for axis, rule in merged.items():
         unknown = [name for name in rule.rstrip("?").split(",") if name and name not in MESH_AXES]

@@ -213,9 +213,8 @@ class Folder:
 class Lease:
     """A context: this process holds ``folders`` (paths, and URLs of object stores) for its run.
 
-    Entering raises WorkdirError if another run holds one. The message names that run and the
-    remedy. ``leave`` is called while another lease expires, and may raise. ``choose`` names a
-    folder for the message.
+    Entering raises WorkdirError if another run holds one. ``leave`` is called while another lease
+    expires, and may raise. ``choose`` names a folder for the message.
     """
 
     def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):

@@ -159,10 +159,7 @@ def _carry_partitions(task: Task) -> PyTree:
 
 
 def _equalised(x: Array) -> Array:
-    """Return the mean over data groups of a shared array, which leaves equal arrays as they are.
-
-    A count has no mean of its own dtype, and is the same everywhere already.
-    """
+    """Return the mean of a shared array over data groups. Counts are the same on all already."""
     return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
 
 

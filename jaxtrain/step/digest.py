@@ -47,11 +47,7 @@ def of_batch_and_state(batch: PyTree, state: PyTree) -> Array:
 
 
 def of_piece(path: str, piece: np.ndarray, index: Sequence[slice] = ()) -> np.ndarray:
-    """Return the part of a digest, uint32 [2], that a piece of the array at ``path`` adds to it.
-
-    Args:
-      index: the place of the piece in its array, a slice for each axis. Empty = all of it.
-    """
+    """Return the part of a digest, uint32 [2], of a piece at ``index`` of the array at ``path``."""
     words = _words(piece, lambda x, word: np.ascontiguousarray(x).view(word).reshape(*x.shape, -(-x.dtype.itemsize // 4)))
     starts = [part.start or 0 for part in index] + [0] * (words.ndim - len(index))
     places = [
@@ -87,10 +83,7 @@ def _mixed(path: str, words: Any, places: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _mix(x: Any) -> Any:
-    """Change half of a word's bits when one bit changes; no two words become equal.
-
-    Source: the finaliser of MurmurHash3 (Austin Appleby, public domain).
-    """
+    """Mix a word's bits, as the finaliser of MurmurHash3 (Austin Appleby, public domain)."""
     x = (x ^ (x >> 16)) * WORD(0x85EBCA6B)
     x = (x ^ (x >> 13)) * WORD(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -28,9 +28,8 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
 class Streak:
     """Steps skipped in a row, as the host reads them.
 
-    Attributes:
-      last_good: the newest accepted step before the streak became too long.
-      broken: whether config.guard.patience steps in a row were skipped, until `restart`.
+    ``last_good`` is the newest accepted step before ``broken``: that guard.patience in a row were
+    skipped.
     """
 
     def __init__(self, guard: Guard, *, step: int):

@@ -51,16 +51,10 @@ def make_abstract(
     ema: bool,
     offload: bool = False,
 ) -> Abstract:
-    """Plans a run without making an array.
+    """Plan a run of rows ``fields`` (name -> shape, dtype) without making an array.
 
-    Args:
-      fields: the arrays of a loader's row, name -> (shape, dtype) (`loaders.base.Field`).
-      offload: keep the optimizer's state in host memory.
-
-    Raises:
-      LayoutError: a dimension that does not divide, by path; offload, if the devices cannot reach
-      host memory.
-      ValueError: the loader and the task disagree about the fields of a batch.
+    Raises LayoutError for a dimension that does not divide, or an offload that devices cannot do,
+    and ValueError if loader and task disagree about the fields.
     """
     if missing := sorted(set(task.axes) - set(fields)):
         raise ValueError(
@@ -96,13 +90,10 @@ def make_batch(task: Task, layout: Layout, fields: Mapping[str, Any], batch: int
 
 
 def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offload: bool) -> PyTree:
-    """Lays the state of any optimizer out by the parameters.
+    """Lay an optimizer's state out as the parameters whose paths end its own, else whole.
 
-    An array belongs to the parameter whose path ends its own.
-
-    Moments live where their parameter does. Other arrays of a parameter (means of rows, scales of
-    blocks) are split along each dimension that they share with it and that still divides. Counters
-    are everywhere.
+    Moments live where their parameter does. Other arrays (means of rows, scales of blocks) are
+    split along each dimension that they share with it and that still divides.
     """
     if offload and isinstance(layout.mesh, jax.sharding.Mesh):  # a plan's mesh may be of devices that are not here
         device = layout.mesh.devices.flat[0]
@@ -128,12 +119,7 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
 
 
 def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[Any]:
-    """Return the partition of a parameter along the dimensions that an array of statistics has.
-
-    An array of the parameter's rank has all of them, in order. One of another rank has those of the
-    same sizes in the same order, the first that match: it is a mean over the others, or has
-    dimensions of its own before them.
-    """
+    """Return a parameter's partition along the dimensions that an array of statistics shares."""
     parts = [*param.sharding.spec, *[None] * (param.ndim - len(param.sharding.spec))]
     if len(shape) == param.ndim:
         return parts
@@ -191,12 +177,9 @@ def init_state(
     start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
     given: PyTree = (),
 ) -> TrainState:
-    """Return the state at step 0, every device making only its own part.
+    """Return the state at step 0, each device making its own part, from donated ``given``.
 
-    Args:
-      start: (initial parameters, given) -> parameters, for the trained and for the frozen ones;
-        traced. What it does not use is not initialised either.
-      given: arrays for ``start``; donated.
+    ``start``: (initial parameters, given) -> parameters, for trained and for frozen ones.
     """
     return make_init(task, tx, abstract, start=start)(key, given)
 

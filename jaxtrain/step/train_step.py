@@ -40,16 +40,10 @@ def make_train_step(
     stage: Hashable = None,
     records: Callable[[Array], Array] | None = None,
 ) -> jax.stages.Wrapped:
-    """Jit `train_step` for an abstract state and batch.
+    """Jit `train_step` for an abstract state, which is donated, and a ``stage`` of the task.
 
-    The state is donated, and the new one has its shardings.
-
-    Args:
-      stage: one of the task's stages, if it has any.
-      records: step's number (int32 [], 1 being the first) -> whether its norms are read. In other
-        steps that are not skipped they may be NaN, if that saves time. None = always.
-
-    Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
+    ``records``: int32 number of a step, from 1 -> whether its norms are read. If not, they may be
+    NaN. Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
     for x in abstract.batch.values():
         rows = x.sharding.shard_shape(x.shape)[0]
@@ -94,17 +88,10 @@ def train_step(
     update: update_lib.Update = update_lib.update,
     records: Callable[[Array], Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """State and metrics after one global batch.
+    """Compute state and metrics of one global batch. All metrics are of this step.
 
-    Every metric is of this step: none mixes old and new parameters. The norms of parameters are
-    ``param_norm_before`` or ``param_norm_after`` the update (the same if it is skipped).
-
-    Args:
-      stop: int32 [devices], the request of each device's process (`abstract_stop`). With any but
-      zeros the step is a no-op.
-      update: the order of writing new parameters, moments and norms
-      (`jaxtrain.step.update.choose`).
-      records: as of `make_train_step`.
+    If ``stop`` (int32 [devices], `abstract_stop`) is not all zero, the step is a no-op. ``update``
+    is of `jaxtrain.step.update.choose`, and ``records`` as of `make_train_step`.
     """
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(seed), state.step)

@@ -53,10 +53,7 @@ def update(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -
 
 
 def update_on_gpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params: PyTree) -> Moved:
-    """Measures first, then computes the update again, so that one fusion writes all outputs.
-
-    An optimizer that is not repeatable keeps its first update, which is an array anyway.
-    """
+    """Measure first, then compute a repeatable update again, so that one fusion writes all."""
     updates, moments = tx.update(given.grads, opt_state, params, sparse_rows=given.sparse_rows)
     found = _norms_of_move(_applied(params, updates, given.accepted), params)
     accepted, state, found = jax.lax.optimization_barrier((given.accepted, opt_state, found))

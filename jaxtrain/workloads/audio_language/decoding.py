@@ -134,20 +134,13 @@ def generate(
     longest: int = 0,
     streams: Streams = Streams(),  # noqa: B008
 ) -> Written:
-    """Continues each prompt: text, and from a token ``opens`` on a recording's columns.
+    """Continue each prompt: text, and from a token ``opens`` on a recording's columns.
 
-    These end when its codebooks have ended.
-
-    Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column;
-    with a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by its
-    own key, fold_in(key, row), place and stream: a continuation does not depend on others.
-
-    Args:
-      prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid
-      places.
-      n_new: [places] that are written at most.
-      ends: the token after which a row is done.
-      longest: [columns] of codes at most, after which a recording is ended; 0 = as many as fit.
+    Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column.
+    With a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by
+    fold_in(key, row), place and stream, and does not depend on others. ``prompt`` is of
+    `loaders.chat.chatml.row`, of ``length_b`` valid places; ``n_new`` places are written, ``ends``
+    ends a row, and ``longest`` columns a recording (0 = none).
     """
     grammar = Grammar(
         opens, closes, ends, c.codebook_size, c.codebook_size + 1, longest, jnp.arange(c.codebooks) * delay

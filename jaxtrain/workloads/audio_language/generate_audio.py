@@ -37,12 +37,9 @@ class Answer(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
-    """Read a model with the tokenizer and the codec that it was trained with, or others.
+    """Read a run, a step or an export, with the tokenizer and codec of its training, or others.
 
-    It is a run, a step or an export.
-
-    Raises StoredError: it is none of them, or holds adapters alone. Raises WarmStartError,
-    ConfigError, DataError.
+    Raises StoredError (adapters alone, for one), WarmStartError, ConfigError or DataError.
     """
     source = source_lib.find(run, step)
     run_config = source.config(__package__)

@@ -110,12 +110,7 @@ EXPORT = Export(export_names, export_shape, export_files, export_hub)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder of Hugging Face or `jaxtrain export`.
-
-    The folder has config.json and safetensors.
-
-    Raises HuggingFaceError.
-    """
+    """Return sections ``model`` and ``warm_start`` for a folder. Raises HuggingFaceError."""
     own = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
     if exported := hugging_face.own_export(folder, __package__, own):
         return exported, dict(source=str(folder))

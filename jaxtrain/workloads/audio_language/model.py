@@ -144,11 +144,10 @@ def layer(
     mix: transformer.Mix,
     audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]],
 ) -> tuple[Array, PyTree]:
-    """One layer, and the second results of ``mix`` and ``audio_attend``.
+    """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
 
-    Args:
-      nets: (text net, audio net, x) -> x: which places go through which.
-      audio_attend: (weights, x) -> x after the columns' own attention, and keys and values to keep.
+    ``nets``: (text net, audio net, x) -> x. ``audio_attend``: (weights, x) -> x after the columns'
+    own attention, and keys and values to keep.
     """
     audio: dict[str, Array] = w["audio"]
     kept: tuple[Array, ...] = ()
@@ -165,11 +164,7 @@ def layer(
 
 
 def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False) -> Any:
-    """Last hidden states [B, U, D], after the last norm. Times a head they are logits.
-
-    With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the
-    columns' own attention.
-    """
+    """Compute the last normed states [B, U, D]; if ``keep``, also keys and values of all layers."""
     (b, u), s = batch["place"].shape, batch["text"].shape[1]
     place_bu, slot_bu = batch["place"], batch["slot"]
     is_audio_bu = slot_bu >= s
@@ -230,12 +225,7 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
 
 
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
-    """FLOPs of one row of a bucket, forward and backward.
-
-    Each place goes through its own net, and labelled ones alone through the heads.
-
-    Matrices that are ``frozen`` have no derivative. Their adapters' products are left out.
-    """
+    """Count the FLOPs of one row of a bucket. ``frozen`` matrices have no derivative."""
     s, a, n, m, _ = bucket
 
     def size(specs: Mapping[str, Spec]) -> int:

@@ -134,12 +134,7 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
-    """Return an error's divisor: the standard deviation of the global batch's valid rows.
-
-    It is the unbiased one, plus 1e-8.
-
-    It is 1 if all values are equal (no text in a batch, a dark film).
-    """
+    """Return the unbiased deviation of the global batch's valid rows + 1e-8, or 1 if it is 0."""
     w_b1 = weight_b[:, None]
     n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
     mean = over_data((x_bd * w_b1).sum()) / n
@@ -148,14 +143,10 @@ def scale(x_bd: Array, weight_b: Array) -> Array:
 
 
 def errors(c: Config, out: Outputs, target: Mapping[str, Array], weight_b: Array) -> dict[str, Array]:
-    """Each loss of each row, [B]: "video", "audio", "text", "fmri", and the weighted "total".
-
-    The first three are mean squares.
+    """Compute each row's errors, [B]: "video", "audio", "text", "fmri", and the weighted "total".
 
     With ``normalised``, "video" … are divided by `scale` (a cosine is not), and "video_raw" … are
-    the undivided ones.
-
-    Raises ValueError when an output and its target differ in shape.
+    the undivided ones. Raises ValueError when an output and its target differ in shape.
     """
     losses = {}
     for name in (*MODALITIES, "fmri"):

@@ -268,11 +268,9 @@ def entry(x: Array) -> Array:
 def forward(
     c: Config, params: PyTree, running: PyTree, inputs: Mapping[str, Array], shard: Shard, draws: Draws | None = None
 ) -> tuple[Outputs, PyTree]:
-    """Output, and the new running statistics.
+    """Return `Outputs` of the loader's inputs [B, values], and the new running statistics.
 
-    Args:
-      inputs: "video", "audio", "text", [B, values] each, as the loader gives them.
-      draws: in training; None normalises with ``running``, drops nothing and rounds the codes.
+    Without ``draws`` it normalises with ``running``, drops nothing and rounds the codes.
     """
     table = layers(c)
 
@@ -336,10 +334,7 @@ def run_chain(
 
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:
-    """Dropout (Srivastava et al.
-
-    2014). A row's mask is a function of the key and its place in the global batch alone.
-    """
+    """Drop out (Srivastava et al. 2014) by the key and a row's place in the global batch alone."""
     keep_bd = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x_bd.shape[1:]))(row_b)
     return jnp.where(keep_bd, x_bd / (1 - rate), 0)
 

@@ -36,9 +36,7 @@ class Predictor(NamedTuple):
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
-    """Read a run of jaxtrain.workloads.giblet for the film in a folder.
-
-    The folder is of `jaxtrain prepare-giblet`.
+    """Read a run of jaxtrain.workloads.giblet for a film of `jaxtrain prepare-giblet`.
 
     Raises StoredError, WarmStartError, ConfigError; DataError: the film has another shape.
     """
@@ -62,12 +60,7 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
 
 
 def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
-    """Predicted fMRI of each volume, None before number ``first``, and measured.
-
-    The latter is the viewers' mean.
-
-    float32 [voxels] each. Raises DataError.
-    """
+    """Yield each volume's prediction (None before ``first``) and mean measurement, [voxels]."""
     c, layout, data = predictor.model, predictor.layout, predictor.data
     film = multimodal.open_film(data)
     abstract = {
@@ -137,12 +130,7 @@ class Report(NamedTuple):
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
-    """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's.
-
-    See `loaders.io.records`.
-
-    Raises DataError, OSError.
-    """
+    """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's."""
     import nibabel
 
     film = multimodal.open_film(predictor.data)

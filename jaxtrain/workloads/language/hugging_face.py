@@ -96,13 +96,7 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """config.json, and the tokenizer's files if the run knows them.
-
-    ``config`` is the whole run's, ``dtype`` the arrays'.
-
-    Fields of the config.json of config.warm_start.source beyond the architecture (token ids, for
-    one) are kept.
-    """
+    """Return config.json, with what the base's has besides, and the tokenizer's files, if known."""
     model, family = config["model"], _family(config["model"])
     base = _folder(config["warm_start"]["source"])
     data = config["data"]
@@ -229,12 +223,7 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """Return the fields of the section ``model`` from a config.json of transformers 4 or 5.
-
-    Raises:
-      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window
-      that this model lacks.
-    """
+    """Return the section ``model`` of a config.json. Raises HuggingFaceError for what it lacks."""
     path = pathlib.Path(path).expanduser()
     path = path / "config.json" if path.is_dir() else path
     with hugging_face.reading(path):
@@ -271,12 +260,7 @@ def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections ``model`` and ``warm_start`` for a folder of Hugging Face or `jaxtrain export`.
-
-    The folder has config.json and safetensors.
-
-    Raises HuggingFaceError.
-    """
+    """Return sections ``model`` and ``warm_start`` for a folder. Raises HuggingFaceError."""
     if own := hugging_face.own_export(folder, __package__, ("vocab",)):
         return own, dict(source=str(folder))
     model = read_config(folder)

@@ -152,8 +152,5 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
 
 
 def forward_flops(c: Config, *, causal: bool) -> int:
-    """Floating-point operations of one full row, forward. The backward pass costs twice as much.
-
-    With ``causal``, places that the mask or a window hides are left out of attention.
-    """
+    """Count the FLOPs of one full row, forward, without masked places if ``causal``."""
     return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(c, c.context, causal=causal)

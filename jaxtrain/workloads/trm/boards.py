@@ -17,10 +17,9 @@ GLYPHS = ("00000", "00000", "26227", "71747", "71717", "55711", "74717", "74757"
 
 
 def draw(inputs_bs: Array, labels_bs: Array, guess_kbs: Array) -> Array:
-    """Boards side by side, [B, height, width] in 0..1: puzzle, guess after each step, solution.
+    """Draw boards, [B, height, width] in 0..1: puzzle, guess after each step, solution.
 
-    A given cell is grey, a wrong one white on black. Rows are counted from the bottom, as
-    `write_pictures` does.
+    A given cell is grey, a wrong one white on black. Rows are counted from the bottom.
     """
     n_symbols = len(GLYPHS)
     points = np.array([[[int(h, 16) >> (2 - x) & 1 for x in range(3)] for h in glyph] for glyph in GLYPHS], np.float32)

@@ -13,10 +13,7 @@ MIN_BOARDS = 20
 
 
 class Scale(NamedTuple):
-    """The probability that a board is right, from the halting head's logit.
-
-    It is 1 / (1 + exp(-(slope q + offset))).
-    """
+    """The probability that a board is right, 1 / (1 + exp(-(slope q + offset))), q of the head."""
 
     slope: float = 1.0
     offset: float = 0.0

@@ -13,10 +13,7 @@ from jaxtrain.workloads.trm.loss import begin
 
 
 def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
-    """Draw the puzzle that each slot works on.
-
-    One that began before has no id: the batch's row for its slot is dropped.
-    """
+    """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
     slots = jax.device_get(begin(carry, batch))
     none = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
     drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], none))

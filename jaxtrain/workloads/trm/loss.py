@@ -55,10 +55,7 @@ def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
 
 
 def least_steps(c: Config, probability: Array | float, key: Key, row_b: Array) -> Array:
-    """int32 [B]: exploration.
-
-    With ``probability``, uniform in 2 … halt_steps, else 0, drawn from the key and the row alone.
-    """
+    """Draw int32 [B]: with ``probability`` 2 … halt_steps, else 0, by the key and the row alone."""
 
     def steps_of(row: Array) -> Array:
         key_whether, key_steps = jax.random.split(jax.random.fold_in(key, row))
@@ -93,10 +90,7 @@ def binary_cross_entropy(logit: Array, target: Array) -> Array:
 
 
 def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[str, Array]:
-    """Losses and accuracies of each row, [B].
-
-    A row without a valid label is exact, and not ``valid``.
-    """
+    """Return each row's losses and accuracies, [B]. One without labels is exact, not ``valid``."""
     valid_bs = labels_bs != IGNORED
     right_bs = (logits_bsv.argmax(-1) == labels_bs) & valid_bs
     n_b = valid_bs.sum(-1)
@@ -112,10 +106,7 @@ def scores(c: Config, logits_bsv: Array, q_b2: Array, labels_bs: Array) -> dict[
 
 
 def curriculum(c: Config, step: int) -> Cycles:
-    """Return a step's cycles: from the first to the last ones over ``growth`` steps, whole.
-
-    Fractions are cut.
-    """
+    """Return a step's cycles: from first to last over ``growth`` steps, rounded down."""
 
     def grown(first: int, last: int, growth: int) -> int:
         first = first or last
@@ -126,10 +117,7 @@ def curriculum(c: Config, step: int) -> Cycles:
 
 
 def depth(c: Config, step: Array, key: Key) -> Array:
-    """Return the supervision steps of a step of contract "last", int32 [].
-
-    They are uniform from the fewest to the most.
-    """
+    """Draw the supervision steps of a step of contract "last", int32 [], from fewest to most."""
     first = c.first_steps or c.halt_steps
     most = first + (c.halt_steps - first) * jnp.minimum(step / max(c.growth_steps, 1), 1)
     most = jnp.floor(most).astype(jnp.int32) if c.growth_steps else jnp.int32(c.halt_steps)
@@ -186,10 +174,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycl
 
 
 def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
-    """Take supervision steps of each row from its beginning, with a loss after the last one.
-
-    ``stage`` as of `loss`.
-    """
+    """Take supervision steps of each row from its beginning, with a loss after the last one."""
     c, cycles = model.c, stage or model.c.cycles
     n_steps = depth(c, variables.carry["step"], key)
     z = start(c, variables.carry, batch["inputs"].shape[0], model.shard)
@@ -235,10 +220,7 @@ def exploration(model: Model, step: Array) -> Array | float:
 def solve(
     model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
 ) -> tuple[Array, Array, PyTree]:
-    """All supervision steps, from the start: last logits and q, and ``keep`` of each, stacked.
-
-    It is called as ``keep(logits, q)``.
-    """
+    """Take all supervision steps from the start; return last logits, q, and ``keep`` of each."""
     c, n = model.c, batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
@@ -252,10 +234,7 @@ def solve(
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Symbols ``answer`` [B, S] of the cells, and ``confidence`` [B].
-
-    The inputs are ``inputs`` [B, S] and, if there are ids, ``puzzle`` [B].
-    """
+    """Return ``answer`` [B, S] and ``confidence`` [B] of ``inputs`` [B, S]."""
     n = batch["inputs"].shape[0]
     logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
     return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}

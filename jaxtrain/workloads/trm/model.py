@@ -214,12 +214,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """Return a slot for each row of the batch, all done, the fixed initial states, and the step.
-
-    The step is for the annealing.
-
-    Of the contract "last", each step begins with its own rows: it has no slots.
-    """
+    """Return a slot for each row, all done (of contract "deep"), the first states, and the step."""
     begin = {f"init_{k}": Spec((c.embed,), (None,), truncated_normal(1.0)) for k in "hl"}
     begin["step"] = Spec((), (), zeros, "int32")
     if c.contract == "last":
@@ -248,19 +243,13 @@ def start(c: Config, carry: PyTree, n: int, shard: Shard) -> dict[str, Array]:
 
 
 def rms_norm(x: Array, axis: int) -> Array:
-    """x / sqrt(mean(x^2) + eps) along ``axis``, in float32, without weights.
-
-    The source is Zhang & Sennrich 2019.
-    """
+    """Compute x / sqrt(mean(x^2) + eps) along ``axis``, in float32 (Zhang & Sennrich 2019)."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt((y * y).mean(axis, keepdims=True) + EPS)).astype(x.dtype)
 
 
 def angles(c: Config) -> tuple[Array, Array]:
-    """cos and sin [1, T, 1, K / 2] of the angles by which pairs turn, t theta^(-2i/K) (Su et al.
-
-    2021).
-    """
+    """Return cos and sin [1, T, 1, K / 2] of the angles t theta^(-2i/K) (Su et al. 2021)."""
     k = c.embed // c.heads
     angle_tf = np.arange(c.n_tokens)[:, None] * c.rope_theta ** (-np.arange(0, k, 2) / k)[None]
     cos, sin = (jnp.asarray(f(angle_tf), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
@@ -268,13 +257,10 @@ def angles(c: Config) -> tuple[Array, Array]:
 
 
 def products(equation: str, x: Array, w: Array, shard: Shard, *axes: str | None) -> list[Array]:
-    """`product` with each of the matrices that lie side by side along w's dimension c.
+    """Compute `product` with each matrix side by side along w's dimension c, of result ``axes``.
 
     For CPUs they are products of their own: of one that is cut, the gradient's parts are padded to
     its size and added up there. Elsewhere one product fills the device better.
-
-    Args:
-      axes: the logical axes of a result.
     """
     of_y = equation.split("->")[1]
     at_w, at_y = equation.split("->")[0].split(",")[1].index("c"), of_y.index("c")
@@ -299,10 +285,7 @@ def mix(up_tcn: Array, down_nt: Array, x_btd: Array, shard: Shard) -> Array:
 
 
 def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
-    """Return the net, on the sum of the state that it refines and the inputs that it reads.
-
-    ``w`` has the activations' dtype.
-    """
+    """Apply the net to the sum of states and inputs. ``w`` has the activations' dtype."""
     for l in range(c.depth):
         with jax.named_scope("mix"):
             if c.mixer == "mlp":
@@ -321,12 +304,7 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
 
 
 def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles, shard: Shard) -> tuple[Array, ...]:
-    """One supervision step on the slots' states.
-
-    Returns new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32).
-
-    Gradients reach the parameters through the last cycle alone.
-    """
+    """Take one supervision step: new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32)."""
     dtype = jnp.dtype(c.dtype)
     w = jax.tree.map(lambda x: x.astype(dtype), params["net"])
     with jax.named_scope("embed"):
@@ -356,10 +334,7 @@ def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles,
 
 
 def embed(c: Config, params: PyTree, inputs_bs: Array, puzzle_b: Array, shard: Shard) -> Array:
-    """x [B, T, D], of unit variance: the puzzle's vector over the first tokens, then the cells.
-
-    The vector is padded with zeros.
-    """
+    """Return x [B, T, D], of unit variance: the puzzle's vector in the first tokens, then cells."""
     dtype, b = jnp.dtype(c.dtype), inputs_bs.shape[0]
     # A product, not a gather: the symbols are few, and XLA's partitioner cannot yet split a gather
     # inside a manual axis. Pinned on both sides: else XLA's partitioner splits the widths, and
@@ -386,11 +361,10 @@ def net_flops(c: Config) -> int:
 
 
 def train_flops(c: Config, cycles: Cycles) -> int:
-    """Floating-point operations of one row in one training step.
+    """Count the FLOPs of one row in one training step.
 
-    The backward pass costs twice the forward one, and only the last cycle has one. Of the contract
-    "last", the supervision steps before it are forward alone: their mean, if their number is drawn.
-    ``q_continue`` takes another supervision step, forward alone.
+    The backward pass costs twice the forward one, and only the last cycle has one. Other
+    supervision steps of contract "last" (their mean) and that of ``q_continue`` are forward alone.
     """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2

@@ -48,10 +48,7 @@ class Solver(NamedTuple):
 
 
 class Puzzle(NamedTuple):
-    """A board as text, "." for a blank of a Sudoku, and its solution, or "" without one.
-
-    It is written row by row.
-    """
+    """A board as text, row by row, "." for a Sudoku's blank, and its solution, or ""."""
 
     question: str
     answer: str
@@ -93,10 +90,7 @@ class Solved(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
-    """Read a run of jaxtrain.workloads.trm, or an export of one.
-
-    Raises StoredError, WarmStartError.
-    """
+    """Read a run of jaxtrain.workloads.trm, or an export. Raises StoredError, WarmStartError."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, Config)
@@ -137,8 +131,6 @@ def need_head(solver: Solver) -> None:
 def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     """Return the puzzles of a table with a column question, or of text with a board a line.
 
-    `jaxtrain sudoku` writes such a table.
-
     Raises DataError, with the line and the cell: another size, other symbols, no solution or
     several, or an answer that is none.
     """
@@ -178,10 +170,7 @@ def _rows(path: str) -> list[tuple[int, list[str]]]:
 
 
 def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
-    """Return the compiled search of boards, for each of them and each rollout.
-
-    It is (variables, inputs, noise, key) -> arrays.
-    """
+    """Compile the search: (variables, inputs, noise, key) -> arrays of each board and rollout."""
 
     @jax.jit
     def run(variables: Variables, inputs_bs: jax.Array, noise: jax.Array, key: jax.Array) -> dict[str, Any]:
@@ -197,11 +186,7 @@ def program(solver: Solver, search: Search) -> Callable[..., dict[str, Any]]:
 def solve(
     solver: Solver, puzzles: Sequence[Puzzle], search: Search, how: How = ALONE, *, run: Callable[..., Any] | None = None
 ) -> Iterator[Solved]:
-    """Solve boards, in order.
-
-    Args:
-      run: the `program` of the search, to use it again.
-    """
+    """Solve boards, in order. ``run`` is the `program` of the search, to use it again."""
     n_devices = len(jax.local_devices())
     batch = -(-how.batch // n_devices) * n_devices
     run = run or program(solver, search)
