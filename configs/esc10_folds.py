@@ -44,7 +44,7 @@ cosines alone at +5.2 [+1.0, +9.5], and with products and label smoothing of 0.8
 import logging
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 CLIPS = 80  # in a fold
 FULL = dict(crop=0.4, shift=64, gain=0.2, noise=0.05, time_masks=2, time_mask=40, mel_masks=2, mel_mask=20)
@@ -64,7 +64,7 @@ LONG = dict(shift=250, gain=0.2, noise=0.05, time_masks=2, time_mask=60, mel_mas
 OBJECTIVES["supervised_long"] = (800, LONG, OBJECTIVES["supervised"][2])
 
 
-def get_config(argument: str = "") -> ConfigDict:
+def get_config(argument: str = "") -> config_dict.ConfigDict:
     if not argument:  # to read the fields; for a run, data.train is reported as empty
         logging.getLogger("jaxtrain").warning("no data path: use --config=esc10_folds:PATH,OBJECTIVE,FOLD")
     path, objective, fold = (*argument.split(","), "", "")[:3] if argument else ("", "supervised", "0")
@@ -77,41 +77,39 @@ def get_config(argument: str = "") -> ConfigDict:
     groups = [dict(match="^objective/diet/w_recordings", lr=1e-2)] if objective == "diet" else []
     long = objective == "supervised_long"
     frames, lr = (512, 1e-3) if long else (256, 2e-3)
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.bird",
-            loader="loaders.audio.spectrogram",
-            workdir=f"runs/esc10_folds/{objective}_{fold}",
-            model=dict(
-                n_frames=frames,
-                patch=(32, 32),
-                embed=192 if long else 128,
-                depth=4,
-                heads=3 if long else 4,
-                pool="patches",
-                mask=dict(ratio=0.7, block=1),
-                dtype="float32",
-                augment=augment,
-                **{"supervised": dict(weight=0.0), **model},
-            ),
-            data=dict(
-                train=f"{path}/*/*.arrow" if path else "",
-                test_share=0.0,
-                label="label",
-                exclude=() if fold == "0" else tuple(range(first, first + CLIPS)),
-                views=1 if long else 2,
-                n_frames=frames,
-                clip_seconds=frames / 102.4,
-            ),
-            train=dict(steps=steps, batch=32, eval_every=0, ema=0.995 if long else 0.99),
-            optim=dict(
-                lr=lr,
-                warmup=(100 if long else 25) / steps,
-                schedule="cosine",
-                weight_decay=0.05,
-                clip=0.0,
-                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7), *groups),
-            ),
-            checkpoint=dict(every=steps, final="weights"),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.bird",
+        loader="loaders.audio.spectrogram",
+        workdir=f"runs/esc10_folds/{objective}_{fold}",
+        model=dict(
+            n_frames=frames,
+            patch=(32, 32),
+            embed=192 if long else 128,
+            depth=4,
+            heads=3 if long else 4,
+            pool="patches",
+            mask=dict(ratio=0.7, block=1),
+            dtype="float32",
+            augment=augment,
+            **{"supervised": dict(weight=0.0), **model},
+        ),
+        data=dict(
+            train=f"{path}/*/*.arrow" if path else "",
+            test_share=0.0,
+            label="label",
+            exclude=() if fold == "0" else tuple(range(first, first + CLIPS)),
+            views=1 if long else 2,
+            n_frames=frames,
+            clip_seconds=frames / 102.4,
+        ),
+        train=dict(steps=steps, batch=32, eval_every=0, ema=0.995 if long else 0.99),
+        optim=dict(
+            lr=lr,
+            warmup=(100 if long else 25) / steps,
+            schedule="cosine",
+            weight_decay=0.05,
+            clip=0.0,
+            groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7), *groups),
+        ),
+        checkpoint=dict(every=steps, final="weights"),
     )

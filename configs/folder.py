@@ -13,10 +13,10 @@ import json
 import math
 import pathlib
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 
-def get_config(path: str = "") -> ConfigDict:
+def get_config(path: str = "") -> config_dict.ConfigDict:
     if not path:  # to read the fields; for a run, data.train is reported as empty
         return recipe("", several=False, seconds=5.0)
     folder = pathlib.Path(path).expanduser()
@@ -37,33 +37,31 @@ def get_config(path: str = "") -> ConfigDict:
     return recipe(path, several=several, seconds=min(5.0, max(0.1, splits["train"]["median_seconds"])))
 
 
-def recipe(path: str, *, several: bool, seconds: float) -> ConfigDict:
+def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDict:
     """Return the recipe on an index of clips of ``seconds``, with ``several`` classes or one."""
     frames = 1 + int((round(seconds * 32_000) - 800) // 320)
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.bird",
-            loader="loaders.audio.spectrogram",
-            workdir=f"runs/folder-{pathlib.Path(path).expanduser().resolve().name}" if path else "runs/folder",
-            model=dict(
-                embed=128,
-                depth=3,
-                heads=4,
-                patch=(32, 32),
-                pool="patches",
-                dtype="float32",
-                supervised=dict(loss="asymmetric") if several else dict(label_smoothing=0.1),
-                augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
-            ),
-            data=dict(train=path, multilabel=several, clip_seconds=seconds, n_frames=32 * math.ceil(frames / 32)),
-            train=dict(steps=600, batch=32, eval_every=200),
-            optim=dict(
-                lr=2e-3,
-                schedule="cosine",
-                warmup=1 / 12,
-                weight_decay=0.05,
-                groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),),
-            ),
-            checkpoint=dict(every=100),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.bird",
+        loader="loaders.audio.spectrogram",
+        workdir=f"runs/folder-{pathlib.Path(path).expanduser().resolve().name}" if path else "runs/folder",
+        model=dict(
+            embed=128,
+            depth=3,
+            heads=4,
+            patch=(32, 32),
+            pool="patches",
+            dtype="float32",
+            supervised=dict(loss="asymmetric") if several else dict(label_smoothing=0.1),
+            augment=dict(time_masks=1, mel_masks=1, time_mask=min(80, frames // 4)),
+        ),
+        data=dict(train=path, multilabel=several, clip_seconds=seconds, n_frames=32 * math.ceil(frames / 32)),
+        train=dict(steps=600, batch=32, eval_every=200),
+        optim=dict(
+            lr=2e-3,
+            schedule="cosine",
+            warmup=1 / 12,
+            weight_decay=0.05,
+            groups=(dict(match="^probe/", lr=1e-3, weight_decay=1e-7, clip=1.0),),
+        ),
+        checkpoint=dict(every=100),
     )

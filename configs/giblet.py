@@ -26,28 +26,26 @@ optimizer's state in host memory between steps; during the update all of it is o
 import os
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 # A mean square over a standard deviation has the target's unit: codes up to 1023 make it hundreds,
 # where all else is about 1.
 AUDIO = 0.003
 
 
-def get_config(argument: str = "") -> ConfigDict:
+def get_config(argument: str = "") -> config_dict.ConfigDict:
     path = argument or os.environ.get("JAXTRAIN_GIBLET", "")
     if path in ("", "demo"):
-        return ConfigDict(demo())
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.giblet",
-            loader="loaders.film.multimodal",
-            model=dict(normalised=True, weight_audio=AUDIO),
-            data=dict(path=path, hrf=("text",)),
-            train=dict(steps=20_000, batch=64, eval_every=200, patience=10, min_delta=1e-4),
-            optim=dict(lr=1e-4, schedule="cosine", warmup=0.025, lr_init=0.1, lr_floor=0.01, weight_decay=1e-5, clip=1.0),
-            mesh=dict(data=1, fsdp=-1),
-            checkpoint=dict(every=200, best="-total_loss", keep=2),
-        )
+        return config_dict.create(**demo())
+    return config_dict.create(
+        workload="jaxtrain.workloads.giblet",
+        loader="loaders.film.multimodal",
+        model=dict(normalised=True, weight_audio=AUDIO),
+        data=dict(path=path, hrf=("text",)),
+        train=dict(steps=20_000, batch=64, eval_every=200, patience=10, min_delta=1e-4),
+        optim=dict(lr=1e-4, schedule="cosine", warmup=0.025, lr_init=0.1, lr_floor=0.01, weight_decay=1e-5, clip=1.0),
+        mesh=dict(data=1, fsdp=-1),
+        checkpoint=dict(every=200, best="-total_loss", keep=2),
     )
 
 

@@ -25,12 +25,12 @@ weights were made. `make higgs-demo` is a whole small run.
 
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 from jaxtrain.workloads.audio_language import hugging_face as higgs
 
 
-def get_config(argument: str = "blank") -> ConfigDict:
+def get_config(argument: str = "blank") -> config_dict.ConfigDict:
     if argument == "blank":
         from loaders.chat import demo_chat
 
@@ -38,17 +38,15 @@ def get_config(argument: str = "blank") -> ConfigDict:
         model, data = higgs.PRESETS["v2"], demo_chat.blank()
     else:
         (model, warm_start), data = higgs.from_hugging_face(argument), {}
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.audio_language",
-            loader="loaders.chat.chat_audio",
-            model=dict(model, remat="full"),
-            data=data,
-            train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
-            optim=dict(lr=2e-4, schedule="cosine", warmup=0.05, b2=0.95, weight_decay=0.01, clip=1.0),
-            lora=higgs.ADAPTERS,
-            warm_start=warm_start,
-            checkpoint=dict(every=500),
-            metrics=dict(every=30),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.audio_language",
+        loader="loaders.chat.chat_audio",
+        model=dict(model, remat="full"),
+        data=data,
+        train=dict(steps=2_000, batch=32, accumulate=8, eval_every=500),
+        optim=dict(lr=2e-4, schedule="cosine", warmup=0.05, b2=0.95, weight_decay=0.01, clip=1.0),
+        lora=higgs.ADAPTERS,
+        warm_start=warm_start,
+        checkpoint=dict(every=500),
+        metrics=dict(every=30),
     )

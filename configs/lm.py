@@ -25,13 +25,13 @@ device are split over the mesh axis fsdp by "--config.mesh.axis_rules={'batch': 
 import pathlib
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 from jaxtrain.workloads.language import hugging_face as language_files
 from loaders.io import checks
 
 
-def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
+def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
     context = 2048
     if argument in language_files.PRESETS:
         warm_start: dict[str, Any] = {}
@@ -41,24 +41,14 @@ def get_config(argument: str = "qwen3-0.6b") -> ConfigDict:
     else:
         (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5
         context = model.get("context", context)  # of an export whose positions are learned
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.language",
-            loader="loaders.text.tokens",
-            model=dict(model, context=context, remat="full", z_loss=1e-5),
-            data=dict(context=context),
-            train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
-            # Embeddings, norms and biases do not decay: config.optim.undecayed.
-            optim=dict(
-                lr=lr,
-                schedule="wsd",
-                warmup=0.01,
-                decay=0.2,
-                decay_shape="sqrt",
-                b2=0.95,
-                weight_decay=0.1,
-            ),
-            warm_start=warm_start,
-            checkpoint=dict(every=500),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.language",
+        loader="loaders.text.tokens",
+        model=dict(model, context=context, remat="full", z_loss=1e-5),
+        data=dict(context=context),
+        train=dict(steps=10_000, batch=64, eval_every=1_000, eval_batches=50),
+        # Embeddings, norms and biases do not decay: config.optim.undecayed.
+        optim=dict(lr=lr, schedule="wsd", warmup=0.01, decay=0.2, decay_shape="sqrt", b2=0.95, weight_decay=0.1),
+        warm_start=warm_start,
+        checkpoint=dict(every=500),
     )

@@ -15,39 +15,37 @@ The same model's steps compared with PyTorch's, in one run on the same cores
     python -m tools.bench_train --model=language
 """
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 
-def get_config(path: str = "input.txt") -> ConfigDict:
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.language",
-            loader="loaders.text.tokens",
-            model=dict(
-                embed=128,
-                depth=4,
-                heads=4,
-                mlp=512,
-                norm="layer",
-                activation="gelu",
-                positions="learned",
-                tied=True,
-                dtype="float32",
-                unroll=4,
-                samples=dict(prompts=("\n", "ROMEO:"), tokens=56),
-            ),
-            data=dict(sources=(dict(path=path),), context=64, packing="random", test_share=0.1),
-            train=dict(steps=2_000, batch=12, eval_every=250, eval_batches=0),
-            optim=dict(
-                lr=1e-3,
-                warmup=0.05,
-                lr_floor=0.1,
-                b2=0.99,
-                weight_decay=0.1,
-                decayed=r"(^|/)(w|embed|pos)[^/]*$",  # the recipe decays everything with two dimensions
-                undecayed=r"(^|/)scale[^/]*$",
-            ),
-            checkpoint=dict(every=1_000),
-            metrics=dict(every=50),
-        )
+def get_config(path: str = "input.txt") -> config_dict.ConfigDict:
+    return config_dict.create(
+        workload="jaxtrain.workloads.language",
+        loader="loaders.text.tokens",
+        model=dict(
+            embed=128,
+            depth=4,
+            heads=4,
+            mlp=512,
+            norm="layer",
+            activation="gelu",
+            positions="learned",
+            tied=True,
+            dtype="float32",
+            unroll=4,
+            samples=dict(prompts=("\n", "ROMEO:"), tokens=56),
+        ),
+        data=dict(sources=(dict(path=path),), context=64, packing="random", test_share=0.1),
+        train=dict(steps=2_000, batch=12, eval_every=250, eval_batches=0),
+        optim=dict(
+            lr=1e-3,
+            warmup=0.05,
+            lr_floor=0.1,
+            b2=0.99,
+            weight_decay=0.1,
+            decayed=r"(^|/)(w|embed|pos)[^/]*$",  # the recipe decays everything with two dimensions
+            undecayed=r"(^|/)scale[^/]*$",
+        ),
+        checkpoint=dict(every=1_000),
+        metrics=dict(every=50),
     )

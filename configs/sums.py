@@ -13,7 +13,7 @@ After 1,000 steps (about 5 minutes on two busy cores) everything that it writes 
 import os
 import random
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 from jaxtrain.workloads.language.environments import Environment, Rubric
 from loaders.io import machine
@@ -43,30 +43,28 @@ def digits(completion: str) -> bool:
     return completion.partition("\n")[0].isdigit()
 
 
-def get_config() -> ConfigDict:
+def get_config() -> config_dict.ConfigDict:
     if not TEXT.exists():
         TEXT.parent.mkdir(parents=True, exist_ok=True)
         rng = random.Random(1)
         temporary = TEXT.with_name(f".{TEXT.name}.{os.getpid()}")
         temporary.write_text("".join(f"{a}+{b}={a + b}\n" for a, b in rng.choices(pairs()[0], k=100_000)))
         temporary.replace(TEXT)  # whole or not at all
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.language",
-            loader="loaders.text.tokens",
-            model=dict(
-                embed=128,
-                depth=3,
-                heads=4,
-                mlp=384,
-                dtype="float32",
-                unroll=3,
-                samples=dict(prompts=("12+34=", "9"), tokens=16),
-                targets=(dict(module="jaxtrain.configs.sums", prompts=200, tokens=6),),
-            ),
-            data=dict(sources=(dict(path=str(TEXT)),), context=64, packing="random", test_share=0.02),
-            train=dict(steps=1_000, batch=32, eval_every=250),
-            optim=dict(lr=3e-3, warmup=0.05, lr_floor=0.05, b2=0.98, weight_decay=0.1),
-            checkpoint=dict(every=500),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.language",
+        loader="loaders.text.tokens",
+        model=dict(
+            embed=128,
+            depth=3,
+            heads=4,
+            mlp=384,
+            dtype="float32",
+            unroll=3,
+            samples=dict(prompts=("12+34=", "9"), tokens=16),
+            targets=(dict(module="jaxtrain.configs.sums", prompts=200, tokens=6),),
+        ),
+        data=dict(sources=(dict(path=str(TEXT)),), context=64, packing="random", test_share=0.02),
+        train=dict(steps=1_000, batch=32, eval_every=250),
+        optim=dict(lr=3e-3, warmup=0.05, lr_floor=0.05, b2=0.98, weight_decay=0.1),
+        checkpoint=dict(every=500),
     )

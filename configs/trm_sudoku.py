@@ -5,10 +5,8 @@
 
 The path is a folder with train.csv and test.csv (columns source, question, answer, rating), or with
 the npy folders of the original (loaders/sudoku/sudoku.py has the formats). Without one, hard
-puzzles with one solution
-are generated, and nothing has to
-be downloaded. The published result of this recipe is 87.4 % exact on the test boards (with
-attention, see `get_config`: less).
+puzzles with one solution are generated. The published result of this recipe is 87.4 % exact on the
+test boards (with attention, see `get_config`: less).
 
 For two CPU cores there are :deep and :last, the two contracts of training on graded boards, which
 `make trm-demo` compares, and :4x4, :9x9 and :maze11. :maze and :lights are other puzzles, in full
@@ -29,120 +27,59 @@ $JAXTRAIN_SUDOKU (`extreme`).
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
+
+SMALL = dict(
+    embed=64, heads=4, inner_multiple=32, puzzle_tokens=1, puzzle_embed=64, cycles_high=2, cycles_low=2, halt_steps=4,
+    dtype="float32",
+)  # fmt: skip
 
 
-def get_config(argument: str = "") -> ConfigDict:
+def get_config(argument: str = "") -> config_dict.ConfigDict:
     if argument in DEMOS:
-        return ConfigDict(DEMOS[argument]())
+        return config_dict.create(**DEMOS[argument]())
     path = argument or os.environ.get("JAXTRAIN_SUDOKU", "")
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.trm",
-            loader="loaders.sudoku.sudoku",
-            model=dict(mixer="mlp", positions="none"),  # or "attention" and "rope"
-            data=dict(sources=(dict(path=path, n_train=1000, n_test=10_000, views=1000),)),
-            train=dict(steps=65_104, batch=768, ema=0.999, eval_every=6_510, eval_batches=4),
-            optim=recipe(lr=1e-4, warmup=2_000 / 65_104, weight_decay=1.0),
-            checkpoint=dict(every=1_000),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.trm",
+        loader="loaders.sudoku.sudoku",
+        model=dict(mixer="mlp", positions="none"),  # or "attention" and "rope"
+        data=dict(sources=(dict(path=path, n_train=1000, n_test=10_000, views=1000),)),
+        train=dict(steps=65_104, batch=768, ema=0.999, eval_every=6_510, eval_batches=4),
+        optim=recipe(lr=1e-4, warmup=2_000 / 65_104, weight_decay=1.0),
+        checkpoint=dict(every=1_000),
     )
 
 
 def recipe(*, lr: float, warmup: float, weight_decay: float) -> dict[str, Any]:
     """AdamATan2 on everything, biases too, but signs on the batch's rows of puzzle embeddings."""
     return dict(
-        name="adam_atan2",
-        lr=lr,
-        schedule="constant",
-        warmup=warmup,
-        b1=0.9,
-        b2=0.95,
-        weight_decay=weight_decay,
-        clip=0.0,
-        decayed=".",
-        undecayed="^$",
-        groups=(dict(match="^puzzle/", name="sign_sgd", lr=lr, weight_decay=weight_decay),),
-    )
+        name="adam_atan2", lr=lr, schedule="constant", warmup=warmup, b1=0.9, b2=0.95, weight_decay=weight_decay, clip=0.0,
+        decayed=".", undecayed="^$", groups=(dict(match="^puzzle/", name="sign_sgd", lr=lr, weight_decay=weight_decay),),
+    )  # fmt: skip
 
 
-def four() -> dict[str, Any]:
-    """4 × 4 boards, 4 to 10 blanks; no views, as these would turn training boards into tests."""
+def small(name: str, *sources: dict[str, Any], steps: int, eval_every: int, every: int, warmup: float) -> dict[str, Any]:
+    """Return a config of small boards, or puzzles, for two CPU cores."""
     return dict(
         workload="jaxtrain.workloads.trm",
         loader="loaders.sudoku.sudoku",
-        workdir="runs/trm-4x4",
-        model=small(embed=64, cycles_low=2),
-        data=dict(sources=(dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0),)),
-        train=dict(steps=600, batch=64, ema=0.98, eval_every=100),
-        optim=recipe(lr=2e-3, warmup=1 / 30, weight_decay=0.1),
-        checkpoint=dict(every=200),
+        workdir=f"runs/trm-{name}",
+        model=SMALL,
+        data=dict(sources=sources),
+        train=dict(steps=steps, batch=64, ema=0.98, eval_every=eval_every),
+        optim=recipe(lr=2e-3, warmup=warmup, weight_decay=0.1),
+        checkpoint=dict(every=every),
     )
 
 
-def nine() -> dict[str, Any]:
-    """9 × 9 boards with 4 to 12 blanks. The training mixture has boards with more of them."""
-    return dict(
-        workload="jaxtrain.workloads.trm",
-        loader="loaders.sudoku.sudoku",
-        workdir="runs/trm-9x9",
-        model=small(embed=64, cycles_low=2),
-        data=dict(sources=(dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))),
-        train=dict(steps=800, batch=64, ema=0.98, eval_every=200),
-        optim=recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1),
-        checkpoint=dict(every=200),
-    )
-
-
-def small(*, embed: int, cycles_low: int) -> dict[str, Any]:
-    return dict(
-        embed=embed,
-        heads=4,
-        inner_multiple=32,
-        puzzle_tokens=1,
-        puzzle_embed=embed,
-        cycles_high=2,
-        cycles_low=cycles_low,
-        halt_steps=4,
-        dtype="float32",
-    )
-
-
-def graded(contract: str) -> dict[str, Any]:
-    """Return 9 × 9 boards that singles solve: 4.7 TFLOP, two CPU minutes, by either contract.
-
-    "last" takes one to three supervision steps, so that it can afford more steps, of fewer rows.
-    """
-    optim, train = recipe(lr=2e-3, warmup=1 / 40, weight_decay=0.1), dict(steps=240, batch=64, ema=0.98, eval_every=0)
-    model: dict[str, Any] = {}
-    if contract == "last":
-        model = dict(contract="last", least_steps=1, first_steps=1, growth_steps=360)
-        train |= dict(steps=360, batch=32)
-        optim |= dict(lr=3e-3, schedule="cosine", warmup=20, lr_floor=0.02)
-    return dict(
-        workload="jaxtrain.workloads.trm",
-        loader="loaders.sudoku.sudoku",
-        workdir=f"runs/trm-{contract}",
-        model=small(embed=64, cycles_low=2) | model,
-        data=dict(sources=(dict(n_train=4_000, n_test=512, blanks=(16, 24), grade="easy"),)),
-        train=train,
-        optim=optim,
-        checkpoint=dict(every=120),
-    )
-
-
-def maze11() -> dict[str, Any]:
-    """Mazes of 11 × 11 cells by the contract "last", in five CPU minutes (docs/results/trm.md)."""
-    config = graded("last")
-    return config | dict(
-        workdir="runs/trm-maze11",
-        model=config["model"] | dict(growth_steps=400),
-        data=dict(sources=(dict(kind="maze", n_train=4_000, n_test=256, side=11, views=7),)),
-        train=config["train"] | dict(steps=400, eval_every=100),
-    )
+def last(name: str, *sources: dict[str, Any], steps: int, eval_every: int, growth: int) -> dict[str, Any]:
+    """Return `small` by contract "last": one to three passes, so more steps, of fewer rows."""
+    config = small(name, *sources, steps=steps, eval_every=eval_every, every=120, warmup=20)
+    config["optim"] |= dict(lr=3e-3, schedule="cosine", lr_floor=0.02)
+    model = SMALL | dict(contract="last", least_steps=1, first_steps=1, growth_steps=growth)
+    return config | dict(model=model, train=config["train"] | dict(batch=32))
 
 
 def extreme() -> dict[str, Any]:
@@ -153,35 +90,36 @@ def extreme() -> dict[str, Any]:
     has been measured.
     """
     config = get_config().to_dict()
-    return config | dict(
-        workdir="runs/trm-extreme",
-        model=config["model"]
-        | dict(contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4, symmetry=True),
-        train=config["train"] | dict(steps=7_500, eval_every=1_500),
-        optim=config["optim"] | dict(lr=2e-4, schedule="cosine", warmup=0.04, lr_floor=0.05),
-    )
+    config["model"] |= dict(contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4)
+    config["model"]["symmetry"] = True
+    config["train"] |= dict(steps=7_500, eval_every=1_500)
+    config["optim"] |= dict(lr=2e-4, schedule="cosine", warmup=0.04, lr_floor=0.05)
+    return config | dict(workdir="runs/trm-extreme")
 
 
 def other(**source: Any) -> dict[str, Any]:
     """Return another puzzle's config, with attention: 0.9 hours on one H100 at 40 %."""
-    return dict(
-        workload="jaxtrain.workloads.trm",
-        loader="loaders.sudoku.sudoku",
+    config = get_config().to_dict()
+    config["train"] |= dict(steps=20_000, batch=128, eval_every=2_000)
+    return config | dict(
         workdir=f"runs/trm-{source['kind']}",
         model=dict(mixer="attention", positions="rope", cycles_low=4, remat="full"),
         data=dict(sources=(source,)),
-        train=dict(steps=20_000, batch=128, ema=0.999, eval_every=2_000, eval_batches=4),
         optim=recipe(lr=1e-4, warmup=0.1, weight_decay=1.0),
-        checkpoint=dict(every=1_000),
     )
 
 
-DEMOS: dict[str, Callable[[], dict[str, Any]]] = {
-    "4x4": four,
-    "9x9": nine,
-    "deep": functools.partial(graded, "deep"),
-    "last": functools.partial(graded, "last"),
-    "maze11": maze11,
+GRADED = dict(n_train=4_000, n_test=512, blanks=(16, 24), grade="easy")  # singles solve them; 4.7 TFLOP by either contract
+MAZES = dict(kind="maze", n_train=4_000, n_test=256, side=11, views=7)  # five CPU minutes (docs/results/trm.md)
+# No views of 4 × 4 boards, which would turn training boards into tests.
+FOUR = dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0)
+NINE = (dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))
+DEMOS = {
+    "4x4": functools.partial(small, "4x4", FOUR, steps=600, eval_every=100, every=200, warmup=1 / 30),
+    "9x9": functools.partial(small, "9x9", *NINE, steps=800, eval_every=200, every=200, warmup=1 / 40),
+    "deep": functools.partial(small, "deep", GRADED, steps=240, eval_every=0, every=120, warmup=1 / 40),
+    "last": functools.partial(last, "last", GRADED, steps=360, eval_every=0, growth=360),
+    "maze11": functools.partial(last, "maze11", MAZES, steps=400, eval_every=100, growth=400),
     "extreme": extreme,
     "maze": functools.partial(other, kind="maze", n_train=1_000, n_test=1_000, side=30, views=7),
     "lights": functools.partial(other, kind="lights", n_train=20_000, n_test=1_000, side=10, views=7),

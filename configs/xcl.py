@@ -9,7 +9,7 @@ workers.
 import logging
 import os
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 from jaxtrain.configs import xcm  # type: ignore[attr-defined]  # its path is that of configs/, in a checkout or a wheel
 
@@ -17,7 +17,7 @@ BROKEN = (495640, 495763, 497541, 498645, 501254)  # recordings that no decoder 
 ROWS = 528_422  # of the mirror whose rows these are
 
 
-def get_config(path: str = "") -> ConfigDict:
+def get_config(path: str = "") -> config_dict.ConfigDict:
     path = path or os.environ.get("JAXTRAIN_XCL", "")
     if not path:  # which is reported with the config's other mistakes
         logging.getLogger("jaxtrain").warning("no data path: use --config=xcl:/path/to/XCL, or set JAXTRAIN_XCL")

@@ -20,10 +20,10 @@ import logging
 import os
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import config_dict
 
 
-def get_config(argument: str = "") -> ConfigDict:
+def get_config(argument: str = "") -> config_dict.ConfigDict:
     path, _, weights = argument.partition(",")
     path = path or os.environ.get("JAXTRAIN_XCM", "")
     if not path:
@@ -43,46 +43,42 @@ def get_config(argument: str = "") -> ConfigDict:
     return config
 
 
-def recipe(path: str) -> ConfigDict:
+def recipe(path: str) -> config_dict.ConfigDict:
     """Return the recipe on the recordings at ``path``."""
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.bird",
-            loader="loaders.audio.spectrogram",
-            model=dict(preset="s", patch=(16, 16), dtype="bfloat16"),
-            data=dict(
-                train=path, label="ebird_code", test_share=0.05, short="origin"
-            ),  # where the published recipe puts a short one
-            train=dict(steps=10_000, batch=2048, accumulate=2, eval_every=1_000),
-            optim=dict(lr=1e-3, schedule="wsd", warmup=0.5, weight_decay=0.05, groups=probe()),
-            checkpoint=dict(every=500, keep=5),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.bird",
+        loader="loaders.audio.spectrogram",
+        model=dict(preset="s", patch=(16, 16), dtype="bfloat16"),
+        data=dict(
+            train=path, label="ebird_code", test_share=0.05, short="origin"
+        ),  # where the published recipe puts a short one
+        train=dict(steps=10_000, batch=2048, accumulate=2, eval_every=1_000),
+        optim=dict(lr=1e-3, schedule="wsd", warmup=0.5, weight_decay=0.05, groups=probe()),
+        checkpoint=dict(every=500, keep=5),
     )
 
 
-def demo() -> ConfigDict:
+def demo() -> config_dict.ConfigDict:
     """Small enough for two CPU cores."""
-    return ConfigDict(
-        dict(
-            workload="jaxtrain.workloads.bird",
-            loader="loaders.audio.spectrogram",
-            workdir="runs/xcm-demo",
-            model=dict(
-                embed=128,
-                depth=3,
-                unroll=3,  # on a CPU a loop over layers writes out what it keeps twice
-                heads=4,
-                patch=(32, 32),
-                pool="patches",
-                dtype="float32",
-                supervised=dict(label_smoothing=0.1),
-                augment=dict(time_masks=1, mel_masks=1),
-            ),
-            data=dict(train="demo", short="origin"),
-            train=dict(steps=600, batch=32, eval_every=200),
-            optim=dict(lr=2e-3, schedule="cosine", warmup=1 / 12, weight_decay=0.05, groups=probe()),
-            checkpoint=dict(every=100),
-        )
+    return config_dict.create(
+        workload="jaxtrain.workloads.bird",
+        loader="loaders.audio.spectrogram",
+        workdir="runs/xcm-demo",
+        model=dict(
+            embed=128,
+            depth=3,
+            unroll=3,  # on a CPU a loop over layers writes out what it keeps twice
+            heads=4,
+            patch=(32, 32),
+            pool="patches",
+            dtype="float32",
+            supervised=dict(label_smoothing=0.1),
+            augment=dict(time_masks=1, mel_masks=1),
+        ),
+        data=dict(train="demo", short="origin"),
+        train=dict(steps=600, batch=32, eval_every=200),
+        optim=dict(lr=2e-3, schedule="cosine", warmup=1 / 12, weight_decay=0.05, groups=probe()),
+        checkpoint=dict(every=100),
     )
 
 
