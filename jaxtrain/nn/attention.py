@@ -35,17 +35,9 @@ from jaxtrain.types import Array, Axes, Shard
 
 
 def within(
-    shard: Shard,
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    *,
-    causal: bool = False,
-    window: int = 0,
-    segments_bt: Array | None = None,
-    keep: str | None = None,
-    policy: str = "none",
-) -> Array:
+    shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool = False, window: int = 0,
+    segments_bt: Array | None = None, keep: str | None = None, policy: str = "none"
+) -> Array:  # fmt: skip
     """Compute `attention` of arrays that ``shard`` lays out, rows and heads split over a mesh.
 
     ``keep`` names the activations that the backward pass reads, for `remat.scan` (`is_forward`). By
@@ -74,17 +66,9 @@ def within(
 
 
 def attention(
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    *,
-    causal: bool = False,
-    window: int = 0,
-    segments_bt: Array | None = None,
-    platform: str | None = None,
-    capability: str = "",
-    keep: str | None = None,
-) -> Array:
+    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool = False, window: int = 0,
+    segments_bt: Array | None = None, platform: str | None = None, capability: str = "", keep: str | None = None
+) -> Array:  # fmt: skip
     """Compute the attention of a sequence to itself, [B, T, H, K].
 
     ``segments_bt``: int32 documents that do not see each other. ``platform`` and ``capability`` are

@@ -54,18 +54,9 @@ class How(NamedTuple):
 
 
 def cross_entropy(
-    x_btd: Array,
-    w_vd: Array,
-    label_bt: Array,
-    weight_bt: Array,
-    shard: Shard,
-    *,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    chunk: int = 1024,
-    size: int | None = None,
-    axes: Axes = ("vocab", None),
-) -> Sums:
+    x_btd: Array, w_vd: Array, label_bt: Array, weight_bt: Array, shard: Shard, *, z_loss: float = 0.0,
+    smoothing: float = 0.0, chunk: int = 1024, size: int | None = None, axes: Axes = ("vocab", None)
+) -> Sums:  # fmt: skip
     """Sum weight × (-log softmax(w x)[label] + z_loss lse^2) with lse = log sum exp(w x).
 
     z_loss is of de Brébisson & Vincent (2016), ``smoothing`` the target's share for the whole

@@ -27,15 +27,9 @@ def fits(shape: tuple[int, ...], capability: str) -> bool:
 
 
 def fused(
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    *,
-    causal: bool,
-    window: int,
-    capability: str = "",
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Array:
+    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, window: int, capability: str = "",
+    implementation: Literal["cudnn", "xla"] = "cudnn"
+) -> Array:  # fmt: skip
     """Call cuDNN's kernel, which has left windows alone. Odd lengths get a place that none sees."""
     b, t = q_bthk.shape[:2]
     lengths = None

@@ -141,11 +141,9 @@ def terms_files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def tokenizer_files(
-    named: Sequence[str | None],
-    base: pathlib.Path | None,
-    vocab: int | None,
-    read: Callable[[pathlib.Path], dict[str, bytes]],
-) -> tuple[dict[str, bytes], bool]:
+    named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None,
+    read: Callable[[pathlib.Path], dict[str, bytes]]
+) -> tuple[dict[str, bytes], bool]:  # fmt: skip
     """Read a run's tokenizer files, and tell whether its base's token ids mean the same tokens.
 
     They are of the first tokenizer of ``named`` (a path, or "bytes"), else of the base weights,

@@ -166,13 +166,9 @@ def adapt(task: Task, config: Lora) -> Task:
 
     generative = tuple(map(on_whole, task.generative))
     return task._replace(
-        generative=generative,
-        specs=Variables(_nested(params), _nested(frozen), task.specs.carry),
-        loss=loss,
-        evaluate=evaluate,
-        progress=progress,
-        advance=advance,
-    )
+        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.carry), loss=loss,
+        evaluate=evaluate, progress=progress, advance=advance,
+    )  # fmt: skip
 
 
 def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:

@@ -56,14 +56,9 @@ def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
 def scan(
-    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    x: PyTree,
-    stack: PyTree,
-    word: str,
-    *,
-    unroll: int | bool = 1,
-    kernels: Mapping[str, Callable[[str], bool]] | None = None,
-) -> tuple[PyTree, PyTree]:
+    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], x: PyTree, stack: PyTree, word: str, *,
+    unroll: int | bool = 1, kernels: Mapping[str, Callable[[str], bool]] | None = None
+) -> tuple[PyTree, PyTree]:  # fmt: skip
     """Carry ``x`` through layer(x, w) -> (x, y) over the stack's first axis; return x and all y.
 
     ``kernels``: name of activations -> whether a kernel's results are kept with them, as only the

@@ -18,18 +18,9 @@ Cache = tuple[Array, Array]  # keys and values, [L, B, S, G, K]
 
 
 def generate(
-    c: transformer.Decoder,
-    params: PyTree,
-    prompt_bp: Array,
-    length_b: Array,
-    key: Key,
-    shard: Shard,
-    *,
-    n_new: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    ends: Sequence[int] = (),
-) -> Array:
+    c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, key: Key, shard: Shard, *, n_new: int,
+    temperature: float = 1.0, top_p: float = 1.0, ends: Sequence[int] = ()
+) -> Array:  # fmt: skip
     """Continue each prompt, int32 [B, N]. After one of ``ends``, all tokens are the first of them.
 
     Places of ``prompt_bp`` from ``length_b`` on are not read. A row draws by fold_in(key, row), and

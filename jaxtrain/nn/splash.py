@@ -18,16 +18,9 @@ def splash_fits(shape: tuple[int, ...]) -> bool:
 
 
 def splash(
-    q_bthk: Array,
-    k_bsgk: Array,
-    v_bsgk: Array,
-    *,
-    causal: bool,
-    window: int,
-    segments_bt: Array | None,
-    interpret: bool = False,
-    keep: str | None = None,
-) -> Array:
+    q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool, window: int, segments_bt: Array | None,
+    interpret: bool = False, keep: str | None = None
+) -> Array:  # fmt: skip
     """Call the kernel for TPUs. ``interpret`` runs it anywhere, slowly."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib

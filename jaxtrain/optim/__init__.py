@@ -12,12 +12,6 @@ from jaxtrain.optim.param_groups import OptimError
 from jaxtrain.optim.schedules import learning_rates, make_schedule
 
 __all__ = [
-    "OptimError",
-    "Optimizer",
-    "global_norm",
-    "learning_rates",
-    "make_optimizer",
-    "make_schedule",
-    "root_of_sum",
+    "OptimError", "Optimizer", "global_norm", "learning_rates", "make_optimizer", "make_schedule", "root_of_sum",
     "square_sums",
-]
+]  # fmt: skip

@@ -29,14 +29,9 @@ def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence
 
 
 def differentiable(
-    shard: Shard,
-    f: Callable[..., Array],
-    args: Sequence[Array],
-    axes: Sequence[Axes],
-    out: PartitionSpec,
-    *,
-    constants: int = 0,
-) -> Array:
+    shard: Shard, f: Callable[..., Array], args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *,
+    constants: int = 0
+) -> Array:  # fmt: skip
     """Compute f as `local`, and again in a backward pass by all but the last ``constants``."""
     n = len(args) - constants
 
@@ -59,14 +54,9 @@ def differentiable(
 
 
 def kernel(
-    shard: Shard,
-    f: Callable[..., Array],
-    args: Sequence[Array],
-    axes: Sequence[Axes],
-    out: PartitionSpec,
-    *,
-    constants: int = 0,
-) -> Array:
+    shard: Shard, f: Callable[..., Array], args: Sequence[Array], axes: Sequence[Axes], out: PartitionSpec, *,
+    constants: int = 0
+) -> Array:  # fmt: skip
     """Compute f as `differentiable` does, for kernels that XLA must not split.
 
     Every mesh axis is manual, as XLA would leave any other to the kernel's own partitioner, or to

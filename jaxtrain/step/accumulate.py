@@ -63,16 +63,9 @@ def _reduced(
 
 
 def _summed(
-    task: Task,
-    layout: Layout,
-    n: int,
-    variables: Variables,
-    batch: Batch,
-    key: Key,
-    *,
-    divided: bool = False,
-    cast: Callable[[Array], Array] = lambda x: x,
-) -> tuple[PyTree, LossOut]:
+    task: Task, layout: Layout, n: int, variables: Variables, batch: Batch, key: Key, *, divided: bool = False,
+    cast: Callable[[Array], Array] = lambda x: x
+) -> tuple[PyTree, LossOut]:  # fmt: skip
     """Sum over n microbatches. A carry with a batch axis is split like the batch.
 
     Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row

@@ -42,15 +42,9 @@ class Abstract(NamedTuple):
 
 
 def make_abstract(
-    task: Task,
-    tx: Optimizer,
-    layout: Layout,
-    fields: Mapping[str, Any],
-    *,
-    batch: int,
-    ema: bool,
-    offload: bool = False,
-) -> Abstract:
+    task: Task, tx: Optimizer, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool,
+    offload: bool = False
+) -> Abstract:  # fmt: skip
     """Plan a run of rows ``fields`` (name -> shape, dtype) without making an array.
 
     Raises LayoutError for a dimension that does not divide, or an offload that devices cannot do,
@@ -169,14 +163,9 @@ def to_memory(tree: PyTree, shardings: PyTree, kind: str | None = None) -> PyTre
 
 
 def init_state(
-    task: Task,
-    tx: Optimizer,
-    abstract: Abstract,
-    key: Key,
-    *,
-    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params,
-    given: PyTree = (),
-) -> TrainState:
+    task: Task, tx: Optimizer, abstract: Abstract, key: Key, *,
+    start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params, given: PyTree = ()
+) -> TrainState:  # fmt: skip
     """Return the state at step 0, each device making its own part, from donated ``given``.
 
     ``start``: (initial parameters, given) -> parameters, for trained and for frozen ones.

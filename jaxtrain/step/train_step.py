@@ -28,18 +28,9 @@ Metrics = dict[str, Mean]
 
 
 def make_train_step(
-    task: Task,
-    tx: Optimizer,
-    layout: Layout,
-    abstract: Abstract,
-    *,
-    accumulate: int,
-    ema: float,
-    guard: Guard,
-    seed: int,
-    stage: Hashable = None,
-    records: Callable[[Array], Array] | None = None,
-) -> jax.stages.Wrapped:
+    task: Task, tx: Optimizer, layout: Layout, abstract: Abstract, *, accumulate: int, ema: float, guard: Guard,
+    seed: int, stage: Hashable = None, records: Callable[[Array], Array] | None = None
+) -> jax.stages.Wrapped:  # fmt: skip
     """Jit `train_step` for an abstract state, which is donated, and a ``stage`` of the task.
 
     ``records``: int32 number of a step, from 1 -> whether its norms are read. If not, they may be
@@ -74,20 +65,10 @@ def make_train_step(
 
 
 def train_step(
-    task: Task,
-    tx: Optimizer,
-    layout: Layout,
-    state: TrainState,
-    batch: Batch,
-    stop: Array,
-    *,
-    accumulate: int,
-    ema: float,
-    guard: Guard,
-    seed: int,
-    update: update_lib.Update = update_lib.update,
-    records: Callable[[Array], Array] | None = None,
-) -> tuple[TrainState, Metrics]:
+    task: Task, tx: Optimizer, layout: Layout, state: TrainState, batch: Batch, stop: Array, *, accumulate: int,
+    ema: float, guard: Guard, seed: int, update: update_lib.Update = update_lib.update,
+    records: Callable[[Array], Array] | None = None
+) -> tuple[TrainState, Metrics]:  # fmt: skip
     """Compute state and metrics of one global batch. All metrics are of this step.
 
     If ``stop`` (int32 [devices], `abstract_stop`) is not all zero, the step is a no-op. ``update``

@@ -65,15 +65,9 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def speak(
-    speaker: Speaker,
-    prompts: Sequence[str],
-    *,
-    seconds: float,
-    streams: decoding.Streams,
-    seed: int = 0,
-    text_first: bool = False,
-    batch: int = 16,
-) -> list[Answer]:
+    speaker: Speaker, prompts: Sequence[str], *, seconds: float, streams: decoding.Streams, seed: int = 0,
+    text_first: bool = False, batch: int = 16
+) -> list[Answer]:  # fmt: skip
     """Generate an answer to each prompt, ``batch`` at a time: its text and recordings."""
     c, tools = speaker.model, speaker.tools
     rows = []

@@ -26,12 +26,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Section `lora` of a run that adapts every matrix of both nets' layers, and nothing else.
 ADAPTERS: dict[str, Any] = dict(
-    rank=32,
-    alpha=64.0,
-    adapt=r"^blocks/(audio/|audio_attention/)?w_",
-    freeze=r"^(embed|w_head)(_audio)?$|^scale$|/scale_[^/]*$",
-    dtype="bfloat16",
-)
+    rank=32, alpha=64.0, adapt=r"^blocks/(audio/|audio_attention/)?w_",
+    freeze=r"^(embed|w_head)(_audio)?$|^scale$|/scale_[^/]*$", dtype="bfloat16",
+)  # fmt: skip
 
 _LAYER = {
     **LAYER,

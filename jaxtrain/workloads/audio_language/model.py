@@ -133,17 +133,10 @@ def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Ar
 
 
 def layer(
-    c: Config,
-    w: PyTree,
-    x_bud: Array,
-    is_audio_bu: Array,
-    nets: Callable[[Net, Net, Array], Array],
-    shard: Shard,
-    *,
-    angles: tuple[Array, Array],
-    mix: transformer.Mix,
-    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]],
-) -> tuple[Array, PyTree]:
+    c: Config, w: PyTree, x_bud: Array, is_audio_bu: Array, nets: Callable[[Net, Net, Array], Array], shard: Shard,
+    *, angles: tuple[Array, Array], mix: transformer.Mix,
+    audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]]
+) -> tuple[Array, PyTree]:  # fmt: skip
     """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
 
     ``nets``: (text net, audio net, x) -> x. ``audio_attend``: (weights, x) -> x after the columns'

@@ -300,15 +300,9 @@ def forward(
 
 
 def run_chain(
-    c: Config,
-    chain: Sequence[Layer],
-    name: str,
-    params: PyTree,
-    running: PyTree,
-    x_bi: Array,
-    shard: Shard,
-    draws: Draws | None,
-) -> tuple[Array, PyTree]:
+    c: Config, chain: Sequence[Layer], name: str, params: PyTree, running: PyTree, x_bi: Array, shard: Shard,
+    draws: Draws | None
+) -> tuple[Array, PyTree]:  # fmt: skip
     """Return the layers of a branch ``name``, in turn: float32 [B, O], and running statistics."""
     new, dtype = {}, jnp.dtype(c.dtype)
     for i, layer in enumerate(chain):

@@ -40,14 +40,9 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
 
 
 def _evaluation(
-    c: Config,
-    shard: Shard,
-    seed: int,
-    prompts: Sequence[str],
-    section: Samples | Target,
-    top_p: float,
-    score: Callable[[Sequence[str]], Judged],
-) -> GenerativeEvaluation:
+    c: Config, shard: Shard, seed: int, prompts: Sequence[str], section: Samples | Target, top_p: float,
+    score: Callable[[Sequence[str]], Judged]
+) -> GenerativeEvaluation:  # fmt: skip
     """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""
     codec = c.codec()
     ids = [codec.encode(prompt)[-(c.context - section.tokens) :] for prompt in prompts]

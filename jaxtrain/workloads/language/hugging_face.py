@@ -202,24 +202,17 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
     rope = model["rope"]
     scaling = {"rope_type": "llama3", **{theirs: rope[ours] for ours, theirs in hugging_face.ROPE.items()}}
     return {
-        **{theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()},
-        "architectures": [_FAMILIES[family]],
-        "model_type": family,
-        "hidden_act": "silu",
-        "num_key_value_heads": model["kv_heads"] or model["heads"],
+        **{theirs: model[ours] for ours, theirs in hugging_face.SIZES.items()}, "architectures": [_FAMILIES[family]],
+        "model_type": family, "hidden_act": "silu", "num_key_value_heads": model["kv_heads"] or model["heads"],
         "head_dim": model["head_dim"] or model["embed"] // model["heads"],
-        "max_position_embeddings": max(model["context"], least_context),
-        "rope_theta": rope["theta"],
-        "rope_scaling": scaling if rope["factor"] != 1 else None,
-        "tie_word_embeddings": model["tied"],
-        "vocab_size": model["vocab"],
-        "initializer_range": model["init_std"],
-        "torch_dtype": dtype,
+        "max_position_embeddings": max(model["context"], least_context), "rope_theta": rope["theta"],
+        "rope_scaling": scaling if rope["factor"] != 1 else None, "tie_word_embeddings": model["tied"],
+        "vocab_size": model["vocab"], "initializer_range": model["init_std"], "torch_dtype": dtype,
         **({"attention_bias": False} if family != "qwen2" else {}),
         **({"mlp_bias": False} if family == "llama" else {}),
         **({"use_sliding_window": False} if family.startswith("qwen") else {}),
         **({"sliding_window": model["window"]} if family == "mistral" else {}),
-    }
+    }  # fmt: skip
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -249,14 +242,10 @@ def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
         problems.append(f"architectures is {made}; expected {_FAMILIES[family]}")
     h = {"rms_norm_eps": 1e-6, **_DEFAULTS[family], **h}
     return dict(
-        hugging_face.decoder_fields(h, path, problems),
-        vocab=h["vocab_size"],
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        window=(h.get("sliding_window") or 0) if family == "mistral" else 0,
-        tied=bool(h.get("tie_word_embeddings", False)),
-        init_std=h.get("initializer_range", 0.02),
-    )
+        hugging_face.decoder_fields(h, path, problems), vocab=h["vocab_size"], qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3", window=(h.get("sliding_window") or 0) if family == "mistral" else 0,
+        tied=bool(h.get("tie_word_embeddings", False)), init_std=h.get("initializer_range", 0.02),
+    )  # fmt: skip
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -205,14 +205,8 @@ def solve(
         for i in range(len(some)):
             at = out[how.choose][i]
             yield Solved(
-                board=kinds.to_text(solver.kind, out["boards"][i, at]),
-                q=float(out["logits"][i, at]),
-                steps=int(out["since"][i, at]),
-                halted=int(out["sure"][i, at]),
-                valid=bool(out["solved"][i, at]),
-                rollout=int(at),
-                taken=float(out["steps"][i].mean()),
-                logits=out["logits"][i],
-                solved=out["solved"][i],
-                sure=out["sure"][i],
-            )
+                board=kinds.to_text(solver.kind, out["boards"][i, at]), q=float(out["logits"][i, at]),
+                steps=int(out["since"][i, at]), halted=int(out["sure"][i, at]), valid=bool(out["solved"][i, at]),
+                rollout=int(at), taken=float(out["steps"][i].mean()), logits=out["logits"][i],
+                solved=out["solved"][i], sure=out["sure"][i],
+            )  # fmt: skip

@@ -53,15 +53,9 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
     writer = generate.load(args.run, step=args.step, ema=args.ema, tokenizer=args.tokenizer)
     continued = functools.partial(
-        generate.generate,
-        writer,
-        prompts,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seeds=args.seeds,
-        batch=args.batch,
-    )
+        generate.generate, writer, prompts, tokens=args.tokens, temperature=args.temperature, top_p=args.top_p,
+        seeds=args.seeds, batch=args.batch,
+    )  # fmt: skip
     if not args.out:
         for each in continued():
             print(f"{each.prompt}{each.text}\n", flush=True)

@@ -158,13 +158,9 @@ def _solve(args: argparse.Namespace) -> int:
 
 
 def _boards(
-    args: argparse.Namespace,
-    solver: "solve.Solver",
-    puzzles: "list[solve.Puzzle]",
-    search: "Search",
-    how: "solve.How",
-    scale: "Scale",
-) -> list[dict[str, str]]:
+    args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search",
+    how: "solve.How", scale: "Scale"
+) -> list[dict[str, str]]:  # fmt: skip
     """Solve the boards, and write or print them. Return the rows of the table."""
     from jaxtrain.workloads.trm import solve
     from loaders.io import records
