@@ -27,6 +27,7 @@ $JAXTRAIN_SUDOKU (`extreme`).
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ml_collections import config_dict
@@ -114,7 +115,7 @@ MAZES = dict(kind="maze", n_train=4_000, n_test=256, side=11, views=7)  # five C
 # No views of 4 × 4 boards, which would turn training boards into tests.
 FOUR = dict(kind="sudoku4", n_train=4_000, n_test=512, blanks=(4, 10), views=0)
 NINE = (dict(n_train=2_000, n_test=512, blanks=(4, 12)), dict(n_train=2_000, n_test=0, blanks=(20, 40)))
-DEMOS = {
+DEMOS: dict[str, Callable[[], dict[str, Any]]] = {
     "4x4": functools.partial(small, "4x4", FOUR, steps=600, eval_every=100, every=200, warmup=1 / 30),
     "9x9": functools.partial(small, "9x9", *NINE, steps=800, eval_every=200, every=200, warmup=1 / 40),
     "deep": functools.partial(small, "deep", GRADED, steps=240, eval_every=0, every=120, warmup=1 / 40),

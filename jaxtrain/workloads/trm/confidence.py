@@ -4,11 +4,13 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import minimize
+from scipy.special import expit
 
 from loaders.base import DataError
 
 FOLDS = 5
-BINS = 10
+BINS = 10  # of confidence
 MIN_BOARDS = 20
 
 
@@ -19,38 +21,28 @@ class Scale(NamedTuple):
     offset: float = 0.0
 
     def __call__(self, q: float) -> float:
-        return float(_sigmoid(np.array(self.slope * q + self.offset)))
+        return float(expit(self.slope * q + self.offset))
 
 
 def fit(q: np.ndarray, right: np.ndarray) -> Scale:
-    """Fit a scale to boards whose answers are known (Platt 1999).
-
-    Raises DataError for fewer than 20 of them.
-    """
+    """Fit a scale to boards with answers (Platt 1999). Raises DataError for fewer than 20."""
     if len(q) < MIN_BOARDS:
         raise DataError(f"{len(q)} boards calibrate no confidence; expected at least {MIN_BOARDS} with answers")
     return _fit(q, right)
 
 
 def _fit(q: np.ndarray, right: np.ndarray) -> Scale:
-    """Fit by Newton's method, to targets (n_right + 1) / (n_right + 2) and 1 / (n_wrong + 2).
-
-    The fit exists if all are right, too.
-    """
     n_right = int(right.sum())
+    # Targets between 0 and 1, so that the fit exists if all are right, too.
     target = np.where(right, (n_right + 1) / (n_right + 2), 1 / (len(q) - n_right + 2))
-    x = np.stack([q, np.ones_like(q)], 1)
-    scale = np.array([0.0, math.log((n_right + 1) / (len(q) - n_right + 1))])
-    for _ in range(100):
-        p = _sigmoid(x @ scale)
-        hessian = (x * (p * (1 - p))[:, None]).T @ x + 1e-9 * np.eye(2)
-        step = np.linalg.solve(hessian, x.T @ (p - target))
-        while np.isfinite(step).all() and _loss(x @ (scale - step), target) > _loss(x @ scale, target) + 1e-12:
-            step /= 2
-        scale = scale - step
-        if abs(step).max() < 1e-9:
-            break
-    return Scale(*scale.tolist())
+
+    def loss(scale: np.ndarray) -> tuple[float, np.ndarray]:
+        logit = scale[0] * q + scale[1]
+        slope = expit(logit) - target
+        return (np.logaddexp(0, logit) - target * logit).sum(), np.array([slope @ q, slope.sum()])
+
+    start = np.array([0.0, math.log((n_right + 1) / (len(q) - n_right + 1))])
+    return Scale(*minimize(loss, start, jac=True, options={"gtol": 1e-9}).x.tolist())
 
 
 def errors(q: np.ndarray, right: np.ndarray) -> tuple[float, float]:
@@ -59,15 +51,12 @@ def errors(q: np.ndarray, right: np.ndarray) -> tuple[float, float]:
     after = np.empty(len(q))
     for k in range(FOLDS):
         scale = _fit(q[fold != k], right[fold != k])
-        after[fold == k] = [scale(each) for each in q[fold == k]]
-    return calibration_error(_sigmoid(q), right), calibration_error(after, right)
+        after[fold == k] = expit(scale.slope * q[fold == k] + scale.offset)
+    return _calibration_error(expit(q), right), _calibration_error(after, right)
 
 
-def calibration_error(p: np.ndarray, right: np.ndarray) -> float:
-    """Return the mean distance of confidence and accuracy over ten bins, weighted by boards.
-
-    The bins are of confidence.
-    """
+def _calibration_error(p: np.ndarray, right: np.ndarray) -> float:
+    """Return the mean distance of confidence and accuracy over bins, weighted by boards."""
     bins = np.minimum((p * BINS).astype(int), BINS - 1)
     return float(sum(abs((p - right)[bins == k].sum()) for k in range(BINS)) / len(p))
 
@@ -78,11 +67,3 @@ def interval(right: int, n: int) -> tuple[float, float]:
     share, spread = right / n, z * math.sqrt(right * (n - right) / n**3 + (z / (2 * n)) ** 2)
     centre = share + z * z / (2 * n)
     return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-np.clip(x, -80, 80)))
-
-
-def _loss(logit: np.ndarray, target: np.ndarray) -> float:
-    return float((np.logaddexp(0, logit) - target * logit).sum())

@@ -15,14 +15,15 @@ Shapes: as in `model`.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config import Config as RunConfig
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import Array, Batch, Example, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.trm import boards, rollouts
 from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, start, train_flops
 
@@ -46,6 +47,16 @@ def begin(carry: PyTree, batch: Batch) -> PyTree:
         "steps": pick(jnp.zeros_like(carry["steps"]), carry["steps"]),
         **{name: pick(batch[name], carry[name]) for name in ("inputs", "labels", "puzzle")},
     }
+
+
+def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+    """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
+    slots = jax.device_get(begin(carry, batch))
+    drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], jnp.zeros((0, *slots["inputs"].shape), jnp.int32)))
+    return [
+        Example("" if new else f"row:{k}", f"supervision step {int(slots['steps'][k]) + 1}", {"puzzle and solution": drawn[k]})
+        for k, new in enumerate(np.asarray(carry["halted"]))
+    ]
 
 
 def halt(c: Config, steps_b: Array, q_b2: Array, least_b: Array) -> Array:
