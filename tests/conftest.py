@@ -17,7 +17,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.xla import SOON  # noqa: E402
+from tests.support.xla import KEEPS_PROGRAMS, SOON  # noqa: E402
 
 # These are set before jax is imported: afterwards neither has an effect.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,8 +35,10 @@ import jax  # noqa: E402
 from jaxtrain.parallel import cluster  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 cluster.use_compilation_cache()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+for name in KEEPS_PROGRAMS:  # those that tests start
+    os.environ[name] = str(jax.config.values[name.lower()])
 
 
 # One worker runs all tests of a file. The files that take more than 20 s of CPU time begin first,

@@ -35,7 +35,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from tests.support.xla import SOON
+from tests.support.xla import KEEPS_PROGRAMS, SOON
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The pages of the workloads train the runs that other pages look at. Detections need runs of both.
@@ -358,7 +358,7 @@ def start(folder: pathlib.Path) -> None:
 def run(command: Command, folder: pathlib.Path) -> subprocess.CompletedProcess:
     """Type a command in ``folder``."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
+    cache = {k: v for k, v in os.environ.items() if k in KEEPS_PROGRAMS}
     environment = inherited | cache | {
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.support.xla import KEEPS_PROGRAMS
+
 ROOT = pathlib.Path(__file__).parent.parent
 BOARDS = "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'blanks': (3, 6)},)"
 SMALL = {
@@ -53,7 +55,7 @@ def alone(site, tmp_path_factory):
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("this machine makes no network namespaces (unshare -rn)")
     folder = tmp_path_factory.mktemp("here")
-    kept = ("HOME", "LD_LIBRARY_PATH", "TMPDIR")
+    kept = ("HOME", "LD_LIBRARY_PATH", "TMPDIR", *KEEPS_PROGRAMS)
     env = {name: os.environ[name] for name in kept if name in os.environ}
     env |= {"PYTHONPATH": str(site), "JAXTRAIN_CACHE": str(folder / "cache"), "PATH": str(folder), "JAX_PLATFORMS": "cpu"}
     unshare = shutil.which("unshare")

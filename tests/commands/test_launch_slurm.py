@@ -13,6 +13,7 @@ import pytest
 from jaxtrain import config as config_lib
 from tests.support import small_runs
 from tests.support.processes import ROOT, cluster, hashes, records, step_of, xla_flags
+from tests.support.xla import KEEPS_PROGRAMS
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (extra: slurm)")
 from jaxtrain.commands import launch as launch_command  # noqa: E402
@@ -266,8 +267,7 @@ def slurm(folder, capsys):
     def submit(*arguments, pause):
         environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2), "NO_GCE_CHECK": "true"}
         environment |= {"PYTHONPATH": f"{ROOT}:{folder}", "IDS": str(folder / "ids.jsonl"), "PAUSE": str(pause)}  # of each step
-        if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-            environment["JAX_COMPILATION_CACHE_DIR"] = cache
+        environment |= {name: os.environ[name] for name in KEEPS_PROGRAMS}
         variables = [f"--env={k}={v}" for k, v in environment.items()]
         launch(capsys, "--tasks-per-node=2", "--mem-gb=2", "--workers=1", "--notice=20", *variables, *arguments)
         submitted.append(json.loads((folder / "runs" / "tiny" / "slurm" / "jobs.jsonl").read_text().splitlines()[-1])["job"])

@@ -115,7 +115,7 @@ def serve(descriptor: int) -> list[str] | None:
     the end."""
     server, children = socket.socket(fileno=descriptor), set()
     while True:
-        if select.select([server], [], [], 0.01)[0]:
+        if select.select([server], [], [], 0.01 if children else None)[0]:
             message, descriptors, _, _ = socket.recv_fds(server, SIZE, 1)
             if not message:
                 return None

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.telemetry import glossary
 from tests.support import forked
-from tests.support.xla import SOON
+from tests.support.xla import KEEPS_PROGRAMS, SOON
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def command(
     JAXTRAIN_TESTS_FORK=0, it is a new process.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    cache = {k: v for k, v in os.environ.items() if k == "JAX_COMPILATION_CACHE_DIR"}
+    cache = {k: v for k, v in os.environ.items() if k in KEEPS_PROGRAMS}
     env = inherited | cache | {"IDS": str(folder / "ids.jsonl"), "PYTHONPATH": f"{ROOT}:{folder}", "JAX_PLATFORMS": "cpu"}
     env |= {"XLA_FLAGS": xla_flags(devices)} | environment
     arguments = [f"--config={source}", *overrides]
