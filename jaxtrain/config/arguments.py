@@ -21,52 +21,30 @@ class Arguments(NamedTuple):
 
 
 def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
-    """``--config=FILE[:ARG]`` with its overrides, or ``--plan-setup KIND`` alone.
+    """Parse --config=FILE[:ARG] with --config.section.field=value, --explain, --plan[=TARGET].
 
-    Overrides are --config.section.field=value. Further flags are --explain and --plan[=TARGET].
-
-    The config is not read yet, since the module of its workload may take a second to import.
-
-    Args:
-      find: whether the config must exist. If not, its reader reports a missing one.
-
-    Raises ConfigError for a missing --config, a config that does not exist and every argument that
-    is none of these.
+    ``--plan-setup KIND`` may stand alone. The config's file is not imported, and with ``find`` it
+    must exist. Raises ConfigError with all mistakes.
     """
     source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
     rest = iter(argv)
     for argument in rest:
         flag, equals, value = argument.partition("=")
-        if flag == "--explain" and not equals:
+        if argument == "--explain":
             explain = True
-            continue
-        if flag == "--plan":
+        elif flag == "--plan":
             plan = value
-            continue
-        if flag == "--plan-setup":
-            setup = value if equals else next(rest, "")
-            if not setup:
-                problems.append(("", "--plan-setup is given without a value; expected --plan-setup=gpu or --plan-setup=tpu"))
-            elif setup not in COMPILERS:
-                problems.append(("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}"))
-            continue
-        if flag != "--config" and not flag.startswith("--config."):
-            problems.append(
-                (
-                    "",
-                    f"argument {argument!r} is unknown; "
-                    f"{checks.expected(flag, ('--config', '--explain', '--plan', '--plan-setup', '--config.section.field'))}",
-                )
-            )
-            continue
-        if not equals:
-            following = next(rest, None)
-            if following is None:
-                problems.append(("", f"{flag} is given without a value"))
-                continue
-            value = following
-        if flag == "--config":
+        elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
+            known = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
+            problems.append(("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}"))
+        elif not equals and (value := next(rest, "")) == "":
+            problems.append(("", f"{flag} is given without a value"))
+        elif flag == "--config":
             source = value
+        elif flag == "--plan-setup":
+            setup = value
+            if setup not in COMPILERS:
+                problems.append(("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}"))
         else:
             overrides.append((flag.removeprefix("--config."), value))
     if not source and not problems and not setup:

@@ -36,6 +36,7 @@ from loaders.io import atomic_write, checks
 from loaders.io.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
+Built = typing.TypeVar("Built")
 
 # Files whose frames every import goes through.
 IMPORTERS = (
@@ -52,19 +53,14 @@ class _Text(str):
 
 
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Read ``path.py`` or ``path.py:argument``, apply overrides, and check everything.
+    """Read ``path.py[:argument]`` or a shipped config's name, apply overrides, check everything.
 
-    Overrides are (dotted path, text).
-
-    A shipped config (`jaxtrain.configs`) is also found by its name: ``xcm``, ``xcm:argument``.
-
-    Raises:
-      ConfigError: with all mistakes: unknown keys (and the nearest spelling), wrong types, values
-        that do not fit together, data that is not there, a workdir that cannot be written.
+    Overrides are (dotted path, text). Raises ConfigError with all mistakes: unknown keys (and the
+    nearest spelling), wrong types, values that do not fit together, missing data, a workdir that
+    cannot be written.
     """
     config, problems = read(source, overrides)
-    if problems:
-        raise ConfigError(problems)
+    _without(problems, config)
     for text in beyond_the_run(config):
         log.warning("%s", text)
     return config
@@ -73,14 +69,10 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 def read(
     source: str, overrides: Iterable[tuple[str, str]] = (), *, make_data: bool = True
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Like `load`, but returns the config with all its mistakes.
+    """Like `load`, but return the config, with defaults for wrong values, and all its mistakes.
 
-    A field with a wrong value has its default.
-
-    Args:
-      make_data: whether to make missing data for their facts. If not, those fields stay None.
-
-    Raises ConfigError if there is no config to return: no file, a module that fails to import.
+    Without ``make_data`` missing data are not made, and their facts stay None. Raises ConfigError
+    if there is no config: no file, a module that fails to import.
     """
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []
@@ -101,43 +93,36 @@ def read(
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """Return a checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
     problems: list[tuple[str, str]] = []
-    config = _checked(tree, problems, make_data=True)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return _without(problems, _checked(tree, problems, make_data=True))
 
 
 def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
     """Build a config, add all its mistakes to ``problems``, and take the facts of its data."""
     tree = _shares_in_steps(tree)
-    sections: dict[str, Any] = {}
     classes: dict[str, type[Section]] = {}
     for section, owner, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
         module_name = tree.get(owner, getattr(Config, owner))
         if not isinstance(module_name, str):
             continue  # building `Config` reports it
         try:
-            cls = class_of(module_name)
+            classes[section] = class_of(module_name)
         except (ImportError, SyntaxError) as error:
             problems.append(
                 (owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}{_nearest(module_name)}")
             )
         except TypeError as error:
             problems.append((owner, str(error)))
-        else:
-            classes[section] = cls
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
-    sections |= {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
+    sections: dict[str, Any] = {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
     config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
     for i, (path, text) in enumerate(problems):
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
     unread = tuple(path for path, _ in problems)
     found = [*config.problems()]
-    for f in dataclasses.fields(config):
-        section = getattr(config, f.name)
-        if isinstance(section, Section):
-            found += checks.under(f.name, section.problems())
+    for name, part in vars(config).items():
+        if isinstance(part, Section):
+            found += checks.under(name, part.problems())
     found += between_sections(config)
     found += on_this_machine(config)
     if "model" in sections and config.warm_start.source:
@@ -194,7 +179,11 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
     """Build a section ``cls`` from its part of a config.json. Raises ConfigError."""
     problems: list[tuple[str, str]] = []
-    built = _build(cls, tree, cls.__name__.lower(), problems)
+    return _without(problems, _build(cls, tree, cls.__name__.lower(), problems))
+
+
+def _without(problems: list[tuple[str, str]], built: Built) -> Built:
+    """Return what was built. Raises ConfigError if that added ``problems``."""
     if problems:
         raise ConfigError(problems)
     return built
@@ -237,13 +226,7 @@ def _checked_class(module_name: str, cls: Any, base: type[Section], functions: M
 
 
 def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
-    """Fill the model's None fields with facts of the data.
-
-    Does nothing while the data section has mistakes.
-
-    Args:
-      unread: as `without_defaults` has it.
-    """
+    """Fill the model's None fields with facts of the data, if the data section has no mistake."""
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = base.module(config.loader)

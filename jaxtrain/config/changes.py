@@ -1,7 +1,5 @@
 """The differences between a checkpoint's config and that of the run that resumes from it.
 
-Each has its kind.
-
 Every section declares the kinds of its fields (`loaders.io.checks.OnResume`): a field may change,
 or it changes the function that is trained, or the arrays of the state.
 """
@@ -42,20 +40,17 @@ class Change(NamedTuple):
 def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]) -> list[Change]:
     """Return the fields that differ, in the order of the sections.
 
-    Args:
-      saved: the config of a checkpoint, as JSON. For a field that it lacks, which is newer than the
-      run, the default is taken.
-      digests: those of its files, by `digests_of`.
+    ``saved``: a checkpoint's config, as JSON. Fields that it lacks, newer than the run, count as
+    their defaults. ``digests``: of its files, by `digests_of`.
     """
     now = digests_of(config)
-    found = []
     adapted = config.lora.rank or (saved.get("lora") or {}).get("rank")
-    for change in _changes(saved, config, "", FUNCTION):
-        if change.path.startswith(("lora.", "warm_start.")) and not adapted:
-            continue  # nothing is frozen, and no adapter is there
-        if (digest := digests.get(change.path)) and digest == now.get(change.path):
-            continue  # the same file elsewhere
-        found.append(change)
+    found = [
+        change
+        for change in _changes(saved, config, "", FUNCTION)
+        if adapted or not change.path.startswith(("lora.", "warm_start."))  # else nothing is frozen, and there is no adapter
+        if not digests.get(change.path) or digests[change.path] != now.get(change.path)  # else the same file elsewhere
+    ]
     paths = {change.path for change in found}
     edited = [path for path in now if path not in paths and digests.get(path) not in (None, now[path])]
     values = {path: operator.attrgetter(path)(config) for path in edited}
@@ -65,11 +60,8 @@ def compare(saved: Mapping[str, Any], config: Config, digests: Mapping[str, str]
 def digests_of(config: Config) -> dict[str, str]:
     """Return the digest of all files that fields of the kind ``files`` name, by the field."""
     found = {}
-    for name in ("model", "data"):
-        section = getattr(config, name)
-        if not dataclasses.is_dataclass(section):
-            continue
-        for f in dataclasses.fields(section):
+    for name, section in (("model", config.model), ("data", config.data)):
+        for f in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
             declared = checks.declared(type(section), f.name)
             path = getattr(section, f.name)
             if declared and f.name in declared.files and path and (file := pathlib.Path(path).expanduser()).is_file():
@@ -88,9 +80,8 @@ def kinds(section: Any, path: str = "", around: str | None = None) -> Iterator[t
             yield from kinds(value, where, kind)
         else:
             yield where, kind
-            for i, part in enumerate(value if isinstance(value, tuple) else ()):
-                if dataclasses.is_dataclass(part):
-                    yield from kinds(part, f"{where}[{i}]", kind)
+            for i, part in enumerate(value if _has_sections(value) else ()):
+                yield from kinds(part, f"{where}[{i}]", kind)
 
 
 def _changes(old: Mapping[str, Any], section: Any, path: str, around: str) -> Iterator[Change]:
@@ -110,17 +101,18 @@ def _of_value(old: Any, value: Any, path: str, kind: str) -> Iterator[Change]:
         return
     if dataclasses.is_dataclass(value) and isinstance(old, Mapping):
         yield from _changes(old, value, path, kind)
-    elif isinstance(value, tuple) and isinstance(old, list) and len(old) == len(value):
-        if any(map(dataclasses.is_dataclass, value)):
-            for i, (a, b) in enumerate(zip(old, value, strict=True)):
-                yield from _of_value(a, b, f"{path}[{i}]", kind)
-        else:
-            yield Change(path, kind, old, new)
+    elif isinstance(old, list) and _has_sections(value) and len(old) == len(value):
+        for i, (a, b) in enumerate(zip(old, value, strict=True)):
+            yield from _of_value(a, b, f"{path}[{i}]", kind)
     elif isinstance(value, Mapping) and isinstance(old, Mapping):
         for key in sorted({*old, *new}):
             yield from _of_value(old.get(key), new.get(key), f"{path}.{key}", kind)
     else:
         yield Change(path, kind, old, new)
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value))
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

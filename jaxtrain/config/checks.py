@@ -1,8 +1,9 @@
 """Mistakes between the sections of a config, or on this machine: files, packages, the workdir."""
 
-import functools
+import contextlib
 import importlib.util
 import inspect
+import math
 import operator
 import os
 import pathlib
@@ -35,9 +36,7 @@ class ArgumentError(ConfigError):
 
 
 def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str]) -> Problems:
-    """Yield the ``problems`` that do not rest on a field of ``unread``.
-
-    The default stands for a value of the wrong type.
+    """Yield the ``problems`` that do not rest on a field of ``unread``, whose default they judge.
 
     A text names every field that it rests on: by its whole path, or within its section by its name.
     """
@@ -54,21 +53,17 @@ def without_defaults(problems: Iterable[tuple[str, str]], unread: Sequence[str])
 def beyond_the_run(config: Config) -> Iterator[str]:
     """Yield events that never come within the run's steps, with a value that would."""
     train, steps = config.train, config.train.steps
-    periods = {
-        "train.eval_every": train.eval_every,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep_every": config.checkpoint.keep_every,
-        "metrics.every": config.metrics.every,
-    }
+    names = ("train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
+    periods = {name: operator.attrgetter(name)(config) for name in names}
     if long := {name: every for name, every in periods.items() if every > steps > 1}:
         values = ", ".join(f"{name}={every}" for name, every in long.items())
         shorter = " ".join(f"--config.{name}={max(1, round(steps / 10))}" for name in long)
-        text = f"{values}: longer than train.steps={steps}, so that only the last step counts"
-        yield f"{text}; {shorter} would do, or 0.1 of any run"
+        yield (f"{values}: longer than train.steps={steps}, so that only the last step counts; "
+               f"{shorter} would do, or 0.1 of any run")  # fmt: skip
     rounds = -(-steps // train.eval_every) if train.eval_every else 1
     if train.patience >= rounds > 1:
-        text = f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never ends early"
-        yield f"{text}; --config.train.eval_every={max(1, steps // (4 * train.patience))} would do"
+        yield (f"train.patience={train.patience}: the run has {rounds} evaluations, so that it never ends early; "
+               f"--config.train.eval_every={max(1, steps // (4 * train.patience))} would do")  # fmt: skip
 
 
 def between_sections(config: Config) -> Problems:
@@ -77,21 +72,16 @@ def between_sections(config: Config) -> Problems:
     train, optim, mesh = config.train, config.optim, config.mesh
     split = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")
     sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
-    known = [sizes[name] for name in split if sizes.get(name, 0) > 0]
-    devices, parts = functools.reduce(operator.mul, known, 1), max(train.accumulate, 1)
+    devices = math.prod(sizes[name] for name in split if sizes.get(name, 0) > 0)
+    parts = max(train.accumulate, 1)
     if train.batch > 0 and not train.batch % parts and train.batch % (devices * parts):
         low = train.batch // (devices * parts) * devices * parts
-        yield (
-            "train.batch",
-            f"is {train.batch}, which mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not "
-            f"divide; the nearest that do are {low or devices * parts} and {low + devices * parts}",
-        )
+        text = f"mesh.data × mesh.fsdp × train.accumulate = {devices} × {parts} does not divide; the nearest that do are"
+        yield "train.batch", f"is {train.batch}, which {text} {low or devices * parts} and {low + devices * parts}"
     for name in ("metrics.digest", "guard.verify_every"):
         if optim.offload and (value := operator.attrgetter(name)(config)):
-            yield (
-                name,
-                f"is {value}, and optim.offload keeps a part of the state where no digest is computed; unset one of them",
-            )
+            text = "optim.offload keeps a part of the state where no digest is computed; unset one of them"
+            yield name, f"is {value}, and {text}"
     if train.patience and not config.checkpoint.best:
         yield "train.patience", f"is {train.patience}, and checkpoint.best names no metric, for example '-loss'"
     yield from _allowed_problems(config)
@@ -134,11 +124,9 @@ def _unread(optim: Optim) -> Problems:
             unread[arguments] = name
             continue
         unread |= dict.fromkeys(of_built_in, name)
-        try:
+        with contextlib.suppress(ValueError):  # `_factory_problems` has it
             if not factories.takes(value, "learning_rate"):
                 unread |= dict.fromkeys(OF_SCHEDULE if name == "name" else ("lr",), name)
-        except ValueError:
-            pass  # `_factory_problems` has it
     for name, by in unread.items():
         value, default = getattr(optim, name), getattr(Optim(), name)
         if value != default:
@@ -153,46 +141,38 @@ def _unread(optim: Optim) -> Problems:
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:
     """Yield values that do not fit into the run's steps, each with one that would."""
-
-    def remedy(name: str, share: float) -> str:
-        return f"set config.optim.{name}={max(1, round(share * train.steps))}, or config.optim.{name}={share} of any run"
-
-    steps = train.steps
-    if steps < 1 or optim.warmup + optim.decay <= steps:
+    steps, warmup, decay = train.steps, optim.warmup, optim.decay
+    if steps < 1 or warmup + decay <= steps:
         return
-    if optim.warmup > steps:
-        yield "optim.warmup", f"is {optim.warmup}, longer than train.steps={steps}; {remedy('warmup', 0.05)}"
-    if optim.decay > steps:
-        yield "optim.decay", f"is {optim.decay}, longer than train.steps={steps}; {remedy('decay', 0.2)}"
-    elif optim.warmup <= steps:
-        text = f"is {optim.decay}: together with optim.warmup={optim.warmup} longer than train.steps={steps}"
-        yield "optim.decay", f"{text}; at most {steps - optim.warmup} fits" if optim.warmup < steps else text
+    for name, value, share in (("warmup", warmup, 0.05), ("decay", decay, 0.2)):
+        if value > steps:
+            fitting = f"set config.optim.{name}={max(1, round(share * steps))}, or config.optim.{name}={share} of any run"
+            yield f"optim.{name}", f"is {value}, longer than train.steps={steps}; {fitting}"
+    if max(warmup, decay) <= steps:
+        text = f"is {decay}: together with optim.warmup={warmup} longer than train.steps={steps}"
+        yield "optim.decay", f"{text}; at most {steps - warmup} fits" if warmup < steps else text
 
 
 def on_this_machine(config: Config) -> Problems:
     """Yield missing files, packages and permissions of this machine. Nothing is left behind."""
     yield from _workdir_problems(config.workdir)
+    path, source = config.resume.path, config.warm_start.source
     if (folder := config.checkpoint.folder) and "://" not in folder and (why := unusable(folder)):
         yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
-    yield from _url_problems("checkpoint.folder", config.checkpoint.folder)
-    yield from _url_problems("resume.path", config.resume.path)
-    path = config.resume.path
+    for name, place in (("checkpoint.folder", folder), ("resume.path", path), ("warm_start.source", source)):
+        if why := unreachable(place):
+            yield name, f"is {place!r}, which {why}"
     if path and "://" not in path and not (pathlib.Path(path).expanduser() / "checkpoints").is_dir():
         yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
-    source = config.warm_start.source
-    yield from _url_problems("warm_start.source", source)
     kept = [pathlib.Path(folder).expanduser() / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
     there = [*kept, pathlib.Path(source).expanduser()]
     if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
-    metrics = config.metrics
-    for name, is_on, package, extra in (
-        ("tensorboard", metrics.tensorboard, "tensorboardX", "tensorboard"),
-        ("wandb_project", metrics.wandb_project, "wandb", "wandb"),
-        ("mlflow_experiment", metrics.mlflow_experiment, "mlflow", "mlflow"),
-        ("trackio_project", metrics.trackio_project, "trackio", "trackio"),
-    ):
-        if is_on and importlib.util.find_spec(package) is None:
+    packages = {"tensorboard": "tensorboardX", "wandb_project": "wandb",
+                "mlflow_experiment": "mlflow", "trackio_project": "trackio"}  # fmt: skip
+    for name, package in packages.items():
+        if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
+            extra = package.removesuffix("X")
             yield f"metrics.{name}", f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"
 
 
@@ -222,11 +202,6 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
             pass
     except OSError as error:
         yield "workdir", f"is {workdir!r}, which cannot be written ({error.strerror}: {existing}); choose another folder"
-
-
-def _url_problems(name: str, path: str) -> Iterator[tuple[str, str]]:
-    if why := unreachable(path):
-        yield name, f"is {path!r}, which {why}"
 
 
 def unusable(folder: str) -> str:

@@ -20,11 +20,7 @@ from loaders.io import checks
 from loaders.io.checks import FREE, FUNCTION, STATE, DataSection, OnResume, Problems, Section
 
 MAX_STEPS = 2**31 - 1  # a step is an int32
-CORRECTIONS = ("outside", "inside")
 SCHEDULES = ("constant", "cosine", "wsd", "three_phase")
-MOMENTS = ("float32", "bfloat16", "int8")
-MUON_SCALES = ("rms", "in_out", "out_in")
-DECAY_SHAPES = ("linear", "cosine", "sqrt")
 # Fields in steps that may be given as a share of train.steps in 0 to 1. A Config has steps.
 SHARES = ("optim.warmup", "optim.decay", "train.eval_every", "checkpoint.every", "checkpoint.keep_every", "metrics.every")
 MAX_PATTERN = 10_000  # [characters] of a regular expression
@@ -35,31 +31,26 @@ RESHAPE = re.compile(r"crop|pad|fold|grid (\d+)x(\d+) to (\d+)x(\d+)")  # the wa
 class ModelSection(Section):
     """The section ``model``: the base class of a workload's ``Config``.
 
-    Attributes:
-      shared: fields that the data section may have, too. If only one side is given, the other takes
-      its value.
+    ``shared``: fields that the data section may have, too. If only one side is given, the other
+    takes its value.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
 
     def data_problems(self, facts: Mapping[str, Any]) -> Problems:
         """Yield (field, problem with its remedy) for fields that contradict the data's facts."""
-        del facts
         return iter(())
 
     def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
         """Yield why the weights of the run with the config ``source`` are no start of this one."""
-        del source
         return iter(())
 
     def start_problems(self, rules: "WarmStart") -> Problems:
         """Yield (field, text) if the weights of ``rules`` are of another kind of model."""
-        del rules
         return iter(())
 
     def data_notes(self, facts: Mapping[str, Any]) -> Problems:
         """Yield (field, text) for unlikely values, unless the weights come from elsewhere."""
-        del facts
         return iter(())
 
 
@@ -118,6 +109,13 @@ UPDATE_RULES = {
 # Fields of `Optim` that built-in rules take by name, and those that only they read.
 OF_RULES = ("b1", "b2", "eps", "atan2_a", "atan2_b", "atan2_correction", "momentum", "muon_scale")
 ONLY_BUILT_IN = (*OF_RULES, "rest", "moments", "layer_decay", "weight_decay")
+CHOICES = {  # values of fields of `Optim`
+    "decay_shape": ("linear", "cosine", "sqrt"),
+    "atan2_correction": ("outside", "inside"),
+    "moments": ("float32", "bfloat16", "int8"),
+    "muon_scale": ("rms", "in_out", "out_in"),
+    "rest": tuple(name for name, rule in UPDATE_RULES.items() if not rule.matrices),
+}
 # Fields that decide the learning rate. A schedule that is named as module:factory takes the place
 # of the fourth and later ones.
 OF_SCHEDULE = ("lr", "schedule", "schedule_arguments", "warmup", "decay", "decay_shape", "lr_init", "lr_floor")
@@ -200,11 +198,8 @@ class Optim(Section):
                 yield name, f"is {value!r}; expected one of: {named}; did you mean {':'.join(value.rsplit('.', 1))!r}?"
             elif not factories.is_factory(value):
                 yield from checks.choice(self, (*built_in, "module:factory"), name)
-        yield from checks.choice(self, DECAY_SHAPES, "decay_shape")
-        yield from checks.choice(self, CORRECTIONS, "atan2_correction")
-        yield from checks.choice(self, MOMENTS, "moments")
-        yield from checks.choice(self, MUON_SCALES, "muon_scale")
-        yield from checks.choice(self, [name for name, rule in UPDATE_RULES.items() if not rule.matrices], "rest")
+        for name, allowed in CHOICES.items():
+            yield from checks.choice(self, allowed, name)
         rules = {name: UPDATE_RULES[name] for name in self.rules() if name in UPDATE_RULES}
         if self.moments != "float32" and rules and not any(rule.moments for rule in rules.values()):
             yield "moments", f"is {self.moments!r}, and {' and '.join(sorted(rules))} keep no such moments; leave it unset"
@@ -371,9 +366,7 @@ class Metrics(Section):
     every: int = 10  # [steps] between records
     digest: bool = False  # [bool] each record has a digest of the whole state, for jaxtrain diff and jaxtrain replay
     tensorboard: bool = False  # [bool] event files in workdir/tensorboard (extra: tensorboard)
-    profile: tuple[
-        int, ...
-    ] = ()  # [steps] first and last that process 0 traces into workdir/traces, as (100, 103); empty = none
+    profile: tuple[int, ...] = ()  # [steps] first and last that process 0 traces into workdir/traces; empty = none
     wandb_project: str = ""  # [name] Weights & Biases project; empty = off (extra: wandb)
     wandb_entity: str = ""  # [name] user or team of the project; empty = the default of the account
     wandb_group: str = ""  # [name] under which runs are grouped, for example a sweep's
@@ -387,8 +380,7 @@ class Metrics(Section):
     def problems(self) -> Problems:
         yield from checks.at_least(self, 1, "every")
         if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000):
-            text = "expected the first and the last step of a trace of at most 1000, for example (100, 103)"
-            yield "profile", f"is {self.profile}; {text}"
+            yield "profile", f"is {self.profile}; expected the first and last step of at most 1000, for example (100, 103)"
         for name in ("entity", "group", "job_type", "name", "tags", "notes"):
             if (value := getattr(self, f"wandb_{name}")) and not self.wandb_project:
                 yield f"wandb_{name}", f"is {value!r}, and wandb_project is empty; name a project, or omit it"
@@ -413,10 +405,7 @@ class Card(Section):
 
 @dataclass(frozen=True)
 class Guard(Section):
-    """Non-finite and spike skipping, identical on every process.
-
-    A skipped step updates nothing, is counted and is logged.
-    """
+    """Skipping of non-finite steps and spikes on every process. A skipped step updates nothing."""
 
     on_resume = OnResume(FREE)
 

@@ -12,11 +12,9 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
     """Check every point of a config's sweep, and return them: (config, its overrides).
 
     The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a
-    workdir of its own gets <workdir>/000 and so on.
-
-    Raises:
-      ConfigError: all mistakes of all points, no such function, no points, a value that is both
-        given and swept, or two points with one workdir.
+    workdir of its own gets <workdir>/000 and so on. Raises ConfigError with the mistakes of all
+    points, for a file without the function or points, and for a value given and swept, or a shared
+    workdir.
     """
     overrides = list(overrides)
     file, module, _ = import_file(source)
