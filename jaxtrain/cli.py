@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
         finally:  # also if a parser ends it: the reader of a pipe may be gone by the time of this write
-            unwritten = arguments.run(_flush)
+            unwritten = arguments.run(lambda: _say(""))
         return code or unwritten
 
 
@@ -135,20 +135,11 @@ def _commit() -> str:
     return f" (commit {done.stdout.strip()})"
 
 
-def _say(text: str) -> int:
-    print(text)
-    return 0
-
-
-def _flush() -> int:
-    if sys.stdout:
-        sys.stdout.flush()
-    return 0
-
-
 def _run(command: Command, argv: Sequence[str], workload: str) -> int:
     try:
-        if wrong := "" if arguments.asks_for_help(argv) else _unfit(command, argv):
+        from jaxtrain.commands import installation
+
+        if not arguments.asks_for_help(argv) and (wrong := installation.problem(argv, caches=command.caches)):
             arguments.report(wrong)
             return arguments.MISTAKE
         try:
@@ -167,6 +158,12 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
         return arguments.INTERRUPTED
 
 
+def _say(text: str) -> int:
+    if sys.stdout:
+        print(text, end="\n" if text else "", flush=True)
+    return 0
+
+
 @contextlib.contextmanager
 def _plain_output() -> Iterator[None]:
     """Escape control characters in the output: a stranger's text must not steer the terminal."""
@@ -181,13 +178,6 @@ def _plain_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-
-
-def _unfit(command: Command, argv: Sequence[str]) -> str:
-    """Return the reason why this installation cannot run a command, or "" if it can."""
-    from jaxtrain.commands import installation
-
-    return installation.problem(argv, caches=command.caches)
 
 
 def listing(table: Mapping[str, Command]) -> str:

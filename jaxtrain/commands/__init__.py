@@ -11,6 +11,7 @@ def _own(name: str, group: str, summary: str, **kwargs: bool) -> tuple[str, Comm
     return name, Command(f"jaxtrain.commands.{name.replace('-', '_')}", group, summary, **kwargs)
 
 
+BOTH = {"takes_workload": True, "caches": True}
 TRAINER = dict(
     (
         _own("train", "train", "train a config, or resume its run", caches=True),
@@ -20,13 +21,7 @@ TRAINER = dict(
         _own("profile", "monitor", "trace the next steps of a running run, and show their time by part"),
         _own("metrics", "monitor", "the records of runs as one Parquet table"),
         _own("diff", "monitor", "the first step at which two runs differ, and by which fields, versions and arrays"),
-        _own(
-            "replay",
-            "monitor",
-            "make any step of a run again, and compare it with the records",
-            takes_workload=True,
-            caches=True,
-        ),
+        _own("replay", "monitor", "make any step of a run again, and compare it with the records", **BOTH),
         _own("prove", "monitor", "kill a run again and again, and show that it ends with the same bits"),
         _own("plan", "plan", "memory, time and problems of a run on any devices, before it starts", caches=True),
         _own("explain", "plan", "every field of a config: value, unit, meaning"),
@@ -44,14 +39,9 @@ class CommandError(UserError, ValueError):
 
 
 def table(*others: str) -> dict[str, Command]:
-    """Every command by its name, in the order of the listing.
+    """Every command by its name: the trainer's, the shipped workloads' and those of ``others``.
 
-    They are the trainer's, and those of the shipped workloads.
-
-    Args:
-      others: dotted names of workloads that the user named, whose commands are added.
-
-    Raises CommandError: a workload has a command of a name that is taken; ImportError: a workload
+    Raises CommandError: a workload has a command whose name is taken; ImportError: a workload
     cannot be imported.
     """
     found, owner = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")

@@ -18,11 +18,12 @@ import argparse
 import errno
 import functools
 import importlib.util
+import math
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec
 
 from loaders.io import checks
@@ -53,7 +54,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         args = sys.argv[1:] if args is None else args
-        parser = next((parser for name, parser in self._actions_by_name() if name in args), self)
+        subparsers = (a.choices.items() for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        parser = next((parser for actions in subparsers for name, parser in actions if name in args), self)
         if asks_for_help(args):
             parser.print_help()
             self.exit()
@@ -65,12 +67,6 @@ class Parser(argparse.ArgumentParser):
                 remedy = checks.expected(flag, (name for name in known if name.startswith("--")))
             parser.error(f"argument {unknown[0]!r} is unknown; {remedy}")
         return parsed
-
-    def _actions_by_name(self) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-        """Yield the parsers of its actions (`jaxtrain checkpoint verify`)."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                yield from action.choices.items()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse's, whose sentence names no nearest spelling."""
@@ -84,9 +80,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None) -> None:
     """Add RUN and --step (and --ema), which `jaxtrain.arrays.source.find` takes."""
-    parser.add_argument(
-        "run", metavar="RUN", nargs=nargs, help="a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
-    )
+    text = "a run's workdir, a step directory of it, or a folder of `jaxtrain export`"
+    parser.add_argument("run", metavar="RUN", nargs=nargs, help=text)
     parser.add_argument("--step", type=int, help="step of a workdir; default: the newest")
     if ema:
         parser.add_argument("--ema", action="store_true", help="the average of the parameters, which evaluation uses")
@@ -94,35 +89,18 @@ def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """Add --workload, which `jaxtrain.arrays.run_workload` takes."""
-    parser.add_argument(
-        "--workload",
-        default="",
-        metavar="MODULE",
-        help="import the run's own workload, if you trust its code; default: jaxtrain's",
-    )
+    text = "import the run's own workload, if you trust its code; default: jaxtrain's"
+    parser.add_argument("--workload", default="", metavar="MODULE", help=text)
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
     """Add --base, which `jaxtrain.arrays.run_workload.with_base` takes."""
-    parser.add_argument(
-        "--base",
-        default="",
-        metavar="SOURCE",
-        help="the weights that a run with adapters froze; default: where it has them from",
-    )
+    text = "the weights that a run with adapters froze; default: where it has them from"
+    parser.add_argument("--base", default="", metavar="SOURCE", help=text)
 
 
-def out_file(text: str) -> Any:
+def out_file(text: str, *, folder: bool = False) -> Any:
     """Parse the name of a file to write, which is refused before any work for it is done."""
-    return _writable(text, folder=False)
-
-
-def out_folder(text: str) -> Any:
-    """Parse the name of a folder to make, which is refused before any work for it is done."""
-    return _writable(text, folder=True)
-
-
-def _writable(text: str, folder: bool) -> Any:
     from loaders.io import atomic_write
 
     if "://" in text:
@@ -133,6 +111,11 @@ def _writable(text: str, folder: bool) -> Any:
         name, why = getattr(error, "filename", text), getattr(error, "strerror", error)
         raise argparse.ArgumentTypeError(f"{name}: {why}; name another path, or change its permissions") from error
     return pathlib.Path(text)
+
+
+def out_folder(text: str) -> Any:
+    """Parse the name of a folder to make, as `out_file`."""
+    return out_file(text, folder=True)
 
 
 def split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -160,26 +143,19 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return bool(HELP & set(argv))
 
 
-def positive(text: str) -> int:
-    """Return the type of an argument that counts something: an integer of at least 1."""
+def integer(text: str, low: int, high: float, expected: str) -> int:
+    """Parse an integer from ``low`` to ``high``."""
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer of at least 1")
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer {expected}")
     return value
 
 
-def seed(text: str) -> int:
-    """Return the type of a seed: an integer of 32 bits."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer from 0 to {(1 << 32) - 1}")
-    return value
+positive = functools.partial(integer, low=1, high=math.inf, expected="of at least 1")
+seed = functools.partial(integer, low=0, high=(1 << 32) - 1, expected=f"from 0 to {(1 << 32) - 1}")
 
 
 def report(text: object) -> None:
@@ -207,32 +183,29 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
         # The reader of our output is gone. Python flushes stdout at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError as error:
-        report(f"there is not enough memory{f': {error}' if str(error) else ''}; give this process more, or it less to do")
-        return MISTAKE
+    except KeyboardInterrupt:
+        report("interrupted")
+        return INTERRUPTED
     except Exception as error:
         from loaders.io import atomic_write
 
         is_mistake = isinstance(error, (checks.UserError, *mistakes))
-        if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
-            path = getattr(error, "filename", None) or "a file"
-            report(f"{path} could not be written: {os.strerror(errno.ENOSPC)}; free some space, then rerun the command")
-            return MISTAKE
-        if is_mistake:
+        path = getattr(error, "filename", None)
+        if isinstance(error, MemoryError):
+            text = f": {error}" if str(error) else ""
+            report(f"there is not enough memory{text}; give this process more, or it less to do")
+        elif atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
+            why = os.strerror(errno.ENOSPC)
+            report(f"{path or 'a file'} could not be written: {why}; free some space, then rerun the command")
+        elif is_mistake:
             report(error)
-            return MISTAKE
-        if reason := homeless(error):
+        elif reason := homeless(error):
             report(reason)
-            return MISTAKE
-        if not isinstance(error, OSError) or error.filename is None:
+        elif isinstance(error, OSError) and path is not None and (isinstance(error, PATHS) or error.errno in NUMBERS):
+            report(f"{path}: {error.strerror}; name another path, or change its permissions")
+        else:
             raise
-        if not isinstance(error, PATHS) and error.errno not in NUMBERS:
-            raise
-        report(f"{error.filename}: {error.strerror}; name another path, or change its permissions")
         return MISTAKE
-    except KeyboardInterrupt:
-        report("interrupted")
-        return INTERRUPTED
 
 
 def reported(command: Callable[P, int]) -> Callable[P, int]:

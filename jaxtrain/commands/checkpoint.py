@@ -33,13 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         arguments.add_run(action, nargs=2 if name == "diff" else 1)
         if name == "export":
-            action.add_argument(
-                "--out",
-                type=arguments.out_folder,
-                metavar="DIR",
-                required=True,
-                help="a workdir to make; DIR/checkpoints/<step> must not exist",
-            )
+            text = "a workdir to make; DIR/checkpoints/<step> must not exist"
+            action.add_argument("--out", type=arguments.out_folder, metavar="DIR", required=True, help=text)
             arguments.add_base(action)
         if name == "inspect":
             action.add_argument("--json", action="store_true", help="for programs")

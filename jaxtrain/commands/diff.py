@@ -11,9 +11,11 @@ the runs are identical as far as both came, else with 1.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry.report import run as run_lib
+from jaxtrain.telemetry.report import steps
+from jaxtrain.telemetry.report.run import Run
 
 
 @arguments.reported
@@ -22,45 +24,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", metavar="RUN", nargs=2, help="a run's workdir")
     args = parser.parse_args(argv)
 
-    from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
-
     first, second = map(run_lib.open_run, args.runs)
     compared = steps.Compared(steps.read(first), steps.read(second))
-    for line in (*_settings(first, second), compared.summary()):
-        print(line)
+    print(*_settings(first, second), compared.summary(), sep="\n")
     if compared.differs is None:
         return 0 if compared.steps else 1
-    for line in _arrays(first, second):
-        print(line)
+    print(*_arrays(first, second), sep="\n")
     return 1
 
 
-def _settings(a: Any, b: Any) -> list[str]:
+def _settings(a: Run, b: Run) -> list[str]:
     """Return the fields of the configs, and the facts of the newest starts, that differ."""
     from jaxtrain.arrays import saved_steps
 
-    facts = [run.starts[-1].facts if run.starts else {} for run in (a, b)]
+    one, other = (run.starts[-1].facts if run.starts else {} for run in (a, b))
     changes = [("config", *one) for one in saved_steps.changes(a.config, b.config) if one[0] != "workdir"]
     changes += [
-        ("start", *one) for one in saved_steps.changes(*facts) if one[0].partition(".")[0] not in ("source", "overrides")
+        ("start", *one) for one in saved_steps.changes(one, other) if one[0].partition(".")[0] not in ("source", "overrides")
     ]
-    unread = [
-        f"{run.name}: config.json is missing or cannot be read, so no field is compared" for run in (a, b) if not run.config
-    ]
+    why = "config.json is missing or cannot be read, so no field is compared"
+    unread = [f"{run.name}: {why}" for run in (a, b) if not run.config]
     return unread + [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
 
 
-def _arrays(a: Any, b: Any) -> list[str]:
+def _arrays(a: Run, b: Run) -> list[str]:
     """Return the arrays that differ in the first checkpoints of one step that are not equal."""
-    from jaxtrain.arrays import source
+    from jaxtrain.arrays import saved_steps, source
 
     kept = [run.checkpoints() for run in (a, b)]
     both = sorted(kept[0].keys() & kept[1].keys())
     for step in both:
         one, other = (source.find(str(saved[step])).arrays() for saved in kept)
         shared = [path for path in one if path in other]
-        lines = [line for path in shared if (line := _difference(path, one[path], other[path]))]
+        lines = []
+        for path in shared:
+            x, y = one[path], other[path]
+            if x.shape != y.shape:
+                lines.append(f"  {path}: its shape is {list(x.shape)} and {list(y.shape)}")
+            elif not (found := saved_steps.Difference(x, y)).equal:
+                share = found.unequal / max(math.prod(x.shape), 1)
+                lines.append(f"  {path}: {share:.2%} of its values differ, by {found.largest:.3g} at most")
         if lines or one.keys() != other.keys():
             more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
             for run, own, others in ((a, one, other), (b, other, one)):
@@ -68,15 +71,3 @@ def _arrays(a: Any, b: Any) -> list[str]:
                 more += [f"  only {run.name} has {', '.join(alone[:5])}{' …' * (len(alone) > 5)}"] if alone else []
             return [f"checkpoints of step {step}: {len(lines)} of {len(shared)} arrays differ", *lines[:10], *more]
     return [f"no checkpoint of one step differs; steps that both runs have kept: {', '.join(map(str, both)) or 'none'}"]
-
-
-def _difference(path: str, a: Any, b: Any) -> str:
-    """Say how an array differs in two checkpoints, or return ""."""
-    from jaxtrain.arrays import saved_steps
-
-    if a.shape != b.shape:
-        return f"  {path}: its shape is {list(a.shape)} and {list(b.shape)}"
-    found = saved_steps.Difference(a, b)
-    if found.equal:
-        return ""
-    return f"  {path}: {found.unequal / max(math.prod(a.shape), 1):.2%} of its values differ, by {found.largest:.3g} at most"

@@ -17,10 +17,8 @@ ALLOW_DEBUG = "--config.data.allow_debug_build"
 def problem(argv: Sequence[str] = (), *, caches: bool) -> str:
     """Return the first problem of the installation with its remedy, or "".
 
-    Args:
-      argv: the command line, which may allow an extension that was built without optimisation.
-      caches: whether the command keeps compiled programs, for which the cache folder must be one
-      that can be written.
+    ``argv`` may allow an extension without optimisation. ``caches``: the command keeps compiled
+    programs, so the cache folder must be one that can be written.
     """
     try:
         requirements = importlib.metadata.requires("jaxtrain") or []
@@ -78,10 +76,7 @@ def unwritable_cache() -> str:
     return f"the cache folder {folder} cannot be written ({why}); set JAXTRAIN_CACHE to a folder that can be"
 
 
-@functools.cache  # it parses a file of some thousand lines; many commands may run in one process
-def _version(package: str) -> str:
-    """Return the version of an installed package. Raises PackageNotFoundError."""
-    return importlib.metadata.version(package)
+_version = functools.cache(importlib.metadata.version)  # it parses a file; many commands may run in one process
 
 
 def _numbers(version: str) -> list[int]:

@@ -23,7 +23,7 @@ jobs.jsonl lists the jobs:
 """
 
 import argparse
-import contextlib
+import io
 import json
 import os
 import pathlib
@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import files
 from loaders.io.checks import UserError
 
@@ -52,7 +53,8 @@ ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPEN
 ASKED = ("scontrol", "sacct")  # commands of SLURM that know a job's state
 
 # Options of sbatch on which more of the script depends: options of this command replace them.
-OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time"}
+OWN = {"nodes": "--nodes", "ntasks_per_node": "--tasks-per-node", "time": "--time", "cpus_per_task": "--cpus"}
+SHARED = ("partition", "account", "qos", "constraint")  # options of this command that are sbatch's
 
 
 class Run:
@@ -69,7 +71,7 @@ class Run:
         sys.exit(train.main(self._argv))
 
 
-MAX_TEXT = 1 << 30  # [bytes] of jobs.jsonl and metrics.jsonl
+MAX_TEXT = 1 << 30  # [bytes] of jobs.jsonl
 PIECE = 1 << 20  # [bytes] of a log that are printed together
 REMEDY = "run jaxtrain launch on a login node of the cluster"
 
@@ -85,26 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--nodes", type=arguments.positive, default=1, help="default: 1")
     add("--gpus-per-node", type=int, default=0, help="default: 0")
-    add(
-        "--tasks-per-node",
-        type=arguments.positive,
-        default=1,
-        help="processes of a node, which share its GPUs evenly; default: 1",
-    )
+    text = "processes of a node, which share its GPUs evenly; default: 1"
+    add("--tasks-per-node", type=arguments.positive, default=1, help=text)
     add("--mem-gb", type=arguments.positive, default=64, help="of a node; default: 64")
-    add(
-        "--cpus",
-        "--workers",
-        dest="cpus",
-        metavar="N",
-        type=arguments.positive,
-        help="cores of a process, which its loader uses; default: config.data.threads, or 8",
-    )
+    text = "cores of a process, which its loader uses; default: config.data.threads, or 8"
+    add("--cpus", metavar="N", type=arguments.positive, help=text)
     add("--time", type=arguments.positive, default=24 * 60, help="minutes after which the job is requeued; default: 1440")
     add("--notice", type=int, default=120, help="seconds before the time limit at which the tasks are signalled; default: 120")
     add("--max-restarts", type=int, default=100, help="default: 100")
     add("--name", help="of the job; default: that of the workdir")
-    for name in ("partition", "account", "qos", "constraint"):
+    for name in SHARED:
         add(f"--{name}", help="as sbatch has it")
     add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other option of sbatch")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the tasks")
@@ -166,19 +158,14 @@ def make_executor(
 ) -> "submitit.SlurmExecutor":
     """Make the executor that submits to SLURM, with the script's resources, environment and ending.
 
-    Args:
-      folder: of the script.
-      secret: the file of the job's JAXTRAIN_SECRET, in every node's sight; None for one process.
-
-    Raises LaunchError: an argument is malformed or would end its line of the script.
+    ``secret``: the file of the job's JAXTRAIN_SECRET in every node's sight, or None for one
+    process. Raises LaunchError: an argument is malformed or would end its line of the script.
     """
     job_name = args.name or folder.parent.name
-    for option, text in {
-        **{f"--{option}": getattr(args, option) for option in ("partition", "account", "qos", "constraint")},
-        "--name" if args.name else "config.workdir": job_name,
-        "config.workdir": str(folder),
-    }.items():
-        _check_line(option, text or "")
+    for option in SHARED:
+        _check_line(f"--{option}", getattr(args, option) or "")
+    _check_line("--name" if args.name else "config.workdir", job_name)
+    _check_line("config.workdir", str(folder))
     if "%" in str(folder):
         raise LaunchError(f"config.workdir is {str(folder.parent)!r}: SLURM replaces what follows a %; choose another folder")
     places = [*dict.fromkeys(map(str, (ROOT, os.getcwd(), folder.parent)))]
@@ -187,10 +174,8 @@ def make_executor(
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        """Return submitit's executor, which prints a script without a SLURM, too."""
-
         @classmethod
-        def affinity(cls) -> int:
+        def affinity(cls) -> int:  # so that a script is printed without a SLURM, too
             return 2
 
     # SIGTERM comes by itself. The notice before the time limit may be any other handled signal.
@@ -229,32 +214,18 @@ def make_executor(
             raise LaunchError(f"--sbatch is given as {given[key]} and as {pair}; give one of the two")
         given[key], extra[key] = pair, value if equals else True
     cpus = args.cpus or config.data.threads or 8
-    if (wish := extra.pop("cpus_per_task", None)) is not None:  # the same number by sbatch's name
-        wish = str(wish)
-        if not wish.isdecimal() or not int(wish):
-            raise LaunchError(f"--sbatch is cpus-per-task={wish}; expected a number of cores, for example --cpus=16")
-        if args.cpus and int(wish) != args.cpus:
-            raise LaunchError(f"--cpus is {args.cpus}, and --sbatch cpus-per-task={wish}; give one of the two")
-        cpus = int(wish)
     executor = Executor(folder, python=python)
     executor.update_parameters(
-        job_name=job_name,
-        nodes=args.nodes,
-        ntasks_per_node=args.tasks_per_node,
-        cpus_per_task=cpus,
-        mem=f"{args.mem_gb}GB",
-        time=args.time,
-        stderr_to_stdout=True,
-        array_parallelism=args.parallel,
-        additional_parameters=extra,
-        srun_args=srun,
+        job_name=job_name, nodes=args.nodes, ntasks_per_node=args.tasks_per_node, cpus_per_task=cpus,
+        mem=f"{args.mem_gb}GB", time=args.time, stderr_to_stdout=True, array_parallelism=args.parallel,
+        additional_parameters=extra, srun_args=srun,
         # Bash must outlive the SIGTERM of a preemption, to see how the tasks ended. srun does not
         # know sbatch's CPUs per task.
         setup=["trap : TERM", f"export SRUN_CPUS_PER_TASK={cpus}", *environment, *args.setup],
         teardown=_ending(config.preemption, args.max_restarts, 60 * args.time),
         **({"gpus_per_node": args.gpus_per_node} if args.gpus_per_node else {}),
-        **{name: getattr(args, name) for name in ("partition", "account", "qos", "constraint") if getattr(args, name)},
-    )
+        **{name: getattr(args, name) for name in SHARED if getattr(args, name)},
+    )  # fmt: skip
     return executor
 
 
@@ -271,9 +242,7 @@ def _check_line(option: str, text: str) -> None:
 
 
 def _ending(preemption: config_lib.Preemption, max_restarts: int, limit: int) -> list[str]:
-    """Return the script's lines after srun, which requeue a job.
-
-    It saved, or it was signalled before it could listen.
+    """Return the script's lines after srun, which requeue a job that saved or could not listen yet.
 
     A job that is ending already was cancelled, or SLURM requeues it itself, or it is past its time
     limit of ``limit`` seconds, because the notice came while it compiled and could not answer.
@@ -314,13 +283,6 @@ def _jobs(workdir: str) -> list[dict[str, Any]]:
     return jobs
 
 
-def _text(folder: pathlib.Path, name: str) -> str:
-    try:
-        return files.read(files.inside(folder, name), most=MAX_TEXT).decode(errors="replace")
-    except files.FileError:
-        return ""
-
-
 def state_of(job: str) -> dict[str, str]:
     """Ask SLURM for JobState, Restarts, NodeList, Reason. It may forget ended jobs."""
     shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True)
@@ -335,41 +297,30 @@ def _status(workdir: str) -> int:
     jobs = _jobs(workdir)
     _check_installed(*ASKED)
     for job in jobs:
-        state, folder = state_of(job["job"]), pathlib.Path(job["workdir"])
-        step, steps = 0, "?"
-        for line in reversed(files.lines(_text(folder, "metrics.jsonl"))):
-            with contextlib.suppress(
-                files.FileError, KeyError, TypeError, ValueError, OverflowError
-            ):  # being written, or no record
-                step = int(files.parse(line, "")["step"])
-                break
-        with contextlib.suppress(files.FileError, KeyError, TypeError, ValueError, OverflowError):
-            steps = str(int(files.parse(_text(folder, "config.json"), "")["train"]["steps"]))
-        print(f"{job['job']}  {state['JobState']}  {state.get('Restarts', '?')} restarts  on {state.get('NodeList') or '-'}  "
-              f"step {step}/{steps}  {folder}")  # fmt: skip
+        state, run = state_of(job["job"]), run_lib.Run(pathlib.Path(job["workdir"]), job["job"])
+        restarts, nodes = state.get("Restarts", "?"), state.get("NodeList") or "-"
+        print(
+            f"{run.name}  {state['JobState']}  {restarts} restarts  on {nodes}  step {run.step}/{run.steps or '?'}  {run.path}"
+        )
     return 0
 
 
 def _tail(workdir: str) -> int:
     job = _jobs(workdir)[-1]["job"]
     _check_installed(*ASKED)
-    read = 0
-    try:
-        path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")
-    except files.FileError as error:
-        raise LaunchError(str(error)) from error
-    while True:
+    read, active = 0, True
+    while active:
         active = state_of(job)["JobState"] in ACTIVE
-        if path.exists():
-            try:
-                with files.regular(path) as file:
-                    file.seek(read)
-                    while text := file.read(PIECE):
-                        read += len(text)
-                        sys.stdout.write(text.decode(errors="replace"))
-            except files.FileError as error:
-                raise LaunchError(str(error)) from error
-            sys.stdout.flush()
-        if not active:
-            return 0
-        time.sleep(1)
+        try:
+            path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")
+            with files.regular(path) if path.exists() else io.BytesIO() as file:
+                file.seek(read)
+                while text := file.read(PIECE):
+                    read += len(text)
+                    sys.stdout.write(text.decode(errors="replace"))
+        except files.FileError as error:
+            raise LaunchError(str(error)) from error
+        sys.stdout.flush()
+        if active:
+            time.sleep(1)
+    return 0

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config_arguments, rest = arguments.split_config(sys.argv[1:] if argv is None else argv)
     parser = arguments.Parser("jaxtrain plan", __doc__, usage=arguments.CONFIG_USAGE.format("plan") + " [TARGET]")
     parser.add_argument("target", metavar="TARGET", nargs="?", default="", help="devices; default: those of this machine")
-    setup = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
-    parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=setup)
+    text = "fetch the compiler for these devices (gpu or tpu), and plan nothing"
+    parser.add_argument("--setup", metavar="KIND", choices=COMPILERS, help=text)
     args = parser.parse_args(rest)
     if args.setup is not None:
         return set_up(args.setup)

@@ -17,9 +17,10 @@ import uuid
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import atomic_write
 
-REQUEST, FOLDER, MAX_STEPS = "profile.json", "traces", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
+REQUEST, MAX_STEPS = "profile.json", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
 
 
 @arguments.reported
@@ -28,9 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="the workdir of a run that trains")
     parser.add_argument("--steps", type=arguments.positive, default=3, metavar="N", help="how many; default: 3")
     parser.add_argument("--all", action="store_true", help="every process; default: process 0")
-    parser.add_argument(
-        "--timeout", type=arguments.positive, default=600, metavar="SECONDS", help="to wait for the trace; default: 600"
-    )
+    text = "to wait for the trace; default: 600"
+    parser.add_argument("--timeout", type=arguments.positive, default=600, metavar="SECONDS", help=text)
     args = parser.parse_args(argv)
     if args.steps > MAX_STEPS:
         parser.error(f"argument --steps: {args.steps}; expected at most {MAX_STEPS}")
@@ -38,41 +38,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
-    from jaxtrain.telemetry.report import run as run_lib
-
     run = run_lib.open_run(path)
     if not run.is_alive:
         raise run_lib.RunError(f"{path} does not train now ({run.state}); start it, or trace it with --config.metrics.profile")
     processes = run.starts[-1].processes if everyone and run.starts else 1
-    before = {found.name: found.stat().st_mtime_ns for found in traces(run.path)}
+    before = {found.name: found.stat().st_mtime_ns for found in run.traces}
     request = run.path / REQUEST
     atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
     try:
         deadline = time.monotonic() + timeout
-        while len(new := [f for f in traces(run.path) if before.get(f.name) != f.stat().st_mtime_ns]) < processes:
+        while len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns]) < processes:
             if time.monotonic() > deadline:
-                raise run_lib.RunError(f"{path} made no trace within {timeout} s; does it take steps? It is at: {_doing(path)}")
+                starts = run_lib.open_run(path).starts
+                phase = starts[-1].phase if starts else "unknown"
+                raise run_lib.RunError(f"{path} made no trace within {timeout} s; does it take steps? It is at: {phase}")
             if not run_lib.open_run(path).is_alive:
                 raise run_lib.RunError(f"{path} ended before it made the trace")
             time.sleep(0.3)
     finally:
         request.unlink(missing_ok=True)
     for folder in new:
-        print(folder)
-        print("\n".join(lines(folder)))
+        print(folder, *lines(folder), sep="\n")
     return 0
-
-
-def _doing(path: str) -> str:
-    from jaxtrain.telemetry.report import run as run_lib
-
-    starts = run_lib.open_run(path).starts
-    return starts[-1].phase if starts else "unknown"
-
-
-def traces(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of a run's traces that are whole, by name."""
-    return sorted(found for found in (workdir / FOLDER).glob("steps-*") if found.is_dir() and not found.is_symlink())
 
 
 def lines(folder: pathlib.Path) -> list[str]:
@@ -82,10 +69,9 @@ def lines(folder: pathlib.Path) -> list[str]:
     found = trace_lib.of_folder(folder)
     if not found:
         return ["  it names no operation of a device"]
-    rows = [f"  {1e3 * found.seconds:.1f} ms, {found.operations} operations"]
-    rows += [f"  {share:6.1%}  {part}" for part, share in found.parts.items()]
     return [
-        *rows,
+        f"  {1e3 * found.seconds:.1f} ms, {found.operations} operations",
+        *(f"  {share:6.1%}  {part}" for part, share in found.parts.items()),
         "  of the operations' time:",
         *(f"  {share:6.1%}  {times:5} ×  {name}" for name, share, times in found.scopes[:10]),
     ]

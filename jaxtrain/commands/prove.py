@@ -27,6 +27,9 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry.report import run as run_lib
+from jaxtrain.telemetry.report import steps
+from jaxtrain.telemetry.report.run import RunError
 
 DEMO = "xcm"  # makes its own data
 FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0"}
@@ -40,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=_minutes, default=10, metavar="M", help="after which no run begins; default: 10")
     parser.add_argument("--steps", type=arguments.positive, default=60, metavar="N", help="of each run; default: 60")
     parser.add_argument("--kills", type=arguments.positive, default=3, metavar="K", help="of each run; default: 3")
-    parser.add_argument(
-        "--out", type=arguments.out_folder, metavar="DIR", help="the runs, which are kept; default: a temporary folder"
-    )
+    text = "the runs, which are kept; default: a temporary folder"
+    parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help=text)
     args = parser.parse_args(rest)
     if args.out:
         return _prove(config_arguments, args, pathlib.Path(args.out))
@@ -61,18 +63,10 @@ def _minutes(text: str) -> float:
 
 
 def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
-    from jaxtrain.telemetry.report.run import RunError
-
     given = given or [f"--config={DEMO}"]
     fields = FIELDS | {"train.steps": str(args.steps), "checkpoint.every": str(max(args.steps // 12, 1))}
-    command = [
-        sys.executable,
-        "-m",
-        "jaxtrain",
-        "train",
-        *given,
-        *(f"--config.{name}={value}" for name, value in fields.items()),
-    ]
+    overrides = [f"--config.{name}={value}" for name, value in fields.items()]
+    command = [sys.executable, "-m", "jaxtrain", "train", *given, *overrides]
     whole = folder / "undisturbed"
     if whole.exists():
         raise RunError(f"{whole} exists; choose another --out")
@@ -102,15 +96,13 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
 
 def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
     """Start a run or start it again, to its end. Raises RunError with the end of its output."""
-    from jaxtrain.telemetry.report.run import RunError
-
     done = subprocess.run([*command, f"--config.workdir={workdir}"], capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
 
 
 def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float, *, after: int = 0) -> int | None:
-    """Start a run, and kill it ``seconds`` after it has recorded a step.
+    """Start a run, and kill it ``seconds`` after it has recorded step ``after``.
 
     Return its last recorded step, None if it ended before.
     """
@@ -124,29 +116,21 @@ def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float, *, af
     finally:
         process.kill()
         process.wait()
-    if process.returncode != -signal.SIGKILL:
-        return None
-    return _step(workdir)
+    return _step(workdir) if process.returncode == -signal.SIGKILL else None
 
 
 def _step(workdir: pathlib.Path) -> int:
-    from jaxtrain.telemetry.report import run as run_lib
-
     return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
 
 
 def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
     """Whether two runs agree in each recorded step and the last checkpoint, and a line on it."""
     from jaxtrain.arrays import saved_steps, source
-    from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
 
     a, b = (steps.read(run_lib.open_run(str(path))) for path in (whole, again))
     compared = steps.Compared(a, b)
     if compared.differs is not None or compared.steps != sorted(a.values["loss"]):
         return False, compared.summary()
     one, other = (saved_steps.digest_of(source.find(str(path)).arrays()) for path in (whole, again))
-    return (
-        one == other,
-        f"{len(compared.steps)} steps and the last checkpoint ({one}) are {'equal' if one == other else 'not equal'}",
-    )
+    verdict = "equal" if one == other else "not equal"
+    return one == other, f"{len(compared.steps)} steps and the last checkpoint ({one}) are {verdict}"

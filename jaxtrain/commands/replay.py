@@ -29,10 +29,13 @@ import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
+from jaxtrain.telemetry.report import run as run_lib
+from jaxtrain.telemetry.report import steps
+from jaxtrain.telemetry.report.run import Run, RunError
 from loaders.io.checks import UserError
 
 SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
@@ -46,12 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", type=arguments.positive, metavar="M", help="the last one; default: N")
     parser.add_argument("--without", nargs="+", default=[], metavar="ID", help="also try step N without these examples")
     parser.add_argument("--lr", type=_rate, metavar="X", help="also try step N with this learning rate")
-    parser.add_argument(
-        "--mesh", type=_mesh, metavar="D,F,M", help="devices along data, fsdp and model; default: the run's mesh"
-    )
-    parser.add_argument(
-        "--out", type=arguments.out_folder, metavar="DIR", help="the workdir of the replay; default: RUN-replay-N"
-    )
+    text = "devices along data, fsdp and model; default: the run's mesh"
+    parser.add_argument("--mesh", type=_mesh, metavar="D,F,M", help=text)
+    text = "the workdir of the replay; default: RUN-replay-N"
+    parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help=text)
     parser.add_argument("--no-page", action="store_true", help="compare the steps, and write no page about step N")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
@@ -88,8 +89,6 @@ def _mesh(text: str) -> tuple[int, int, int]:
 
 def _replay(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
-    from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
 
     run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
@@ -108,7 +107,9 @@ def _replay(args: argparse.Namespace) -> int:
     config = _config(run, out, args)
     if membership.processes > 1:  # the others wait for process 0, and write nothing before
         cluster.meet(membership, config, refusal=problem)
-    _make(args, config, until, _data_at_0(run))
+    # The data at the run's beginning, for a replay without a checkpoint, which has its own digest.
+    data = next((s.facts["data"] for s in reversed(run.starts) if not s.first and "data" in s.facts), "")
+    _make(args, config, until, data)
     if membership.process:
         return 0  # process 0 compares
     made = run_lib.open_run(str(out))
@@ -121,29 +122,20 @@ def _replay(args: argparse.Namespace) -> int:
     return 0 if compared.steps and compared.differs is None else 1
 
 
-def _refuse(args: argparse.Namespace, run: Any, recorded: Any, until: int) -> None:
+def _refuse(args: argparse.Namespace, run: Run, recorded: steps.Steps, until: int) -> None:
     """Raise RunError for steps that the run has not recorded."""
-    from jaxtrain.telemetry.report.run import RunError
-
     first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
     if until < first:
         raise RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
     if until > last:
         raise RunError(f"{args.run} has recorded its steps up to {last}, and step {until} is asked for; choose one of them")
     if not any(args.step <= step <= until for step in recorded.values["loss"]):
-        every = run.setting("metrics.every", 1)
-        raise RunError(
-            f"{args.run} has a record every {every} steps, and none from step {args.step} to {until}; add --until STEP"
-        )
+        every = f"{args.run} has a record every {run.setting('metrics.every', 1)} steps"
+        raise RunError(f"{every}, and none from step {args.step} to {until}; add --until STEP")
 
 
-def _begin(args: argparse.Namespace, run: Any, out: pathlib.Path, until: int) -> None:
-    """Make the workdir of the replay, with the newest checkpoint before its step.
-
-    A checkpoint that the run deletes meanwhile is passed over. Raises RunError.
-    """
-    from jaxtrain.telemetry.report.run import RunError
-
+def _begin(args: argparse.Namespace, run: Run, out: pathlib.Path, until: int) -> None:
+    """Make the workdir of the replay, with the newest checkpoint before its step."""
     if out.exists():
         raise RunError(f"{out} exists; remove it, or choose another --out")
     if out.resolve().is_relative_to(run.path.resolve()):
@@ -158,7 +150,11 @@ def _begin(args: argparse.Namespace, run: Any, out: pathlib.Path, until: int) ->
             f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=until)}"
         )
     out.mkdir(parents=True)
-    print(_from_the_start(run, args.step, until, saved))
+    pace = run.latest.get("steps_per_second")
+    cost = f", about {until / pace:,.0f} s at the run's pace" if isinstance(pace, float) and pace > 0 else ""
+    nearest = f"; steps from {min(saved) + 1} on begin at a kept checkpoint" if saved else ""
+    start = f"no checkpoint before step {args.step} is kept; the replay begins at step 0 and makes {until} steps"
+    print(f"{start}{cost}{nearest}")
 
 
 def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
@@ -175,16 +171,8 @@ def _make(args: argparse.Namespace, config: Any, until: int, data: str) -> None:
         raise
 
 
-def _data_at_0(run: Any) -> str:
-    """Return the digest of the data at the run's beginning, "" if no start recorded it."""
-    return next((start.facts["data"] for start in reversed(run.starts) if not start.first and "data" in start.facts), "")
-
-
 def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset: int) -> None:
-    """Refuse other data than the run's, and examples that step N does not have.
-
-    A checkpoint has its own digest of the data, and ``expected`` is for a replay without one.
-    """
+    """Refuse other data than the run's, and examples that step N does not have."""
     import jax
     import numpy as np
 
@@ -202,14 +190,7 @@ def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset:
         dissect.kept(dissect.names(index, data.rows.batch), args.without)
 
 
-def _from_the_start(run: Any, step: int, until: int, saved: Mapping[int, Any]) -> str:
-    pace = run.latest.get("steps_per_second")
-    cost = f", about {until / pace:,.0f} s at the run's pace" if isinstance(pace, float) and pace > 0 else ""
-    nearest = f"; steps from {min(saved) + 1} on begin at a kept checkpoint" if saved else ""
-    return f"no checkpoint before step {step} is kept; the replay begins at step 0 and makes {until} steps{cost}{nearest}"
-
-
-def _compiler(run: Any, step: int) -> dict[str, Any]:
+def _compiler(run: Run, step: int) -> dict[str, Any]:
     """Return the compiler's options of the run that its number of CPU cores made others."""
     from jaxtrain.compile import xla_options
     from loaders.io import machine
@@ -221,38 +202,37 @@ def _compiler(run: Any, step: int) -> dict[str, Any]:
     return {} if theirs == own else theirs
 
 
-def _start(run: Any, step: int) -> Any:
+def _start(run: Run, step: int) -> Any:
     """Return the start of the run that made a step, or None."""
     starts = [start for start in run.starts if start.first < step] or run.starts[:1]
     return starts[-1] if starts else None
 
 
-def _of_start(run: Any, step: int, name: str) -> int:
+def _of_start(run: Run, step: int, name: str) -> int:
     """Return a number that the run's start recorded, 0 without one."""
     start = _start(run, step)
     found = start.facts.get(name) if start else 0
     return found if type(found) is int and 0 < found < 100_000 else 0
 
 
-def _otherwise(run: Any, made: Any, step: int) -> list[str]:
+def _otherwise(run: Run, made: Run, step: int) -> list[str]:
     """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
 
     start = _start(run, step)
     if not start or not made.starts:
         return []
-    names = ("versions", "devices", "cores", "threads")
-    one, two = ({name: s.facts[name] for name in names if name in s.facts} for s in (start, made.starts[-1]))
-    shared = one.keys() & two.keys()
+    again = made.starts[-1]
+    names = [n for n in ("versions", "devices", "cores", "threads") if n in start.facts and n in again.facts]
     one, two = (
-        {**{name: facts[name] for name in shared}, "mesh": r.config.get("mesh"), "processes": start.processes}
-        for facts, r, start in ((one, run, start), (two, made, made.starts[-1]))
+        {**{name: s.facts[name] for name in names}, "mesh": r.config.get("mesh"), "processes": s.processes}
+        for r, s in ((run, start), (made, again))
     )
     changes = [f"{name}: {old} → {new}" for name, old, new in saved_steps.changes(one, two)]
     return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
 
 
-def _write_page(args: argparse.Namespace, config: Any, run: Any, lines: list[str]) -> None:
+def _write_page(args: argparse.Namespace, config: Any, run: Run, lines: list[str]) -> None:
     import jax
 
     from jaxtrain import dissect
@@ -280,7 +260,7 @@ def _write_page(args: argparse.Namespace, config: Any, run: Any, lines: list[str
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, step {args.step}; open it in a browser")
 
 
-def _kept(run: Any) -> dict[int, pathlib.Path]:
+def _kept(run: Run) -> dict[int, pathlib.Path]:
     found: dict[int, pathlib.Path] = run.checkpoints()
     if (other := run.setting("resume.path", "")) and run.starts:
         path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
@@ -289,27 +269,21 @@ def _kept(run: Any) -> dict[int, pathlib.Path]:
 
 
 def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
-    """Make a workdir with links to a checkpoint's files. False if one was deleted meanwhile.
-
-    Raises RunError for a file that cannot be copied.
-    """
-    from jaxtrain.telemetry.report.run import RunError
-
+    """Make a workdir with links to a checkpoint's files. False if one was deleted meanwhile."""
     try:
         shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
         saved.stat()
+        return True
     except shutil.Error as error:
         shutil.rmtree(out, ignore_errors=True)
         for source, target, why in error.args[0]:
             if os.path.lexists(source):
                 raise RunError(f"{source} cannot be copied to {target}: {why}") from error
-        return False
     except OSError:
         shutil.rmtree(out, ignore_errors=True)
         if saved.exists():
             raise
-        return False
-    return True
+    return False
 
 
 def _link_file(source: str, target: str) -> None:
@@ -319,31 +293,25 @@ def _link_file(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _ships(loader: str) -> bool:
-    return loader.startswith("loaders.")
-
-
-def _config(run: Any, out: pathlib.Path, args: argparse.Namespace) -> Any:
+def _config(run: Run, out: pathlib.Path, args: argparse.Namespace) -> Any:
     """Return the run's config with its own workdir, all steps recorded, and a page's checkpoint."""
     from jaxtrain import config as config_lib
     from jaxtrain.arrays import run_workload
-    from jaxtrain.telemetry.report.run import RunError
 
     if not run.config:
-        raise RunError(
-            f"{run.path}/config.json is missing or cannot be read; put it back, since a replay needs the run's config"
-        )
-    workload = args.workload
-    if not run_workload.of_run(run.config, workload):
+        why = "is missing or cannot be read; put it back, since a replay needs the run's config"
+        raise RunError(f"{run.path}/config.json {why}")
+    if not run_workload.of_run(run.config, args.workload):
         raise RunError(f"{run.path}: {run_workload.unknown(run.config)}")
     named = {name: str(run.setting(name)) for name in ("loader", "optim.name", "optim.schedule")}  # modules that are imported
     own = [
-        f"config.{name} is {text!r}" for name, text in named.items() if ":" in text or (name == "loader" and not _ships(text))
+        f"config.{name} is {text!r}"
+        for name, text in named.items()
+        if ":" in text or (name == "loader" and not text.startswith("loaders."))
     ]
-    if own and not workload:
-        raise RunError(
-            f"{run.path}: {own[0]}, which is imported only if you trust its code: name the run's workload with --workload"
-        )
+    if own and not args.workload:
+        why = "which is imported only if you trust its code: name the run's workload with --workload"
+        raise RunError(f"{run.path}: {own[0]}, {why}")
     own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}  # the linked checkpoint, the run's data
     found = config_lib.from_dict({**run.config, "resume": own_start})
     every = found.checkpoint.every if found.guard.rewinds else found.train.steps  # rewinds go back to regular saves

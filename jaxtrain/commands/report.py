@@ -10,7 +10,6 @@ other, ranked, and compared by the fields in which their configs differ. RUN is 
 run that trains. It needs the extra: report.
 """
 
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
@@ -32,7 +31,7 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
     from jaxtrain.telemetry.report import page
     from jaxtrain.telemetry.report import run as run_lib
 
-    runs = [run_lib.open_run(path, name) for path, name in zip(paths, names(paths), strict=True)]
+    runs = run_lib.open_runs(paths)
     plotly = page.library()  # before a million records are read
     text = page.Page(runs, metric).html(plotly=plotly)
     atomic_write.write(out, text)
@@ -41,12 +40,3 @@ def _write(paths: Sequence[str], out: str, metric: str) -> int:
         if not glossary.is_known(name):
             print(f"the metrics of {name} have no meanings here: with --workload {name} they have, if you trust its code")
     return 0
-
-
-def names(paths: Sequence[str]) -> list[str]:
-    """Return a short name for each run: as much of its path's end as tells them apart."""
-    whole = [pathlib.Path(path).resolve().parts for path in paths]
-    length = 1
-    while length < 20 and len({parts[-length:] for parts in whole}) < len({*whole}):
-        length += 1
-    return ["/".join(parts[-length:]).removeprefix("//") for parts in whole]

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from jaxtrain.telemetry import console
+from jaxtrain.telemetry import console, goodput
+from jaxtrain.telemetry.report import run as run_lib
+from jaxtrain.telemetry.report.run import Run
 
 PATIENCE = 10  # [s] for an answer of SLURM
 
@@ -38,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(folder: str, metric: str, as_json: bool) -> int:
-    from jaxtrain.telemetry.report import run as run_lib
-
     top = pathlib.Path(folder)
     runs, launched = run_lib.find(top)
     if (above := top.resolve().parent / run_lib.LAUNCHED).is_dir():
@@ -72,9 +72,7 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-def _row(run: Any, metric: str) -> dict[str, Any]:
-    from jaxtrain.telemetry import goodput
-
+def _row(run: Run, metric: str) -> dict[str, Any]:
     score, share = run.score(metric), goodput.goodput(run.seconds)
     return {
         "run": run.name, "workdir": str(run.path), "state": run.state, "step": run.step, "steps": run.steps,

@@ -48,13 +48,12 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     """Return the files of a run that has ended, and the commands that may follow."""
     from jaxtrain.telemetry import writers
 
-    found, workdir = writers.left_behind(run), shlex.quote(run.workdir)
-    out = shlex.quote(f"{run.workdir.rstrip('/')}-weights")
+    folder, workdir = run.workdir.rstrip("/"), shlex.quote(run.workdir)
+    out, page = shlex.quote(f"{folder}-weights"), shlex.quote(f"{folder}/report.html")
     longer = [(path, text) for path, text in given.overrides if path != "train.steps"]
     longer.append(("train.steps", str(2 * run.train.steps)))
     words = [f"--config={given.source}", *(f"--config.{path}={text}" for path, text in longer)]
     again = " ".join(["jaxtrain train", *map(_quoted, words)])
-    page = shlex.quote(f"{run.workdir.rstrip('/')}/report.html")
     commands = [(f"jaxtrain report {workdir} --out {page}", "for its curves in a browser")]
     if run.checkpoint.final != "weights":
         commands.append((again, "to train for longer"))
@@ -62,9 +61,9 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     if run.lora.rank:
         commands.append((f"jaxtrain lora-to-peft {workdir} --out {out}-adapters", "for the adapters alone"))
     for command, why in workload.of(run.workload).next_steps:
-        commands.append((" ".join(shlex.quote(word.format(run=run.workdir.rstrip("/"))) for word in command.split()), why))
+        commands.append((" ".join(shlex.quote(word.format(run=folder)) for word in command.split()), why))
     commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint"))
-    files = [f"  {about}: {path}" for path, about in found]
+    files = [f"  {about}: {path}" for path, about in writers.left_behind(run)]
     return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
 
 
@@ -88,17 +87,12 @@ def _train(given: config.Arguments) -> int:
     except UserError as error:
         arguments.report(error)
         return arguments.MISTAKE
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or resolved is None:
-            raise
-        where = error.filename or resolved.workdir
-        arguments.report(
-            f"{where} could not be written: {error.strerror}; free some space, then rerun the same command to resume"
-        )
-        return arguments.MISTAKE
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         reason = arguments.homeless(error)
-        if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and resolved is not None:
+            where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
+            reason = f"{where}; free some space, then rerun the same command to resume"
+        elif "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
             reason = f"a device has too little memory: {first_line(error)}; the same command with --plan names remedies"
         if not reason:
             raise

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.telemetry import loopback
+from jaxtrain.telemetry.report import run as run_lib
 from loaders.io.checks import UserError
 
 REST = 9  # times as long as a page took, until it is made again: that of a million records takes seconds
@@ -36,14 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
-    from jaxtrain.telemetry.report.run import RunError
-
     pages = Pages(paths, metric, every)
     pages.current()  # runs that cannot be shown are reported now
     try:
         server = Server(pages, port)
     except OSError as error:
-        raise RunError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; choose another --port") from error
+        raise run_lib.RunError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; choose another --port") from error
     with server:
         print(f"{server.address}   (Ctrl-C ends)", flush=True)
         try:
@@ -66,14 +65,12 @@ class Pages:
 
     def current(self) -> tuple[bytes, int]:
         """Return the page, and a number that rises when it changes. Raises UserError."""
-        from jaxtrain.commands.report import names
         from jaxtrain.telemetry.report import page
-        from jaxtrain.telemetry.report import run as run_lib
 
         with self._lock:
             if (began := time.monotonic()) < self._until:
                 return self._text, self._version
-            runs = [run_lib.open_run(path, name) for path, name in zip(self._paths, names(self._paths), strict=True)]
+            runs = run_lib.open_runs(self._paths)
             seen = (*(_changed(run.path / name) for run in runs for name in WATCHED), *(run.state for run in runs))
             if seen != self._seen:
                 self._version += 1

@@ -147,9 +147,8 @@ class Page:
         return f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div class='cards'>{each}</div>"
 
     def _traces(self, run: Run) -> str:
-        found = sorted(path for path in (run.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
         parts = []
-        for folder in found[-MAX_TRACES:]:
+        for folder in run.traces[-MAX_TRACES:]:
             try:
                 trace = trace_lib.of_folder(folder)
             except files.FileError as error:

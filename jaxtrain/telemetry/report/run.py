@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.parallel import lease
@@ -71,6 +71,11 @@ class Run:
             )
         saved = pathlib.Path(folder).expanduser() if folder else self.path / "checkpoints"
         return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
+
+    @property
+    def traces(self) -> list[pathlib.Path]:
+        """The folders of its whole traces, by name."""
+        return sorted(path for path in (self.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
 
     @property
     def steps(self) -> int:
@@ -214,6 +219,16 @@ def open_run(path: str | os.PathLike[str], name: str = "") -> Run:
     if not any((path / mark).is_file() for mark in MARKS):
         raise RunError(f"{path} holds neither {' nor '.join(MARKS)}; expected a run's workdir, as config.workdir names it")
     return Run(path, name or path.resolve().name)
+
+
+def open_runs(paths: Sequence[str]) -> list[Run]:
+    """Return the runs in folders, named by as much of each path's end as tells them apart."""
+    whole = [pathlib.Path(path).resolve().parts for path in paths]
+    length = 1
+    while length < 20 and len({parts[-length:] for parts in whole}) < len({*whole}):
+        length += 1
+    names = ["/".join(parts[-length:]).removeprefix("//") for parts in whole]
+    return [open_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]:
