@@ -9,8 +9,6 @@ import importlib
 import io
 import logging
 import os
-import pathlib
-import subprocess
 import sys
 import threading
 import traceback
@@ -69,7 +67,6 @@ def _is_compiling() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names. Return its exit code."""
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
@@ -91,7 +88,7 @@ def _named(argv: list[str]) -> int:
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
-        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
+        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}"))
     # These flags without a command mean `jaxtrain train`.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
@@ -120,19 +117,6 @@ def _own_workload(argv: list[str]) -> list[str]:
                 name = argv.pop(i)
             return [name]
     return []
-
-
-def _commit() -> str:
-    """Return the commit of a checkout, as " (commit 1a2b3c4)", or nothing for a package."""
-    root = pathlib.Path(jaxtrain.__file__).parents[1]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # without git
-        return ""
-    return f" (commit {done.stdout.strip()})"
 
 
 def _run(command: Command, argv: Sequence[str], workload: str) -> int:

@@ -183,7 +183,7 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     # Request a trace of its next steps meanwhile.
-    assert cli.main(["profile", str(folder / "runs" / "toy"), "--steps", "2", "--timeout", "60"]) == 0
+    assert cli.main(["profile", str(folder / "runs" / "toy"), "--steps", "2"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"traces/steps-(\d{6})-(\d{6})-process-0\n", told) and re.search(r"\d%  backward", told), told
     process.send_signal(signal.SIGINT)

@@ -144,7 +144,6 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def integer(text: str, low: int, high: float, expected: str) -> int:
-    """Parse an integer from ``low`` to ``high``."""
     try:
         value = int(text)
     except ValueError:
@@ -159,7 +158,6 @@ seed = functools.partial(integer, low=0, high=(1 << 32) - 1, expected=f"from 0 t
 
 
 def report(text: object) -> None:
-    """Print a mistake on stderr."""
     print(f"error: {text}", file=sys.stderr)
 
 
@@ -209,8 +207,6 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
 
 
 def reported(command: Callable[P, int]) -> Callable[P, int]:
-    """Decorate a function that returns an exit code, to report mistakes as `run` does."""
-
     @functools.wraps(command)
     def reporting(*args: P.args, **kwargs: P.kwargs) -> int:
         return run(functools.partial(command, *args, **kwargs))

@@ -230,7 +230,6 @@ def make_executor(
 
 
 def _check_installed(*commands: str, remedy: str = REMEDY) -> None:
-    """Raise LaunchError if a command of SLURM is not in PATH."""
     if missing := [command for command in commands if not shutil.which(command)]:
         raise LaunchError(f"SLURM's commands are not installed here: {' and '.join(missing)} not found; {remedy}")
 

@@ -55,7 +55,6 @@ def show(given: config.Arguments) -> int:
 
 @arguments.reported
 def set_up(kind: str) -> int:
-    """Fetch a compiler for plans (`jaxtrain.plan.environment`). Return the exit code."""
     from jaxtrain import plan
 
     print(plan.set_up(kind))

@@ -21,6 +21,7 @@ from jaxtrain.telemetry.report import run as run_lib
 from loaders.io import atomic_write
 
 REQUEST, MAX_STEPS = "profile.json", 1000  # as jaxtrain.telemetry.traces has them, which imports jax
+TIMEOUT = 600  # [s] to wait for the trace
 
 
 @arguments.reported
@@ -29,15 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="the workdir of a run that trains")
     parser.add_argument("--steps", type=arguments.positive, default=3, metavar="N", help="how many; default: 3")
     parser.add_argument("--all", action="store_true", help="every process; default: process 0")
-    text = "to wait for the trace; default: 600"
-    parser.add_argument("--timeout", type=arguments.positive, default=600, metavar="SECONDS", help=text)
     args = parser.parse_args(argv)
     if args.steps > MAX_STEPS:
         parser.error(f"argument --steps: {args.steps}; expected at most {MAX_STEPS}")
-    return _ask(args.run, args.steps, args.all, args.timeout)
+    return _ask(args.run, args.steps, args.all)
 
 
-def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
+def _ask(path: str, steps: int, everyone: bool) -> int:
     run = run_lib.open_run(path)
     if not run.is_alive:
         raise run_lib.RunError(f"{path} does not train now ({run.state}); start it, or trace it with --config.metrics.profile")
@@ -46,12 +45,12 @@ def _ask(path: str, steps: int, everyone: bool, timeout: int) -> int:
     request = run.path / REQUEST
     atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
     try:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + TIMEOUT
         while len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns]) < processes:
             if time.monotonic() > deadline:
                 starts = run_lib.open_run(path).starts
                 phase = starts[-1].phase if starts else "unknown"
-                raise run_lib.RunError(f"{path} made no trace within {timeout} s; does it take steps? It is at: {phase}")
+                raise run_lib.RunError(f"{path} made no trace within {TIMEOUT} s; does it take steps? It is at: {phase}")
             if not run_lib.open_run(path).is_alive:
                 raise run_lib.RunError(f"{path} ended before it made the trace")
             time.sleep(0.3)

@@ -123,7 +123,6 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, run: Run, recorded: steps.Steps, until: int) -> None:
-    """Raise RunError for steps that the run has not recorded."""
     first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
     if until < first:
         raise RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
@@ -203,13 +202,11 @@ def _compiler(run: Run, step: int) -> dict[str, Any]:
 
 
 def _start(run: Run, step: int) -> Any:
-    """Return the start of the run that made a step, or None."""
     starts = [start for start in run.starts if start.first < step] or run.starts[:1]
     return starts[-1] if starts else None
 
 
 def _of_start(run: Run, step: int, name: str) -> int:
-    """Return a number that the run's start recorded, 0 without one."""
     start = _start(run, step)
     found = start.facts.get(name) if start else 0
     return found if type(found) is int and 0 < found < 100_000 else 0

@@ -95,7 +95,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def size(n: float) -> str:
-    """For example 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"

@@ -177,13 +177,11 @@ def _shares_in_steps(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(cls: type, tree: Mapping[str, Any]) -> Any:
-    """Build a section ``cls`` from its part of a config.json. Raises ConfigError."""
     problems: list[tuple[str, str]] = []
     return _without(problems, _build(cls, tree, cls.__name__.lower(), problems))
 
 
 def _without(problems: list[tuple[str, str]], built: Built) -> Built:
-    """Return what was built. Raises ConfigError if that added ``problems``."""
     if problems:
         raise ConfigError(problems)
     return built
@@ -297,7 +295,6 @@ def _nearest(module_name: str) -> str:
 
 
 def _where_and_why(error: Exception) -> str:
-    """Return the file, line and reason of an error that ended an import."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -411,7 +408,6 @@ def _literal(value: Any) -> Any:
 
 
 def to_json(config: Config) -> str:
-    """Return the resolved config as JSON, ready for `from_dict` again."""
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 

@@ -91,7 +91,6 @@ def between_sections(config: Config) -> Problems:
 
 
 def _allowed_problems(config: Config) -> Problems:
-    """Yield the names in resume.allow that no field has."""
     fields = {path for path, _ in changes.kinds(config)}  # a dictionary's key follows its field
     sections = {path[: m.start()] for path in fields for m in re.finditer(r"[.\[]", path)}
     for name in config.resume.allow:
@@ -100,7 +99,6 @@ def _allowed_problems(config: Config) -> Problems:
 
 
 def _factory_problems(optim: Optim, steps: int) -> Problems:
-    """Yield the errors of an optimizer and of a schedule that are named as module:factory."""
     if factories.is_factory(optim.schedule):
         yield from factories.problems(
             optim.schedule, optim.schedule_arguments, field="schedule", check=factories.of_schedule,
@@ -140,7 +138,6 @@ def _unread(optim: Optim) -> Problems:
 
 
 def _schedule_problems(train: Train, optim: Optim) -> Problems:
-    """Yield values that do not fit into the run's steps, each with one that would."""
     steps, warmup, decay = train.steps, optim.warmup, optim.decay
     if steps < 1 or warmup + decay <= steps:
         return

@@ -115,7 +115,6 @@ def of_schedule(found: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -18,10 +18,7 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def plain(text: str) -> str:
-    """Escape control characters of ``text`` (\\u001b), except a carriage return at its beginning.
-
-    A name in a file from elsewhere may hold anything.
-    """
+    """Escape control characters of ``text``, except a carriage return at its beginning."""
     back = "\r" if text.startswith("\r") else ""
     return back + STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text[len(back) :])
 
@@ -43,8 +40,7 @@ class Plain:
 class Console:
     """One progress line, rewritten in place on a terminal, and printed now and then elsewhere.
 
-    It is also a logging handler: a message clears the line, is printed above it, and the line comes
-    back.
+    A message is printed above it.
     """
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
@@ -105,19 +101,15 @@ class ConsoleHandler(logging.Handler):
 
 
 def _is_of_a_save(record: logging.LogRecord) -> bool:
-    """Whether Orbax or its event loop met the error: there are several for one save.
+    """Whether Orbax or its event loop met the error: several come with one save.
 
-    Each has its traceback.
-
-    All of them are in the log files. The save's own failure is reported by its waiter.
+    They are in the log files. The save's own failure is reported by its waiter.
     """
     return record.levelno >= logging.ERROR and (record.name == "asyncio" or f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
-    """Routes logging through a console, which only process 0 has.
-
-    It takes ours from INFO on, and everybody's from WARNING on.
+    """Route logging, ours from INFO on, through a console, which only process 0 has.
 
     With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
     """
@@ -168,9 +160,8 @@ def progress_line(
 ) -> str:
     """Return the text of the progress line.
 
-    Args:
-      terms: the terms of the loss, by the metrics' names.
-      slowest: the loader's slowest stage, which is named after a long wait.
+    ``terms``: of the loss, by name. ``slowest``: the loader's slowest stage, named after a long
+    wait.
     """
     each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
     why = [f"most in {slowest}"] if slowest else []

@@ -68,7 +68,6 @@ def is_known(workload: str) -> bool:
 
 
 def of_workload(name: str) -> tuple[Entry, ...]:
-    """Return the entries of a workload that `is_known`."""
     return workload_lib.of(name).get("glossary") if is_known(name) else ()
 
 

@@ -9,7 +9,6 @@ kill loses a few seconds at most. They lie between two starts, in the phase `STO
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -46,13 +45,10 @@ TOTALS: dict[str, Any] = {
     "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
 }  # fmt: skip
 DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
-MAX_LINES = 1000  # of totals, after which all but the last are dropped
 
 
 class Clock:
-    """This process's time.
-
-    Each second since the process's start is in the phase that `switch` named last.
+    """This process's time: each second since its start is in the phase that `switch` named last.
 
     Nothing is written before `open`. After it a thread writes, and the loop only adds numbers.
     """
@@ -93,11 +89,9 @@ class Clock:
         self._write()
 
     def reads(self, data: str) -> None:
-        """Record which data this start reads, by their digest."""
         self._data = {DATA: data}
 
     def steps(self, step: int) -> None:
-        """Begin the steps after ``step``."""
         self.switch(AGAIN if step < self._highest else STEPS)
         self._totals["step"], self._read_at = step, math.nan
         self._first = step if self._first is None else self._first
@@ -148,7 +142,9 @@ class Clock:
                 "host": socket.gethostname(), "pid": os.getpid(), "queued": _queued(self.began, before), **facts,
             }  # fmt: skip
             self._before = totals([*before, _start(head, {})])
-            self._shorten()
+            # The first and the last line of each start stay.
+            jsonl.rewrite(path, [line for pair in _pairs(path) for _, line in pair if line])
+            self._file = jsonl.Appended(path)
         except OSError as error:
             log.warning("goodput is not recorded: %s cannot be written (%s)", path, error.strerror)
             return
@@ -173,21 +169,8 @@ class Clock:
                         log.info("%s", summary(totals(before)))
 
     def _run(self) -> None:
-        for lines in itertools.count(1):
-            if self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
-                return
+        while not self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 30.0)):
             self._write()
-            if lines % MAX_LINES == 0:
-                with contextlib.suppress(OSError, WorkdirError):
-                    self._shorten()
-
-    def _shorten(self) -> None:
-        """Leave the first and the last line of each start, without a kill's incomplete ones."""
-        with self._writing:
-            if self._file and self._file.waiting:
-                return
-            jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
-            self._file = jsonl.Appended(self._path)
 
     def _write(self) -> None:
         """Append the totals, which wait in memory while a disk is full, unless there is no file."""
@@ -232,7 +215,6 @@ class Start:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of a step's time [s]."""
         mean = self.total / self.timed if self.timed else math.nan
         return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
 
@@ -303,11 +285,8 @@ def totals(each: Iterable[Start]) -> dict[str, float]:
 
 
 def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
-    """Phase -> seconds, added over all processes."""
-    seconds: collections.Counter[str] = collections.Counter()
-    for each in processes.values():
-        seconds.update(totals(each))
-    return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
+    each = [totals(starts) for starts in processes.values()]
+    return {phase: s for phase in PHASES if (s := sum(seconds.get(phase, 0.0) for seconds in each)) > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -325,9 +304,7 @@ def summary(seconds: Mapping[str, float]) -> str:
 
 
 def straggler(processes: Mapping[int, Sequence[Start]]) -> Start | None:
-    """Return the process that delays the others, if there is one.
-
-    Its own part of a step is above the median by a tenth of a step or more.
+    """Return the process that delays the others by a tenth of a step or more, if there is one.
 
     Processes leave a step together. The one that comes late (its data, its host) waits least for
     the devices. A slow device does not show here: all wait for it alike.

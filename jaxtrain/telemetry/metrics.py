@@ -59,8 +59,7 @@ def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
 class Meter:
     """Rates between two progress lines: samples/s, MFU, share of waiting for data, time left.
 
-    Attributes:
-      seconds_per_step: the latest, nan before the first.
+    ``seconds_per_step``: the latest, nan before the first.
     """
 
     def __init__(self, *, steps: int, batch: int, flops: int, peak: float, full_flops: int = 0, local_rows: int = 0):
@@ -92,9 +91,7 @@ class Meter:
         }
 
     def _supply(self, asked: float, loader: Mapping[str, Any]) -> dict[str, float]:
-        """Compare the rows/s that steps would take without a wait with those that the loader makes.
-
-        The loader's are of the time in which it works.
+        """Compare the rows/s that steps would take without a wait with those of the working loader.
 
         Nothing of a loader that does not count its rows and its threads' seconds, or made none
         since the last call.

@@ -42,7 +42,6 @@ class MetricsLogger:
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext, *, first: int, peak: tuple[float, str]):
-        """``peak``: `metrics.peak_flops`."""
         config, task = assembly.config, assembly.task
         self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
         self._everywhere = assembly.layout.replicated()
@@ -67,13 +66,9 @@ class MetricsLogger:
         flops, source = peak
         log.info("MFU is of %.2f TFLOP/s (%s)", flops / 1e12, source)
         self._meter = metrics.Meter(
-            steps=config.train.steps,
-            batch=config.train.batch,
-            flops=task.flops,
-            peak=flops,
-            full_flops=task.full_flops,
-            local_rows=sum(stop - start for start, stop in data.rows.ranges),
-        )
+            steps=config.train.steps, batch=config.train.batch, flops=task.flops, full_flops=task.full_flops,
+            peak=flops, local_rows=sum(stop - start for start, stop in data.rows.ranges),
+        )  # fmt: skip
         population = data.train.population
         named = "index" in assembly.abstract.batch
         self._shuffle_stats = ShuffleStats(population) if population and named and cluster.is_main() else None
@@ -85,12 +80,8 @@ class MetricsLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._traces.close(self._read_last)
-        closing: list[writers.Writer | writers.Lines] = [
-            *reversed(self._writers),
-            *self._digests,
-            *[self._lines] * (not self._process.has_lost),
-        ]
-        for writer in closing:
+        closing: list[writers.Writer | writers.Lines] = [*reversed(self._writers), *self._digests]
+        for writer in closing if self._process.has_lost else [*closing, self._lines]:
             try:
                 writer.close()
             except WorkdirError:  # the error that ends the run says more
@@ -106,9 +97,7 @@ class MetricsLogger:
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
-        """Read the step before this one, and keep this one.
-
-        True when that step agreed to stop: it changed nothing.
+        """Read the step before this one, and keep this one. True when that step agreed to stop.
 
         ``state``: after this step, for its digest, computed before the next step takes its place.
         """
@@ -127,8 +116,7 @@ class MetricsLogger:
         if not self._pending:
             return False
         (out, item, digested), self._pending = self._pending, None
-        step = item.step
-        began = time.perf_counter()
+        step, began = item.step, time.perf_counter()
         record = metrics.mean([out])
         self._process.clock.read(step, time.perf_counter() - began)
         self._process.beat(f"step {step + 1}")
@@ -204,13 +192,11 @@ class MetricsLogger:
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
     def saved(self, step: int, saved: Saved) -> None:
-        """Write how long the loop waited for a save."""
         steps = saved.seconds / self._meter.seconds_per_step
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
         self._process.beat(f"step {step + 1}")
 
     def verified(self, step: int, *, wrong: bool) -> None:
-        """Write whether the two computations of a step differed."""
         self._write(step, "verify", {"miscomputed": float(wrong)})
 
     def _inputs(self, item: Item) -> None:

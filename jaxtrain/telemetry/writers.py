@@ -44,7 +44,6 @@ class Writer(Protocol):
         return None
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Take the generations of an evaluation."""
         return None
 
     def close(self) -> None: ...
@@ -92,9 +91,7 @@ class JsonlWriter(Writer):
 
 
 class TensorboardWriter(Writer):
-    """workdir/tensorboard.
-
-    Records after ``step`` are marked as purged, as TensorBoard does for a restarted run.
+    """workdir/tensorboard. Records after ``step`` are marked as purged, as for a restarted run.
 
     tensorboardX writes them at once, into a file that waits for room (`jsonl.Appended`). Its
     SummaryWriter would write in a thread, which ends for good at the first error.
@@ -160,9 +157,7 @@ class WandbWriter(Writer):
 
 
 class MlflowWriter(Writer):
-    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI.
-
-    It is sent in the background.
+    """An MLflow run whose id is kept in workdir/mlflow_id, sent in the background.
 
     ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
     """
@@ -246,9 +241,8 @@ def write_pictures(
 ) -> list[pathlib.Path]:
     """Write [n, height, width] arrays in 0..1 as grey PNG files, low rows at the bottom.
 
-    Return their paths.
-
-    The folder is made only if its parent exists: a deleted workdir must not come back.
+    Return their paths. The folder is made only if its parent exists: a deleted workdir must not
+    come back.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(exist_ok=True)
@@ -278,9 +272,8 @@ class Lines:
     """Lines of evaluations by `write_lines`. What a full disk refuses waits in memory."""
 
     def __init__(self, workdir: str):
-        self._workdir = workdir
+        self._workdir, self._warned = workdir, False
         self._waiting: list[tuple[str, int, Sequence[Mapping[str, Any]]]] = []
-        self._warned = False
 
     def write(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         self._waiting.append((name, step, lines))
@@ -292,14 +285,13 @@ class Lines:
             while self._waiting:
                 write_lines(self._workdir, *self._waiting[0])
                 self._waiting.pop(0)
-            self._warned = False
         except OSError as error:
             if error.errno not in FULL:
                 raise
             if not self._warned:
                 path = os.path.join(self._workdir, self._waiting[0][0])
                 log.error("%s cannot be written (%s); its lines are kept in memory until it can", path, error.strerror)
-            self._warned = True
+        self._warned = bool(self._waiting)
 
     def close(self) -> None:
         self.flush()
@@ -336,7 +328,6 @@ def left_behind(config: Config) -> list[tuple[str, str]]:
 
 
 def is_written(workdir: str, step: int, split: str) -> bool:
-    """Whether metrics.jsonl holds this record."""
     records, _ = jsonl.read(pathlib.Path(workdir) / "metrics.jsonl", jsonl.record_problem)
     return any(record["step"] == step and record["split"] == split for record, _ in records)
 

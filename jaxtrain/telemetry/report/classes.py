@@ -5,7 +5,6 @@ A line has the step, ``n`` rows, and three lists with a number for each class: `
 the pairs [class, answer, rows] that were ``confused`` most.
 """
 
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report.markup import esc, slider, spread, table
 from jaxtrain.telemetry.report.run import Run
-from loaders.io import files
 
 FILE = "classes.jsonl"
 MAX_CLASSES = 512  # classes of a line: those with the most rows
@@ -28,7 +27,6 @@ Z = 1.959964  # of a normal distribution's 95 %
 
 
 def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
-    """Return the line of counts, which `jaxtrain.types.COUNTS` describes."""
     rows, right, answers = np.rint(counts).astype(int)
     found: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
     if confusions is not None:
@@ -44,24 +42,11 @@ def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """Step -> its line. Lines that are none are left out."""
-    try:
-        text = files.read(path, most=64 << 20)
-    except (files.FileError, OSError):
-        return {}
-    found = {}
-    for each in text.split(b"\n"):
-        try:
-            record = json.loads(each)
-        except (ValueError, RecursionError):
-            continue
-        if _is_line(record):
-            found[record["step"]] = record
-    return {step: found[step] for step in sorted(found)}
+    return {record["step"]: record for record in sorted(run_lib.objects(path), key=lambda r: r["step"]) if _is_line(record)}
 
 
-def _is_line(record: Any) -> bool:
-    if not isinstance(record, dict) or not all(_is_count(record.get(name)) for name in ("step", "n", "classes")):
+def _is_line(record: Mapping[str, Any]) -> bool:
+    if not all(_is_count(record.get(name)) for name in ("n", "classes")):
         return False
     lists: list[Any] = [record.get(name) for name in ("rows", "right", "answers")]
     if not all(isinstance(x, list) and 0 < len(x) <= MAX_CLASSES and all(map(_is_count, x)) for x in lists):
@@ -202,7 +187,6 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
-    """Return the recalls of several runs in the classes in which they differ most."""
     recalls: dict[str, dict[int, tuple[int, int]]] = {}
     for k, (run, record) in enumerate(found):
         names = _names(run)

@@ -51,7 +51,6 @@ def _parallel(
     scores: Sequence[Score | None],
     charts: list[dict[str, Any]],
 ) -> str:
-    """Parallel coordinates of the fields that a sweep varied, and the score."""
     name, sign = next(((s.name, s.sign) for s in scores if s), ("", 1))
     chosen = [i for i, score in enumerate(scores) if score and score.name == name]
     if len(chosen) < 3:

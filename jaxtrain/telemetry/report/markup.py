@@ -14,12 +14,10 @@ def esc(text: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number as a page shows it."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """For example 2 h 05 min."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 60:
@@ -30,18 +28,15 @@ def duration(seconds: float) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value of a config, on a line."""
     text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "…"
 
 
 def identifier(name: str) -> str:
-    """Return a name as the id of an element."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "section"
 
 
 def grid(figures: Iterable[str]) -> str:
-    """Figures side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -61,7 +56,6 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]], nam
 
 
 def title(name: str, several: bool) -> str:
-    """Return the name of a run, on a page of several."""
     return f"<h3>{esc(name)}</h3>" if several else ""
 
 

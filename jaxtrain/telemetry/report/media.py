@@ -1,8 +1,9 @@
 """Pictures and generations of a run, by step behind a slider."""
 
 import base64
+import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report.markup import esc, identifier, slider, spread, table, title
@@ -15,39 +16,30 @@ SAMPLES = 300_000  # [bytes] of all samples together, unless one of each step is
 
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
     """Return the pictures of evaluations that fit, behind a slider. ``notes`` names the others."""
-    found = [(run, records_lib.pictures(run.path / "pictures")) for run in runs]
-    kinds = sum(len(kinds) for _, kinds in found)
+    several = len(runs) > 1
+    found = [(run, k, kind, by_step) for run in runs
+             for k, (kind, by_step) in enumerate(records_lib.pictures(run.path / "pictures").items())]  # fmt: skip
     parts, left, without = [], PICTURES, []
-    for run, by_kind in found:
-        for k, (kind, by_step) in enumerate(by_kind.items()):
-            budget, sets = left // max(kinds, 1), []
-            kinds -= 1
-            steps = list(by_step)
-            images: dict[int, list[str]] = {}
-            for most in (12, 6, 3, 2, 1):  # so many steps of them as there is room for
-                for each in (8, 4, 2, 1):
-                    chosen = spread(steps, most)
-                    images = {step: _images(run, by_step[step][:each], kind, step) for step in chosen}
-                    if sum(len(text) for row in images.values() for text in row) <= budget:
-                        break
-                else:
-                    continue
+    for number, (run, k, kind, by_step) in enumerate(found):
+        label = f"{run.name}: {kind}" if several else kind
+        for most, each in itertools.product((12, 6, 3, 2, 1), (8, 4, 2, 1)):  # so many steps, and pictures of each, as fit
+            images = {step: _images(run, by_step[step][:each], kind, step) for step in spread(list(by_step), most)}
+            size = sum(len(text) for row in images.values() for text in row)
+            if size <= left // (len(found) - number):
                 break
-            else:
-                without.append(f"{run.name}: {kind}" if len(runs) > 1 else kind)
-                continue
-            left -= sum(len(text) for row in images.values() for text in row)
-            for step, row in images.items():
-                name = "as the run began" if step < 0 else f"step {step:,}"
-                sets.append(f'<div class="pictures" data-name="{esc(name)}">{"".join(row)}</div>')
-            which = f"{identifier(run.name)}-{k}"
-            label = f"{run.name}: {kind}" if len(runs) > 1 else kind
-            parts.append(
-                f"<h3>{esc(label)}</h3>" + slider(which, len(sets), label) + f'<div id="{which}">{"".join(sets)}</div>'
-            )
+        else:
+            without.append(label)
+            continue
+        left -= size
+        sets = []
+        for step, row in images.items():
+            name = "as the run began" if step < 0 else f"step {step:,}"
+            sets.append(f'<div class="pictures" data-name="{esc(name)}">{"".join(row)}</div>')
+        which = f"{identifier(run.name)}-{k}"
+        parts.append(f"<h3>{esc(label)}</h3>" + slider(which, len(sets), label) + f'<div id="{which}">{"".join(sets)}</div>')
     if without:
         more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-        remedy = "; the page of one run alone has room for more" if len(runs) > 1 else ""
+        remedy = "; the page of one run alone has room for more" if several else ""
         notes.append(f"pictures that are too large for the page are left out: {', '.join(without[:8])}{more}{remedy}")
     return "".join(parts)
 
@@ -58,20 +50,15 @@ def samples(run: Run, number: int, *, of: int) -> str:
     if not by_step:
         return ""
     for each in (12, 6, 3, 1):  # so many of a step as there is room for
-        sets = _sets({step: rows[:each] for step, rows in by_step.items()})
+        sets = []
+        for step, rows in by_step.items():
+            names = list(dict.fromkeys(name for row in rows[:each] for name in row))
+            cells = ([esc(row.get(name, "")) for name in names] for row in rows[:each])
+            sets.append(table([(name, "text") for name in names], cells, f"step {step:,}"))
         if sum(map(len, sets)) <= SAMPLES // of:
             break
     which = f"samples-{number}"
     return title(run.name, of > 1) + slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
-
-
-def _sets(by_step: Mapping[int, Sequence[Mapping[str, str]]]) -> list[str]:
-    sets = []
-    for step, rows in by_step.items():
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        cells = ([esc(row.get(name, "")) for name in names] for row in rows)
-        sets.append(table([(name, "text") for name in names], cells, f"step {step:,}"))
-    return sets
 
 
 def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:

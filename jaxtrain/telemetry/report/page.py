@@ -58,7 +58,7 @@ class Page:
             raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MAX_RUNS}")
         self.runs = runs
         self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
-        self.scores = [r.score(metric, of.splits.get("test", {})) for r, of in zip(runs, self.records, strict=True)]
+        self.scores = [run.score(metric) for run in runs]
         self.charts: list[dict[str, Any]] = []
         self.notes = [f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
                       for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
@@ -66,10 +66,8 @@ class Page:
     def html(self, *, plotly: str, every: float = 0.0, version: int = 0) -> str:
         """Return the whole page.
 
-        Args:
-          plotly: of `library`.
-          every: seconds after which the page asks its server whether there is another ``version``;
-          0 = never, it has none.
+        ``plotly``: of `library`. ``every``: seconds after which the page asks its server whether
+        there is another ``version``; 0 = never, it has none.
         """
         sections = [(name, text) for name, text in self._sections() if text]
         more = f" and {len(self.runs) - 4} more" if len(self.runs) > 4 else ""
@@ -77,15 +75,9 @@ class Page:
         data = json.dumps({"runs": [run.name for run in self.runs], "charts": self.charts}, allow_nan=False)
         notes = "".join(f'<p class="notice">{esc(note)}</p>' for note in self.notes)
         tools = _tools(several=len(self.runs) > 1) if self.charts else ""
-        return document(
-            name,
-            self._header(name),
-            sections,
-            data=data,
-            plotly=plotly if self.charts else "",
-            above=notes + tools,
-            live=f' data-every="{every:g}" data-version="{version}"' if every else "",
-        )
+        live = f' data-every="{every:g}" data-version="{version}"' if every else ""
+        plotly = plotly if self.charts else ""
+        return document(name, self._header(name), sections, data=data, plotly=plotly, above=notes + tools, live=live)
 
     def _sections(self) -> Iterator[tuple[str, str]]:
         several = len(self.runs) > 1
@@ -121,19 +113,14 @@ class Page:
                 about.append(f"commit {commit}".replace("-dirty", ", with changes that were not committed"))
         cards = [(f"{run.step:,} / {run.steps:,}" if run.steps else f"{run.step:,}", "steps")]
         if score:
-            cards += [
-                (number(score.last), f"{score.name}, last evaluation"),
-                (number(score.best), f"best, at step {score.step:,}"),
-            ]
+            cards.append((number(score.last), f"{score.name}, last evaluation"))
+            cards.append((number(score.best), f"best, at step {score.step:,}"))
         if "loss" in run.latest:
             cards.append((number(run_lib.number(run.latest["loss"])), f"training loss at step {run.latest['step']:,}"))
         if run.seconds:
             wall = sum(goodput.totals(run.starts).values())
-            cards += [
-                (duration(wall), "wall time"),
-                (f"{share:.1%}", "goodput"),
-                (str(goodput.restarts(run.starts)), "restarts"),
-            ]
+            restarts = str(goodput.restarts(run.starts))
+            cards += [(duration(wall), "wall time"), (f"{share:.1%}", "goodput"), (restarts, "restarts")]
         cores = run_lib.number(run.latest.get("cores_missing"))
         if cores >= 1:
             asked, given = (number(run_lib.number(run.latest.get(f"rows_{name}_per_second"))) for name in ("asked", "given"))
@@ -162,14 +149,10 @@ class Page:
         run, train = self.runs[i], self.records[i].splits.get("train", {})
         skipped = train.get("skipped")
         steps = [int(s) for s in train["step"][np.nan_to_num(skipped) > 0]] if skipped is not None else []
-        text = (
-            f"<p>{len(steps)} steps were skipped: {esc(', '.join(map(str, steps[:60])))}{' …' if len(steps) > 60 else ''}.</p>"
-            if steps
-            else ""
-        )
+        shown = esc(", ".join(map(str, steps[:60]))) + " …" * (len(steps) > 60)
+        text = f"<p>{len(steps)} steps were skipped: {shown}.</p>" if steps else ""
         text += _spikes(run, train, steps)
-        lines = _warnings(run)
-        if lines:
+        if lines := _warnings(run):
             columns = [("times", "n"), ("process", "n"), ("messages of the logs, the latest first", "text code")]
             few = (", ".join(map(str, of[:4])) + " …" * (len(of) > 4) for _, _, of in lines)
             text += table(columns, ((f"{n}×", of, esc(line)) for (line, n, _), of in zip(lines, few, strict=True)))
@@ -203,7 +186,6 @@ class Page:
 
 
 def _spikes(run: Run, train: Mapping[str, np.ndarray], skipped: Sequence[int]) -> str:
-    """Spikes of the loss and skipped steps, each with the command that takes it apart."""
     rows = [(step, number(loss), number(usual), "loss") for step, loss, usual in records_lib.spikes(train)]
     known = {row[0] for row in rows}
     rows += [(step, "", "", "skipped") for step in skipped[:20] if step not in known]
@@ -232,10 +214,9 @@ def document(
 ) -> str:
     """Put a page together from its header and its sections.
 
-    Args:
-      data: JSON of its charts, which need the library ``plotly``.
-      above: markup before the sections.
-      live: attributes by which its script asks its server for another version; "" = it has none.
+    ``data``: JSON of its charts, which need the library ``plotly``. ``above``: markup before the
+    sections. ``live``: attributes by which its script asks its server for another version; "" = it
+    has none.
     """
     links = "".join(f'<a href="#{identifier(name)}">{esc(name)}</a>' for name, _ in sections)
     body = "".join(

@@ -59,7 +59,6 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _columns(text: bytes) -> tuple[dict[str, dict[str, np.ndarray]], int]:
-    """Split -> columns, and how many lines are no records."""
     found = _by_arrow(text)
     if found is not None:
         return found, 0
@@ -86,7 +85,6 @@ def _by_arrow(text: bytes) -> dict[str, dict[str, np.ndarray]] | None:
 
 
 def _table(table: pa.Table) -> dict[str, dict[str, np.ndarray]] | None:
-    """Split -> columns, or None if a line is no record."""
     schema = {field.name: field.type for field in table.schema}
     if len(schema) != table.num_columns or table.num_columns > MAX_NAMES:
         return None
@@ -122,8 +120,8 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int, float, float]]:
     """Find (step, loss, usual loss) of losses far above the `USUAL` records before, largest first.
 
-    The usual loss is their median. A spike is more than `FAR` of their deviations above it (1.4826
-    times the median one).
+    The usual loss is their median. A spike is more than `FAR` of their deviations (1.4826 times the
+    median one) above it.
     """
     step, loss = (columns.get(name, np.zeros(0)) for name in ("step", "loss"))
     known = np.isfinite(loss)
@@ -135,13 +133,17 @@ def spikes(columns: Mapping[str, np.ndarray], most: int = 40) -> list[tuple[int,
     found = []
     for i in candidates[np.argsort(-jump[candidates], kind="stable")][:1000]:
         before = loss[max(i - USUAL, 0) : i]
-        usual = float(np.median(before))
-        spread = 1.4826 * float(np.median(np.abs(before - usual)))
-        if len(before) >= 10 and loss[i] > usual + FAR * max(spread, 1e-3 * abs(usual)):
-            found.append(
-                ((float(loss[i]) - usual) / max(spread, 1e-3 * abs(usual), 1e-30), int(step[i]), float(loss[i]), usual)
-            )
+        usual, deviation = usually(before)
+        deviation = max(deviation, 1e-3 * abs(usual))
+        if len(before) >= 10 and loss[i] > usual + FAR * deviation:
+            found.append(((float(loss[i]) - usual) / max(deviation, 1e-30), int(step[i]), float(loss[i]), usual))
     return [row[1:] for row in sorted(found, reverse=True)[:most]]
+
+
+def usually(before: np.ndarray) -> tuple[float, float]:
+    """Return the median of values, and 1.4826 times their median deviation from it."""
+    usual = float(np.median(before))
+    return usual, 1.4826 * float(np.median(np.abs(before - usual)))
 
 
 def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +164,6 @@ def thinned(step: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray,
 
 
 def _first(chosen: np.ndarray, number: np.ndarray, stretches: int) -> np.ndarray:
-    """Return the first index of every stretch at which ``chosen`` holds."""
     at = np.flatnonzero(chosen)
     _, first = np.unique(number[at], return_index=True)
     assert len(first) == stretches
@@ -172,19 +173,10 @@ def _first(chosen: np.ndarray, number: np.ndarray, stretches: int) -> np.ndarray
 def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict[str, str]]]:
     """Step -> generations of samples.jsonl: some steps, with the first and the last."""
     found: dict[int, list[dict[str, str]]] = {}
-    try:
-        text = files.read(path, most=64 << 20)
-    except (files.FileError, OSError):
-        return {}
-    for line in text.split(b"\n"):
-        try:
-            record = files.parse(line.decode(), path.name)
-        except ValueError:
-            continue
-        if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
-            rows = found.setdefault(record["step"], [])
-            if len(rows) < each:
-                rows.append({str(k)[:80]: _text(v) for k, v in record.items() if k != "step"})
+    for record in run_lib.objects(path):
+        rows = found.setdefault(record["step"], [])
+        if len(rows) < each:
+            rows.append({str(k)[:80]: _text(v) for k, v in record.items() if k != "step"})
     return {step: found[step] for step in spread(sorted(found), steps)}
 
 

@@ -1,5 +1,6 @@
 """A run as its workdir shows it: its config, its progress, its state, the reason of its end."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,12 +24,8 @@ EXPORTED = "jaxtrain.json"  # of an export, which has a config.json, too
 LAUNCHED = "slurm"  # a folder of `jaxtrain launch`
 MAX_DEPTH = 6  # of folders below the one that is searched
 TAIL = 1 << 16  # [bytes] in which the newest record is looked for
-BEST = (
-    "accuracy",
-    "exact_accuracy",
-    "probe_accuracy",
-    "-loss",
-)  # the score, if the config names none: the first that exists
+# The score, if the config names none: the first that exists.
+BEST = ("accuracy", "exact_accuracy", "probe_accuracy", "-loss")
 
 
 class RunError(UserError, ValueError):
@@ -44,7 +41,6 @@ class Run:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The run's config, or {} if none can be read."""
         try:
             return files.read_json(self.file("config.json"))
         except (files.FileError, OSError):
@@ -55,7 +51,6 @@ class Run:
         return files.inside(self.path, name)
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """Return the value of ``section.field`` in the config."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -74,12 +69,10 @@ class Run:
 
     @property
     def traces(self) -> list[pathlib.Path]:
-        """The folders of its whole traces, by name."""
         return sorted(path for path in (self.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
 
     @property
     def steps(self) -> int:
-        """The planned number of steps, or 0 if it is unknown."""
         steps = self.setting("train.steps", 0)
         return steps if type(steps) is int and steps > 0 else 0
 
@@ -125,12 +118,10 @@ class Run:
 
     @functools.cached_property
     def step(self) -> int:
-        """The last step that is known."""
         return max([self.latest.get("step", 0), *(start.step for start in self.starts[-1:])])
 
     @functools.cached_property
     def tests(self) -> list[dict[str, Any]]:
-        """The records of its evaluations, by step."""
         try:
             text = files.read(self.file("metrics.jsonl"), most=1 << 31)
         except (files.FileError, OSError):
@@ -138,22 +129,15 @@ class Run:
         found = (parse(line) for line in _lines_with(text, b'"split": "test"'))
         return [record for record in found if record and record["split"] == "test"]
 
-    def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
-        """Return the score of the last evaluation and the best one, or None.
-
-        ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
-        """
+    def score(self, metric: str = "") -> "Score | None":
+        """Return the score of the last evaluation and the best one, or None."""
         wanted = metric or str(self.setting("checkpoint.best", "") or "")
         for name in (wanted,) if wanted else BEST:
             sign, plain = (-1 if name.startswith("-") else 1), name.removeprefix("-")
-            if tests is None:
-                values = [(r["step"], number(r.get(plain))) for r in self.tests]
-            else:
-                values = [(int(s), float(x)) for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)]
-            values = [(step, value) for step, value in values if math.isfinite(value)]
+            values = [(r["step"], x) for r in self.tests if math.isfinite(x := number(r.get(plain)))]
             if values:
-                best = max(values, key=lambda pair: sign * pair[1])
-                return Score(plain, sign, values[-1][1], best[1], best[0])
+                step, best = max(values, key=lambda pair: sign * pair[1])
+                return Score(plain, sign, values[-1][1], best, step)
         return None
 
     @functools.cached_property
@@ -189,21 +173,19 @@ class Run:
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds, over all processes."""
         return goodput.of_run(self.processes)
 
     @functools.cached_property
     def disk(self) -> int:
-        """Bytes of its files."""
         return _size(str(self.path))
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A number by which runs are compared."""
+    """A number by which runs are compared. ``sign``: 1 if more is better."""
 
     name: str
-    sign: int  # 1: more is better
+    sign: int
     last: float
     best: float
     step: int  # of the best
@@ -232,9 +214,7 @@ def open_runs(paths: Sequence[str]) -> list[Run]:
 
 
 def find(folder: str | os.PathLike[str]) -> tuple[list[Run], list[pathlib.Path]]:
-    """All runs in a folder and below it, by path, and the folders that launched some.
-
-    The latter have a folder slurm.
+    """Return all runs in a folder and below it, by path, and the folders that launched some.
 
     Links are not followed. Raises RunError without a folder.
     """
@@ -269,14 +249,10 @@ def _below(folder: pathlib.Path, depth: int) -> Iterator[tuple[pathlib.Path, str
 
 def _size(folder: str) -> int:
     total = 0
-    try:
+    with contextlib.suppress(OSError):  # removed while we look: a run that trains
         for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                total += _size(entry.path)
-            else:
-                total += entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        pass  # removed while we look: a run that trains
+            is_folder = entry.is_dir(follow_symlinks=False)
+            total += _size(entry.path) if is_folder else entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -292,6 +268,18 @@ def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
         end = len(text) if end < 0 else end
         yield text[begin:end]
         at = text.find(part, end)
+
+
+def objects(path: pathlib.Path, most: int = 64 << 20) -> list[dict[str, Any]]:
+    """List the JSON objects with a step of a file's lines. Other lines and files are left out."""
+    found = []
+    with contextlib.suppress(files.FileError, OSError):
+        for line in files.read(path, most=most).split(b"\n"):
+            with contextlib.suppress(ValueError):
+                record = files.parse(line.decode(), path.name)
+                if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
+                    found.append(record)
+    return found
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -26,9 +26,8 @@ MAX_ROWS = 60  # of the tables of parameters and activations
 def html(run: Run, step: int, found: Any, verdict: Sequence[str]) -> str:
     """Write the page of a step.
 
-    Args:
-      found: the step, taken apart (`jaxtrain.dissect.Step`).
-      verdict: lines that compare the replay with the record.
+    ``found``: the step, taken apart (`jaxtrain.dissect.Step`). ``verdict``: lines that compare the
+    replay with the record.
     """
     columns = records.read(run.file("metrics.jsonl")).splits.get("train", {})
     title = f"{run.name}, step {step:,}"
@@ -54,8 +53,7 @@ def moved(columns: Mapping[str, np.ndarray], step: int) -> list[tuple[str, float
         before = before[np.isfinite(before)]
         if name in (*HIDDEN, *RATES) or name.startswith("digest_") or not len(before):
             continue
-        usual = float(np.median(before))
-        spread = 1.4826 * float(np.median(np.abs(before - usual)))
+        usual, spread = records.usually(before)
         value = float(values[at])
         apart = (value - usual) / spread if spread else 0.0 if value == usual else math.copysign(math.inf, value - usual)
         found.append((name, value, usual, apart))
@@ -70,9 +68,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1)
 def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:
     at = np.flatnonzero(columns.get("step", np.zeros(0)) == step)
     first, *tries = found.variants
-    names = [n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))]
     rows = []
-    for name in names:
+    for name in (n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))):
         recorded = float(columns[name][at[-1]]) if len(at) and name in columns else math.nan
         rows.append([esc(name), number(recorded), *(number(v.numbers.get(name)) for v in found.variants)])
     head = ["", "recorded", "again, on one device", *(v.name for v in tries)]
@@ -92,10 +89,8 @@ def _around(columns: Mapping[str, np.ndarray], step: int) -> str:
         for name, _, usual, apart in ranked[:MAX_ROWS]
     ]  # fmt: skip
     head = ["", "usual", "deviations apart", *(f"step {int(columns['step'][i]):,}" for i in near)]
-    note = (
-        f"Usual is the median of the {records.USUAL} records before, and a deviation their median one. The one that moved most "
-    )
-    note += "comes first."
+    note = f"Usual is the median of the {records.USUAL} records before, and a deviation their median one."
+    note += " The one that moved most comes first."
     return f"<p class='meaning'>{note}</p>" + _table(head, rows)
 
 
@@ -164,10 +159,8 @@ def _params(params: Mapping[str, tuple[float, float, float]]) -> str:
 
 def _activations(activations: Sequence[tuple[str, float]]) -> str:
     first = next((name for name, x in activations if not math.isfinite(x)), "")
-    note = (
-        "The largest magnitude of each product and of each loop's state. Numbers in brackets are the turn of a loop: the layer."
-    )
-    text = f"<p class='meaning'>{note}</p>"
+    note = "The largest magnitude of each product and of each loop's state."
+    text = f"<p class='meaning'>{note} Numbers in brackets are the turn of a loop: the layer.</p>"
     if first:
         text += f'<p class="notice">The first value that is not finite is in {esc(first)}.</p>'
     rows = [

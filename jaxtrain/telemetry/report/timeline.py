@@ -44,7 +44,6 @@ def section(run: Run, *, several: bool) -> str:
 
 
 def traced(name: str, trace: Trace) -> str:
-    """Return the time of traced steps, by the parts of a step and by scopes."""
     rows = ((f"{share:.1%}", f"{times:,}", esc(scope)) for scope, share, times in trace.scopes)
     columns = [("of the operations' time", "n"), ("times", "n"), ("scope in the program", "code")]
     seconds = {part: share * trace.seconds for part, share in trace.parts.items()}
@@ -98,18 +97,12 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
         f'<svg class="starts" viewBox="0 0 {WIDTH} {height + 20}" role="img" aria-label="{len(drawn)} starts of the run on the '
         f'axis of the wall time; the table below has them">{"".join(rows)}{axis}</svg>'
     )
-    cells = (
-        [
-            str(i + 1),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.began)),
-            duration(s.now - s.began),
-            f"{s.first:,}",
-            f"{s.step:,}",
-            esc(_ending(s, alive and s is starts[-1])),
-            esc(s.host),
-        ]
-        for i, s in list(enumerate(starts))[-MAX_STARTS:]
-    )
+    cells = []
+    for i, start in list(enumerate(starts, start=1))[-MAX_STARTS:]:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began))
+        steps, lasted = (f"{start.first:,}", f"{start.step:,}"), duration(start.now - start.began)
+        ended = _ending(start, alive and start is starts[-1])
+        cells.append([str(i), began, lasted, *steps, esc(ended), esc(start.host)])
     return svg + table(STARTS, cells)
 
 

@@ -69,33 +69,27 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
     whole = max(end - begin, 1)
     part, short = functools.cache(_part), functools.cache(_short)  # a file may name one long scope in millions of events
     of = [part(name, scope) for name, scope, _, _ in found]
-    parts: dict[str, float] = {}
-    running: dict[str, int] = {}
+    parts: dict[str, float] = collections.defaultdict(float)
+    running: collections.Counter[str] = collections.Counter()
     n, last = 0, begin
     for at, starts, i in edges:
         if at > last:
-            for each, count in running.items() if n else ():
+            for each, count in running.items() if n else [(GAPS, 1)]:
                 if count:
-                    parts[each] = parts.get(each, 0.0) + (at - last) * count / n
-            if not n:
-                parts[GAPS] = parts.get(GAPS, 0.0) + at - last
+                    parts[each] += (at - last) * count / max(n, 1)
             last = at
-        running[of[i]] = running.get(of[i], 0) + (1 if starts else -1)
+        running[of[i]] += 1 if starts else -1
         n += 1 if starts else -1
-    busy = sum(stop - start for _, _, start, stop in found) or 1
-    scopes: dict[str, tuple[int, int]] = {}
+    times: collections.Counter[str] = collections.Counter()
+    spent: collections.Counter[str] = collections.Counter()
     for name, scope, start, stop in found:
         key = short(name, scope)
-        time, times = scopes.get(key, (0, 0))
-        scopes[key] = time + stop - start, times + 1
-    ranked = sorted(scopes.items(), key=lambda item: -item[1][0])[:15]
-    order = sorted(parts, key=lambda part: (part == GAPS, -parts[part]))
-    return Trace(
-        whole * 1e-12,
-        {part: parts[part] / whole for part in order},
-        [(name, time / busy, times) for name, (time, times) in ranked],
-        len(found),
-    )
+        times[key] += 1
+        spent[key] += stop - start
+    busy = spent.total() or 1
+    shares = {part: parts[part] / whole for part in sorted(parts, key=lambda part: (part == GAPS, -parts[part]))}
+    scopes = [(name, time / busy, times[name]) for name, time in spent.most_common(15)]
+    return Trace(whole * 1e-12, shares, scopes, len(found))
 
 
 def _part(name: str, scope: str) -> str:
@@ -105,12 +99,7 @@ def _part(name: str, scope: str) -> str:
 
 
 def _short(name: str, scope: str) -> str:
-    """Return a scope without JAX's decoration of names.
-
-    An example is ``jit(step)/loss_and_grad/transpose(jvp(block))/dot_general``.
-
-    Without a scope, the operation's name without the numbers at its end.
-    """
+    """Return a scope without JAX's decoration, or an operation's name without its numbers."""
     if path := "/".join(part for part in scope.split("/")[1:] if part):
         return path[:120]
     numbers = re.match(r"(?:\d++[._])++", name[::-1])
@@ -119,7 +108,7 @@ def _short(name: str, scope: str) -> str:
 
 def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of operations, on CPUs of events that name them."""
-    planes = [_plane(value) for number, value in _fields(space) if number == 1]
+    planes = [_plane(value) for value in _all(space, 1)]
     programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
     devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane["name"])]
@@ -144,11 +133,9 @@ def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
 def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, module: str, seen: Set[str]) -> Mapping[str, str]:
     """Return each instruction's scope in a program that a trace knows by number, name or not.
 
-    Args:
-      programs: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names, of
-      instructions and their own.
-      seen: instructions that ran. They decide, and the number only between equals: a program that a
-        CPU read from the cache keeps its compilation's number, which is another program's here.
+    ``programs``: title, such as ``jit_step(6)``, -> instruction -> scope. Several share names.
+    ``seen``: instructions that ran. They decide, and the number only between equals: a program that
+    a CPU read from the cache keeps its compilation's number, which is another program's here.
     """
     numbered = f"{module}({number})"
     titles = [title for title in programs if (title.rpartition("(")[0] == module if module else title.endswith(numbered))]
@@ -165,18 +152,15 @@ def _plane(data: memoryview) -> dict[str, Any]:
             plane["name"] = _text(value)
         elif number == 3:  # XLine: name = 2, timestamp_ns = 3, events = 4
             fields = list(_fields(value))
-            name = next((_text(v) for n, v in fields if n == 2), "")
-            begin = next((v for n, v in fields if n == 3), 0)
-            plane["lines"].append((name, 1000 * begin, [v for n, v in fields if n == 4]))
+            about = dict(fields)
+            plane["lines"].append((_text(about.get(2, b"")), 1000 * about.get(3, 0), [v for n, v in fields if n == 4]))
         elif number in (4, 5):  # maps: key = 1, value = 2, which has id = 1, name = 2, and stats = 5
             entry = dict(_fields(value))
-            fields = list(_fields(entry[2]))
-            kind = "kinds" if number == 4 else "stats"
-            title = plane[kind][entry.get(1, 0)] = next((_text(v) for n, v in fields if n == 2), "")
-            if number == 4:
-                for stat in (v for n, v in fields if n == 5):
-                    if isinstance(program := dict(_fields(stat)).get(6), memoryview):  # bytes_value: an HloProto
-                        plane["programs"][title] = _scopes(program)
+            title = _text(dict(_fields(entry[2])).get(2, b""))
+            plane["kinds" if number == 4 else "stats"][entry.get(1, 0)] = title
+            for stat in _all(entry[2], 5) if number == 4 else ():
+                if isinstance(program := dict(_fields(stat)).get(6), memoryview):  # bytes_value: an HloProto
+                    plane["programs"][title] = _scopes(program)
     return plane
 
 
@@ -186,40 +170,32 @@ def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str,
     XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1,
     uint64_value = 3, int64_value = 4, str_value = 5, ref_value = 7).
     """
-    kind = offset = length = 0
-    program = None
-    named = {"hlo_op": "", "hlo_module": ""}
-    for number, value in _fields(data):
-        if number == 1:
-            kind = value
-        elif number == 2:
-            offset = value
-        elif number == 3:
-            length = value
-        elif number == 4:
-            stat = dict(_fields(value))
-            if (name := plane["stats"].get(stat.get(1))) in named:
-                named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
-            elif name == "program_id":
-                program = stat.get(3, stat.get(4))
-    return plane["kinds"].get(kind, ""), offset, length, named["hlo_op"], program, named["hlo_module"]
+    fields = list(_fields(data))
+    about = dict(fields)
+    program, named = None, {"hlo_op": "", "hlo_module": ""}
+    for stat in (dict(_fields(value)) for number, value in fields if number == 4):
+        if (name := plane["stats"].get(stat.get(1))) in named:
+            named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
+        elif name == "program_id":
+            program = stat.get(3, stat.get(4))
+    kind = plane["kinds"].get(about.get(1, 0), "")
+    return kind, about.get(2, 0), about.get(3, 0), named["hlo_op"], program, named["hlo_module"]
 
 
 def _scopes(program: memoryview) -> dict[str, str]:
-    """Instruction -> scope.
-
-    HloProto: hlo_module = 1; its computations = 3; their instructions = 2: name = 1, metadata = 7.
-    """
+    """Instruction -> scope, of HloProto: hlo_module = 1, computations = 3, instructions = 2."""
     found = {}
-    for module in (v for n, v in _fields(program) if n == 1):
-        for computation in (v for n, v in _fields(module) if n == 3):
-            for instruction in (v for n, v in _fields(computation) if n == 2):
-                fields = dict(_fields(instruction))
-                if 1 in fields and 7 in fields:
-                    scope = dict(_fields(fields[7])).get(2)  # OpMetadata: op_name = 2
-                    if scope is not None:
-                        found[_text(fields[1])] = _text(scope)
+    computations = (computation for module in _all(program, 1) for computation in _all(module, 3))
+    for instruction in (instruction for computation in computations for instruction in _all(computation, 2)):
+        fields = dict(_fields(instruction))  # name = 1, metadata = 7, an OpMetadata: op_name = 2
+        scope = dict(_fields(fields[7])).get(2) if 7 in fields else None
+        if 1 in fields and scope is not None:
+            found[_text(fields[1])] = _text(scope)
     return found
+
+
+def _all(data: memoryview, field: int) -> list[Any]:
+    return [value for number, value in _fields(data) if number == field]
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
