@@ -128,7 +128,8 @@ class Loader(abc.ABC):
             import grain  # takes a second, which loaders that read nothing ahead need not spend
 
             options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
-            self._reading = iter(grain.MapDataset.source(_Batches(self, n)).to_iter_dataset(options))
+            batches = grain.MapDataset.range(n).map(lambda number: self._batch(int(number)))
+            self._reading = iter(batches.to_iter_dataset(options))
             self._reading.set_state({"next_index": position})
 
     def state(self, position: int) -> dict[str, Any]:
@@ -185,19 +186,6 @@ class Loader(abc.ABC):
         if "index" in batch:
             batch["index"][:] = -1
         return batch
-
-
-class _Batches:
-    """The batches of a loader as the random-access source that grain reads from."""
-
-    def __init__(self, loader: Loader, n: int):
-        self._loader, self._n = loader, n
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, position: int) -> HostBatch:
-        return self._loader._batch(int(position))
 
 
 class LoaderModule(Protocol):

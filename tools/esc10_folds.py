@@ -1,6 +1,6 @@
 """Measures each objective's features on ESC-10, in five folds.
 
-    python -m tools.esc10_folds /path/to/esc10 [--together] [--config.section.field=value …]
+    python -m tools.esc10_folds /path/to/esc10 [--config.section.field=value …]
 
 For every objective of configs/esc10_folds.py and every fold: an encoder is trained on the other
 four folds (without their labels, except "supervised"). All 400 recordings are embedded, each as the
@@ -10,9 +10,6 @@ seed in each fold. Finished parts are not done again.
 
 --objectives=supervised_long, by itself, is the result of labels alone with a wider encoder that
 hears each recording whole.
-
-With --together, which takes a fifth of the time, objectives without labels are trained once, on all
-recordings: the classifiers still never see the fold that they are tested on, but the encoder has.
 
 DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures,
 with the margins over "random" of the same recordings, with paired bootstrap intervals.
@@ -81,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="runs/esc10_folds")
     parser.add_argument("--objectives", default=",".join(OBJECTIVES))
     parser.add_argument("--folds", default=",".join(map(str, FOLDS)))
-    parser.add_argument("--together", action="store_true", help="train without labels once, on all recordings")
     parser.add_argument("--draws", type=int, default=2000)
     args, overrides = parser.parse_known_args(argv)
     if unknown := [text for text in overrides if not text.startswith("--config.")]:
@@ -95,20 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     right: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {}
 
-    def run(objective: str, fold: int) -> int:
-        """Return the fold that the encoder of this one has not heard."""
-        return 0 if args.together and not objective.startswith("supervised") else fold
-
     for fold in folds:  # fold by fold, so that an early look compares all objectives
         for objective in objectives:
-            seconds.setdefault(objective, []).append(train(args.path, objective, run(objective, fold), out, overrides))
+            seconds.setdefault(objective, []).append(train(args.path, objective, fold, out, overrides))
     for name in ("random", *objectives):
         splits = []
         for fold in folds:
-            is_random = name == "random"
-            trained = objectives[0] if is_random else name
-            source, label = out / f"{trained}_{run(trained, fold)}", fold if is_random else run(name, fold)
-            features = embedded(args.path, source, fold, out / "embeddings" / f"{name}_{label}", random=is_random)
+            source = out / f"{objectives[0] if name == 'random' else name}_{fold}"
+            features = embedded(args.path, source, fold, out / "embeddings" / f"{name}_{fold}", random=name == "random")
             splits.append(next(p for p in probe.folds_of(features) if p[1].group is not None and p[1].group[0] == fold))
         results[name] = probe.evaluate(splits, draws=args.draws)
         linear = [probe.linear(a.x, a.y, b.x, multilabel=False) for a, b in splits]

@@ -14,8 +14,8 @@ from the seed, one after the other, each some steps after the run went on:
                  and end
     coordinator  SIGKILL of process 0                            stop    SIGSTOP of one: the
                  watchdog ends the rest
-    cut          the link between the hosts is down              slow    it is slow for 10 s, and
-                 the run continues
+    cut          the link between the hosts is down              slow    it has 20 Mbit/s for 10 s,
+                 and the run continues
     damage       all killed, and a byte of a file of the newest checkpoint is changed (a kill if it
                  is the only one)
     full         the workdir's file system is full until the run has ended
@@ -66,15 +66,8 @@ STUCK = 600.0  # [s] without a step after which the supervisor gives up on a job
 DISK = "disk"  # below a soak's folder: workdirs; a file system of its own where this user may mount one
 SIZE = "1g"  # of that
 KINDS = ("kill", "coordinator", "term", "stop", "damage", "host")
-WITH_NETWORK = ("cut", "slow")
-WITH_DISK = ("full",)
 ADDRESS = "10.78.0.{}"
-# What makes the cable slow, by what a kernel can do: later packets, or few bytes (a step of either
-# model sends 4 MB over it).
-SLOW = {
-    "200 ms": ("netem", "delay", "200ms"),
-    "20 Mbit/s": ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms"),
-}
+SLOW = ("tbf", "rate", "20mbit", "burst", "32kb", "latency", "400ms")  # of the cable: a step sends 4 MB over it
 # What is trained, where no --config is given; {folder} is the soak's.
 SMALL = ("--config.train.batch=16", "--config.train.eval_every=0", "--config.mesh.data=4", "--config.data.threads=1")
 MODELS = {
@@ -163,13 +156,8 @@ class Hosts:
     def cable(self, state: str) -> None:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "cable", state], check=True)
 
-    def slow(self) -> str:
-        return next((name for name, queue in SLOW.items() if self._queue("add", *queue)), "")
-
-    def fast(self) -> None:
-        self._queue("del")
-
-    def _queue(self, action: str, *queue: str) -> bool:
+    def queue(self, action: str, *queue: str) -> bool:
+        """Make the cable slow ("add", of `SLOW`) or fast ("del"). False: this kernel cannot."""
         command = ["tc", "-n", self.names[0], "qdisc", action, "dev", "cable", "root", *queue]
         return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -254,7 +242,7 @@ class Soak:
                         late = late + 1 if job.steps() == before else 0
                         if not job.was_late() or late > 2:
                             self.wrong.append(
-                                f"lap {number} stood still, or ended with {job.codes()}:\n{self._log(job)[-3000:]}"
+                                f"lap {number} stood still, or ended with {job.codes()}:\n{self._log(number)[-3000:]}"
                             )
                             return was_alone
                         fault = Fault("load", job.steps())
@@ -274,7 +262,7 @@ class Soak:
         elif any(code is None for code in job.codes()):
             fault.by_hand = True
             return False
-        found = re.findall(r"resuming from step (\d+)", self._log(job))
+        found = re.findall(r"resuming from step (\d+)", self._log(int(job.workdir.name.removeprefix("lap"))))
         fault.lost = max(fault.step - int(found[-1]), 0) if found else fault.step
         print(f"  {fault}", flush=True)
         return True
@@ -333,8 +321,8 @@ class Soak:
             self.hosts.cable("down")
             return lambda: self.hosts.cable("up")
         elif kind == "slow":
-            self.hosts.slow()
-            return self.hosts.fast
+            self.hosts.queue("add", *SLOW)
+            return lambda: self.hosts.queue("del")
         elif kind == "damage":
             job.kill()
             if not self._damage(job.workdir):
@@ -369,11 +357,8 @@ class Soak:
             time.sleep(0.2)
         return set(job.codes()) == {0}
 
-    def _log(self, job: Job) -> str:
-        """Return the output of process 0 in this lap."""
-        return self._text(int(job.workdir.name.removeprefix("lap")))
-
-    def _text(self, number: int) -> str:
+    def _log(self, number: int) -> str:
+        """Return the output of process 0 in a lap."""
         path = self.folder / f"log{number}-0.txt"
         return path.read_text(errors="replace") if path.exists() else "nothing"
 
@@ -387,7 +372,7 @@ class Soak:
         if odd_pair := next((pair for pair in pairs if pair[0] != pair[1] and (bits or pair[0][0] != pair[1][0])), None):
             (step, loss), (other_step, other) = odd_pair
             what = f"record {other_step} has the loss {other}, where the first lap's record {step} has {loss}"
-            self.wrong.append(f"lap {number}: {what}; process 0 said:\n{self._text(number)}")
+            self.wrong.append(f"lap {number}: {what}; process 0 said:\n{self._log(number)}")
         if bits and (arrays := self._arrays(number) ^ self._arrays(0)):
             self.wrong.append(f"lap {number}: {len(arrays) // 2} arrays differ, for example {min(arrays)[0]}")
 
@@ -484,12 +469,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     hosts = Hosts()
     try:
         with place() as (folder, may_fill):
-            kinds = [*KINDS, *(WITH_NETWORK if hosts.real else ()), *(WITH_DISK if may_fill else ())]
-            slow = ""
-            if hosts.real:
-                slow = hosts.slow()
-                hosts.fast()
-            kinds = [kind for kind in kinds if kind != "slow" or slow]
+            kinds = [*KINDS, *(["cut"] if hosts.real else []), *(["full"] if may_fill else [])]
+            if hosts.real and hosts.queue("add", *SLOW):
+                hosts.queue("del")
+                kinds.append("slow")
             if unknown := set(filter(None, args.kinds.split(","))) - set(kinds):
                 parser.error(f"--kinds names {', '.join(sorted(unknown))}; this machine can do {', '.join(kinds)}")
             kinds = [kind for kind in kinds if not args.kinds or kind in args.kinds.split(",")]
@@ -499,8 +482,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = [*given, *fields]
             arguments = config_lib.parse_args(config)
             loader = config_lib.load(arguments.source, arguments.overrides).loader
-            named = ", ".join(f"slow ({slow} for 10 s)" if kind == "slow" else kind for kind in kinds)
-            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {named}", flush=True)
+            print(f"{PROCESSES} processes on {HOSTS if hosts.real else 1} hosts; faults: {', '.join(kinds)}", flush=True)
             print(f"each lap: {' '.join(config)}", flush=True)
             return report(Soak(folder, config, kinds, hosts, args.seed, loader), args.hours, args.faults)
     finally:

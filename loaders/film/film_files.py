@@ -54,8 +54,7 @@ class Film(NamedTuple):
     @property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The viewers that are read, by the names of their files."""
-        fmri = {f"fmri/{name}.npy": x for name, x in zip(self.subjects, self.fmri, strict=True)}
-        return {"video.npy": self.video, "audio.npy": self.audio, "text.npy": self.text, **fmri}
+        return dict(zip(_names(self.subjects), (self.video, self.audio, self.text, *self.fmri), strict=True))
 
     @property
     def n_volumes(self) -> int:
@@ -63,7 +62,7 @@ class Film(NamedTuple):
 
     def release(self) -> None:
         """Give the mapped pages back, so that a process holds a batch and not the film."""
-        for array in (self.video, self.audio, self.text, *self.fmri):
+        for array in self.arrays.values():
             base: Any = array.base
             if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
                 base.madvise(mmap.MADV_DONTNEED)
@@ -115,10 +114,9 @@ def _open_once(path: str, chosen: tuple[str, ...], version: tuple[int, int], lin
     subjects = tuple(chosen or info["subjects"])
     for name in info.get("files", {}):  # a checksum of no file would be compared with nothing
         if not files.inside(folder, name, links=links, remedy=files.LINKS).is_file():
-            known = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{subject}.npy" for subject in info["subjects"])]
             raise DataError(
                 f'{folder}/dataset.json: "files" has a checksum of {name!r}, which does not exist; '
-                f"{checks.expected(name, known)}"
+                f"{checks.expected(name, _names(info['subjects']))}"
             )
 
     def load(name: str, dimensions: int, dtypes: Sequence[Any]) -> np.ndarray:
@@ -237,8 +235,16 @@ def _digest(path: pathlib.Path, array: np.ndarray, audio: str) -> str:
             raise DataError(
                 f"{path} has codes from {some.min()} to {some.max()} behind row {start}; expected 0 … {LARGEST_CODE}"
             )
+    return _sha256(path)
+
+
+def _sha256(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _names(subjects: Sequence[str]) -> list[str]:
+    return ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in subjects)]
 
 
 def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
@@ -247,10 +253,6 @@ def write(folder: str | os.PathLike[str], info: Mapping[str, Any]) -> None:
     ``info``: "tr", "fps", "audio_rate", "audio", "subjects", "text_since" if rows share text, more.
     """
     folder = pathlib.Path(folder)
-    names = ["video.npy", "audio.npy", "text.npy", *(f"fmri/{name}.npy" for name in info["subjects"])]
-    files = {}
-    for name in names:
-        with (folder / name).open("rb") as file:
-            files[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    files = {name: _sha256(folder / name) for name in _names(info["subjects"])}
     text = json.dumps({"version": VERSION, **info, "files": files}, indent=2)
     atomic_write.write(folder / "dataset.json", f"{text}\n")

@@ -76,7 +76,7 @@ def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str 
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(place)  # a name that no file can have
         if links:
-            is_inside = _lexical(place).is_relative_to(_lexical(folder))
+            is_inside = pathlib.Path(os.path.abspath(place)).is_relative_to(os.path.abspath(folder))
         else:
             found.within = home(folder.absolute()).resolve()
             is_inside = place.resolve().is_relative_to(found.within)
@@ -260,10 +260,6 @@ def _is_same(place: pathlib.Path, other: pathlib.Path) -> bool:
         return os.path.samefile(place, other)
     except OSError:
         return False
-
-
-def _lexical(path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(os.path.abspath(path))
 
 
 def array(path: os.PathLike[str]) -> "np.ndarray":

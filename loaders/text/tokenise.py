@@ -276,28 +276,20 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
     out, number, part, options = job
     encoder = _tokenizer(options)
     end = [] if encoder.eos is None else [encoder.eos]
-    bad, documents, sizes, firsts = [], [], [], []
-    held: list[int] = []  # special tokens inside each text
-    waiting: list[str] = []
-
-    def flush() -> None:
-        for (ids, first), text in zip(encoder.encode(waiting), waiting, strict=True):
+    bad, texts, documents, firsts, held = [], [], [], [], 0  # held: special tokens inside the texts
+    for where, text in _texts(part, options):
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
+    for start in range(0, len(texts), 1000):
+        for ids, first in encoder.encode(texts[start : start + 1000]):
             firsts.append(first)
             documents.append(np.asarray([*ids, *end], np.int64))
-            held.append(sum(i in encoder.specials for i in ids))
-            sizes.append(len(text.encode()))
-        waiting.clear()
-
-    for where, text in _texts(part, options):
-        if not isinstance(text, str):
-            bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
-            continue
-        waiting.append(text)
-        if len(waiting) == 1000:
-            flush()
-    flush()
+            held += sum(i in encoder.specials for i in ids)
+    sizes = [len(text.encode()) for text in texts]
     shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts)
-    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": sum(held)}))
+    atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": held}))
 
 
 class _Encoder(NamedTuple):

@@ -97,21 +97,6 @@ def test_a_damage_that_nothing_could_survive_is_a_kill(tmp_path, checkpoints, ki
     assert bool(files and checksums.verify(files[-1].parent)) == (kind == "damage")
 
 
-@pytest.mark.parametrize(("can", "how"), [(("netem", "tbf"), "200 ms"), (("tbf",), "20 Mbit/s"), ((), "")])
-def test_a_link_is_slow_by_what_the_kernel_can_do(monkeypatch, can, how):
-    monkeypatch.setattr(soak.Hosts, "_make", lambda self: True)
-    hosts, tried = soak.Hosts(), []
-
-    def run(command, **_):
-        tried.append(command[command.index("root") + 1 :])
-        return types.SimpleNamespace(returncode=0 if command[-1] == "root" or tried[-1][0] in can else 2)
-
-    monkeypatch.setattr(soak.subprocess, "run", run)
-    assert hosts.slow() == how
-    hosts.fast()
-    assert tried[-1] == [], "the queue is removed"
-
-
 def test_each_model_has_a_config_with_all_that_it_needs(tmp_path):
     """The language model has text. Each model has enough checkpoints for damage, and is split over
     four processes."""
