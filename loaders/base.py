@@ -1,9 +1,7 @@
 """The interface of a data loader, and the skeleton that all loaders share.
 
 `LoaderModule` lists the attributes of a loader module, which ``config.loader`` names, e.g.
-``loaders.audio.spectrogram``.
-
-Every error of the data is a `DataError`.
+``loaders.audio.spectrogram``. Every error of the data is a `DataError`.
 """
 
 import abc

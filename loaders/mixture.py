@@ -1,13 +1,11 @@
 """The mixture of sources: which source a sample comes from, and which of its samples.
 
-The sample's number alone decides.
-
-Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so
-neither the batch nor the world size changes sample s. They are dealt in blocks of `BLOCK`. Every
-block holds each source's share of it, rounded to whole samples, in an order that a permutation of
-(seed, block) shuffles. So after every block the realised shares are the wanted ones within 1 /
-`BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once. A source that has
-been read once begins its next pass, in another permutation.
+The sample's number alone decides. Samples are numbered over the whole run: row r of global batch p
+is sample s = p × batch + r, so neither the batch nor the world size changes sample s. They are
+dealt in blocks of `BLOCK`. Every block holds each source's share of it, rounded to whole samples,
+in an order that a permutation of (seed, block) shuffles. So after every block the realised shares
+are the wanted ones within 1 / `BLOCK`, and every source hands out its samples 0, 1, 2, … in order,
+each once. A source that has been read once begins its next pass, in another permutation.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Outlines of the built-in data: shapes, labels and names without content.
 
-A run is checked with them before the data are made.
-
-They lie in a temporary folder that ends with the process, and take milliseconds.
+A run is checked with them before the data are made. They lie in a temporary folder that ends with
+the process, and take milliseconds.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """How well the data are shuffled: statistics of batches, compared with independent draws.
 
-They are of the recordings in successive batches.
-
-They are the split "data" of a run's metrics, from "index" alone, for the rows of process 0 since it
-started. Each number comes with its expectation under "…_expected":
+They are of the recordings in successive batches. They are the split "data" of a run's metrics, from
+"index" alone, for the rows of process 0 since it started. Each number comes with its expectation
+under "…_expected":
 
     chi2_NAME         of a batch's histogram over buckets against the population's shares, over its
                       degrees of freedom

@@ -145,9 +145,9 @@ def child(name: str, pinned: str) -> None:
             open_shard = path
             loader = peer.make(path, threads) if peer.one_process else loader_peers.Each(peer.make, path)
         crops = loader_peers.samples(path, request["epoch"])[first : request.get("n") : step]
-        begin = time.process_time()
-        out, seconds = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
-        cpu = time.process_time() - begin
+        began, spent = time.perf_counter(), time.process_time()
+        out = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - spent
         if "to" in request:
             np.save(request["to"], np.concatenate(out)[: len(crops)])
         print(json.dumps({"n": len(crops), "wall": seconds, "cpu": cpu / threads}), file=answers, flush=True)

@@ -8,10 +8,9 @@ python -m tools.compile_table [--targets …]
     python -m tools.compile_table --targets gpu:b200x8 gpu:h100x8*2 --sizes small
 
 "published" is the size of a workload's own config, of which giblet's first matrix is a sixteenth.
-The
-whole of it takes minutes to compile: --sizes whole. "small" is the same program with small arrays.
-There is a row for each step and a column for each mesh: bytes, and overlapped exchanges. `jaxtrain
-plan` says more of one step.
+The whole of it takes minutes to compile: --sizes whole. "small" is the same program with small
+arrays. There is a row for each step and a column for each mesh: bytes, and overlapped exchanges.
+`jaxtrain plan` says more of one step.
 """
 
 import argparse

@@ -1,10 +1,9 @@
 """List the contents of a wheel.
 
-python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does).
-
-It is the list of crates that maturin puts into the wheel (CycloneDX), and of each Python package
-that pip installs with it, in the version of the tests (requirements.lock), each with name, version,
-checksum and licence. It asks pip, which installs nothing. Extras are not in it.
+python -m tools.sbom dist/*.whl writes a WHEEL.cdx.json next to each (make wheel does). It is the
+list of crates that maturin puts into the wheel (CycloneDX), and of each Python package that pip
+installs with it, in the version of the tests (requirements.lock), each with name, version, checksum
+and licence. It asks pip, which installs nothing. Extras are not in it.
 """
 
 import argparse

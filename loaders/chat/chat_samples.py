@@ -1,9 +1,7 @@
 """The samples of a manifest for `loaders.chat.chat_audio`: tokenised, measured, as codes.
 
-Codes are of their recordings.
-
-The tokenizer is a tokenizer.json of Hugging Face whose vocabulary has the special tokens
-`chatml.SPECIAL`. The codes of a recording come from
+Codes are of their recordings. The tokenizer is a tokenizer.json of Hugging Face whose vocabulary
+has the special tokens `chatml.SPECIAL`. The codes of a recording come from
 
     codec = "codec.npz"          the project's own (loaders/chat/codec.py, `jaxtrain train-codec`)
     codec = "module:function"    any function (wave float32 [n], rate) -> codes [K, T]

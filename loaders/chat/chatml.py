@@ -18,9 +18,8 @@ codes themselves. Headers are never labels, recipients always are.
 Codes int [K, T] become K rows of T + 2 with a begin before them and an end after. Row k is shifted
 right by k (the delay pattern, Copet et al. 2023, arXiv 2306.05284), with begins and ends in the
 gaps: T + 1 + K columns. Column 0 has only begins, and is not predicted. `targets` has the
-prediction of each place: the text after it, or the next column *of the same recording*.
-
-Shapes: U places of a row, K codebooks, T frames, J columns of one recording.
+prediction of each place: the text after it, or the next column *of the same recording*. Shapes: U
+places of a row, K codebooks, T frames, J columns of one recording.
 """
 
 import pathlib

@@ -7,9 +7,7 @@ al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the
 after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that
 spectrogram (Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from
 a user's function (loaders/chat/chat_samples.py); this one needs no download, and is learned from
-any recordings in minutes (`jaxtrain train-codec`).
-
-A codec is one file, codec.npz:
+any recordings in minutes (`jaxtrain train-codec`). A codec is one file, codec.npz:
 
     version   int      1
     mean      float32 [512]        of the vectors: band b of the i-th of four frames is at 128 i + b

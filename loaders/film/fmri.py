@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.film import scans, sources
+from loaders.film import sources
 from loaders.io import atomic_write, files, machine
 from loaders.io.files import DataError
 
@@ -21,7 +21,7 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"--fmri: the viewers {', '.join(twice)} are given twice")
     for path in paths:
-        image = _nifti(path)
+        image = sources.nifti(path)
         shape, axis = _over_time(path, image)
         if image.get_data_dtype().kind not in "iuf":
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
@@ -54,13 +54,13 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
 
 def offset(path: pathlib.Path) -> float:
     """Return the time at which a scan begins, by its header [s]; 0 if it does not say it."""
-    header = _nifti(path).header
+    header = sources.nifti(path).header
     return UNITS.get(header.get_xyzt_units()[1], 0.0) * float(header["toffset"])
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
     """Raise DataError if voxels of ``image`` lie 0.1 voxels or more from the first viewer's."""
-    other = _nifti(first)
+    other = sources.nifti(first)
     if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
         return  # one of them has no position
     corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
@@ -78,9 +78,9 @@ def write(
 ) -> int:  # fmt: skip
     """Write fmri/<viewer>.npy and mask.nii.gz. Return how many voxels are constant in a viewer."""
     nibabel = sources.package("nibabel")
-    first = _nifti(paths[0])
+    first = sources.nifti(paths[0])
     if mask:
-        image = _nifti(mask)
+        image = sources.nifti(mask)
         if image.shape[3:] == (1,):
             image = image.slicer[..., 0]
         if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
@@ -139,7 +139,7 @@ def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
 
 def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
     """float32 [x, y, z, n], or float64 if the file has that."""
-    image = _nifti(path)
+    image = sources.nifti(path)
     shape, axis = _over_time(path, image)
     part = tuple(slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape)))
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32
@@ -147,8 +147,3 @@ def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
         raise DataError(f"{path} takes {size:,} bytes for {n} volumes, and this machine has {most:,}; take fewer: --volumes")
     with files.reading(path):
         return np.asanyarray(image.dataobj[part], dtype)
-
-
-def _nifti(path: pathlib.Path) -> Any:
-    sources.package("nibabel")
-    return scans.nifti(path)

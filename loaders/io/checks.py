@@ -1,8 +1,7 @@
 """Sections of a config that name their own mistakes, and sentences about wrong values.
 
-These are about numbers out of range and unknown names.
-
-Each function yields (field, text) for every field that is wrong, and nothing when all is well:
+These are about numbers out of range and unknown names. Each function yields (field, text) for every
+field that is wrong, and nothing when all is well:
 
     def problems(self):
         yield from checks.at_least(self, 1, "steps", "batch")

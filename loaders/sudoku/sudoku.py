@@ -1,9 +1,7 @@
 """Boards with one solution: Sudoku of 9 × 9, 6 × 6, 4 × 4, mazes, lights, and mixtures.
 
-They are read or generated.
-
-A source is a folder or, if its path is empty, a generator. There are three formats, each with the
-splits "train" and "test":
+They are read or generated. A source is a folder or, if its path is empty, a generator. There are
+three formats, each with the splits "train" and "test":
 
   CSV    train.csv, test.csv: columns source, question, answer, rating; a board's characters row by
          row (`puzzles`). Of train, ``n_train`` rows are drawn by config.seed. A question with

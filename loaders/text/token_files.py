@@ -1,9 +1,7 @@
 """Documents as files of tokens: written in shards, read by memory map.
 
-A text file is read as one document.
-
-A folder holds the splits train/ and test/, or is itself the training split. A folder of one split
-holds
+A text file is read as one document. A folder holds the splits train/ and test/, or is itself the
+training split. A folder of one split holds
 
     tokens.json     {"format": 1, "dtype": "uint16", "vocab": 50257, "eos": 50256, "ends": [50256],
                     "tokenizer": "tokenizer.json", "shards": [{"name": "00000", "documents": n,

@@ -1,9 +1,8 @@
 """Tokens of documents, by memory map: packed by best fit, or windows of one long stream.
 
-Mixed from several sources.
-
-A source is a folder that `jaxtrain tokens` wrote, or a text file, which is read as one document of
-characters (or bytes). `loaders.text.token_files` has the format of a folder.
+Mixed from several sources. A source is a folder that `jaxtrain tokens` wrote, or a text file, which
+is read as one document of characters (or bytes). `loaders.text.token_files` has the format of a
+folder.
 
 A row is one sequence of ``context`` positions, made of documents by `loaders.text.packing`. There
 are three ways (``packing``):

@@ -1,10 +1,8 @@
 """The measured cases: the five workloads by their own configs, at two sizes.
 
-One is for a large GPU, and a small one for a CPU.
-
-A case is a config file with overrides. At full size the first of its choices is taken that fits by
-the plan. The data are made here (`Data`) without a network, and the loaders read them as in any
-run: the timed batch comes from the loader.
+One is for a large GPU, and a small one for a CPU. A case is a config file with overrides. At full
+size the first of its choices is taken that fits by the plan. The data are made here (`Data`)
+without a network, and the loaders read them as in any run: the timed batch comes from the loader.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """The accelerator against the CPU, kernels against formulas, bfloat16 against float32.
 
-A run is compared with itself, too.
-
-Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`),
-on any machine.
+A run is compared with itself, too. Every check is a number and the bound that it must not exceed.
+Sizes are the small ones (`cases`), on any machine.
 
 - A workload's loss and gradients (with --quick of birds and language alone), the same parameters
   and batch on both. The error of the loss is relative to it. That of a gradient is the norm of the

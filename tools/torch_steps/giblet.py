@@ -1,12 +1,10 @@
 """The fMRI autoencoder at the demo's size: its step, and that of PyTorch's layers.
 
-The weights are the same.
-
-Dropout draws other numbers in PyTorch. Times are of steps with the demo's rates. Losses are
-compared without any, at a thousandth of the demo's learning rate, those of the first three steps,
-with PyTorch's in float64. Ours are 8e-8, 8e-7 and 8e-6 from them. With weights that are one
-rounding off they are as far from themselves (docs/results/cpu-steps.md). The losses of PyTorch in
-float32 are 6e-8, 1e-4 and 7e-4 from them.
+The weights are the same. Dropout draws other numbers in PyTorch. Times are of steps with the demo's
+rates. Losses are compared without any, at a thousandth of the demo's learning rate, those of the
+first three steps, with PyTorch's in float64. Ours are 8e-8, 8e-7 and 8e-6 from them. With weights
+that are one rounding off they are as far from themselves (docs/results/cpu-steps.md). The losses of
+PyTorch in float32 are 6e-8, 1e-4 and 7e-4 from them.
 """
 
 import dataclasses

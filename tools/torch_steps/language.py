@@ -1,8 +1,6 @@
 """The small GPT-2 of configs/shakespeare_char.py: its step, and that of PyTorch's layers.
 
-The weights are the same.
-
-Shapes: B rows, T tokens, D embed.
+The weights are the same. Shapes: B rows, T tokens, D embed.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,9 @@
 """The recursive model: its step, and its formulas by single PyTorch operations.
 
-tests/data/trm was computed by these.
-
-Both take a step of the published recipe. The slots are refilled, then come high cycles of low + 1
-applications of the net, of which the last is differentiated. The loss is stable-max cross-entropy
-(in float64 here, as the original has it) and the q-head's. Halting, AdamATan2 and the average of
-the parameters follow.
+tests/data/trm was computed by these. Both take a step of the published recipe. The slots are
+refilled, then come high cycles of low + 1 applications of the net, of which the last is
+differentiated. The loss is stable-max cross-entropy (in float64 here, as the original has it) and
+the q-head's. Halting, AdamATan2 and the average of the parameters follow.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import DataError
-from loaders.film import multimodal, scans, sources
+from loaders.film import multimodal, sources
 from loaders.io import atomic_write, checks, files, records
 
 MASK = "mask.nii.gz"
@@ -108,10 +108,9 @@ class Brain(NamedTuple):
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
-    sources.package("nibabel")
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with files.reading(place):
-        image = scans.nifti(place)
+        image = sources.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
