@@ -9,9 +9,7 @@
 //!
 //! One or two channels (mapping family 0) and up to eight in the orders of Vorbis (family 1).
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
-
-use opus_pure::OpusMSDecoder;
+use opus_pure::{OpusDecoder, OpusMSDecoder};
 
 use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
@@ -30,7 +28,8 @@ const NAME: &str = "OGG Opus";
 /// Decoders by their number of channels, and their memory.
 #[derive(Default)]
 pub(super) struct Opus {
-    decoders: [Option<Box<OpusMSDecoder>>; 8],
+    plain: [Option<Box<OpusDecoder>>; 2],
+    surround: Option<Box<OpusMSDecoder>>,
     samples: Vec<f32>,
     pieces: Vec<u8>,
 }
@@ -38,6 +37,7 @@ pub(super) struct Opus {
 /// The identification header.
 struct Head {
     channels: usize,
+    surround: bool,
     skip: i64,
     gain: f32,
 }
@@ -57,8 +57,8 @@ impl Head {
         refuse!(packet.len() < 19, corrupt(NAME, "the identification header is cut off"));
         refuse!(packet[8] >> 4 != 0, unsupported("a later version of the format"));
         let channels = usize::from(packet[9]);
-        match (packet[18], channels) {
-            (0, 1..=2) => {}
+        let surround = match (packet[18], channels) {
+            (0, 1..=2) => false,
             (1, 1..=8) => {
                 // Streams, pairs among them, and where each channel comes from (RFC 7845, 5.1.1.2).
                 let usual: &[u8] = match channels {
@@ -72,13 +72,15 @@ impl Head {
                     _ => &[5, 3, 0, 6, 1, 2, 3, 4, 5, 7],
                 };
                 refuse!(packet.get(19..21 + channels) != Some(usual), unsupported("an unusual order of channels"));
+                true
             }
             (0 | 1, _) => return corrupt(NAME, "the identification header is not valid"),
             _ => return unsupported("a channel mapping other than 0 and 1"),
-        }
+        };
         let gain = i16::from_le_bytes([packet[16], packet[17]]);
         Ok(Self {
             channels,
+            surround,
             skip: u16::from_le_bytes([packet[10], packet[11]]).into(),
             // In dB, with eight fractional bits.
             gain: 10f32.powf(f32::from(gain) / (20.0 * 256.0)),
@@ -156,7 +158,7 @@ impl Opus {
         if begin.saturating_add_unsigned(out.len() as u64) > end {
             return corrupt(NAME, "the pages end before the stated length");
         }
-        self.reset(head.channels)?;
+        self.reset(&head)?;
         let mut ahead = begin.saturating_sub(AHEAD);
         let seek = |ahead| match ogg::seek(bytes, audio, serial, ahead) {
             Some(page) => (page.at, page.granule.unwrap_or(origin), true),
@@ -183,9 +185,15 @@ impl Opus {
             }
             if after > ahead {
                 begun = true;
+                let decoder = match head.surround {
+                    true => Kind::Surround(self.surround.as_mut()),
+                    false => Kind::Plain(self.plain[head.channels - 1].as_mut()),
+                };
                 self.samples.resize(LONGEST * head.channels, 0.0);
-                if !decode(&mut self.decoders[head.channels - 1], packet.data, n, &mut self.samples) {
-                    self.decoders = Default::default(); // its state is invalid now
+                if !decoder.decode(packet.data, n, &mut self.samples) {
+                    // The decoder's state is invalid now.
+                    self.plain = Default::default();
+                    self.surround = None;
                     return corrupt(NAME, "a packet cannot be decoded");
                 }
                 let skip = (begin + done as i64 - position).clamp(0, n as i64) as usize;
@@ -213,24 +221,48 @@ impl Opus {
     }
 
     /// Provides a decoder for these channels in its initial state.
-    fn reset(&mut self, channels: usize) -> Result<(), Error> {
-        let place = &mut self.decoders[channels - 1];
-        let ready = match place {
-            Some(decoder) => decoder.reset_state().is_ok(),
-            None => {
-                *place = OpusMSDecoder::new(RATE as i32, channels, 1).ok().map(Box::new);
-                place.is_some()
+    fn reset(&mut self, head: &Head) -> Result<(), Error> {
+        let channels = head.channels;
+        let ready = if head.surround {
+            match &mut self.surround {
+                Some(decoder) if decoder.channels() == channels => decoder.reset_state().is_ok(),
+                place => {
+                    *place = OpusMSDecoder::new(RATE as i32, channels, 1).ok().map(Box::new);
+                    place.is_some()
+                }
+            }
+        } else {
+            match &mut self.plain[channels - 1] {
+                Some(decoder) => decoder.reset_state().is_ok(),
+                place => {
+                    *place = OpusDecoder::new(RATE as i32, channels).ok().map(Box::new);
+                    place.is_some()
+                }
             }
         };
-        refuse!(!ready, corrupt(NAME, "there is no decoder for its channels"));
-        Ok(())
+        if ready {
+            Ok(())
+        } else {
+            corrupt(NAME, "there is no decoder for its channels")
+        }
     }
 }
 
-/// Decodes a packet; whether it gave `n` samples of each channel. A panic would be a bug of the decoder, met on damaged bytes.
-fn decode(decoder: &mut Option<Box<OpusMSDecoder>>, packet: &[u8], n: usize, out: &mut [f32]) -> bool {
-    let decoded = catch_unwind(AssertUnwindSafe(|| {
-        decoder.as_mut().is_some_and(|decoder| decoder.decode(packet, n, out).is_ok_and(|decoded| decoded == n))
-    }));
-    decoded.unwrap_or(false)
+enum Kind<'a> {
+    Plain(Option<&'a mut Box<OpusDecoder>>),
+    Surround(Option<&'a mut Box<OpusMSDecoder>>),
+}
+
+impl Kind<'_> {
+    /// Decodes a packet; whether it gave `n` samples of each channel.
+    fn decode(self, packet: &[u8], n: usize, out: &mut [f32]) -> bool {
+        // A panic would be a bug of the decoder, met on damaged bytes.
+        let decoded = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match self {
+            Self::Plain(decoder) => decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n)),
+            Self::Surround(decoder) => {
+                decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n))
+            }
+        }));
+        decoded.unwrap_or(false)
+    }
 }

@@ -36,39 +36,27 @@ impl Pipeline {
         let n = index.0.n_rows();
         let narrow = |&row: &i64| u32::try_from(row).map_err(|_| exception(Error::RowRange { row, n }));
         let rows = rows.as_array().iter().map(narrow).collect::<PyResult<_>>()?;
+        let named =
+            |of: &str, name: &str, names: &str| PyValueError::new_err(format!("{of} = {name:?} must be {names}"));
         let form = match form {
             "float32" => Form::Float32,
             "bfloat16" => Form::Bfloat16,
             "waveform" => Form::Waveform,
-            _ => return Err(PyValueError::new_err(format!("form = {form:?} must be float32, bfloat16 or waveform"))),
+            _ => return Err(named("form", form, "float32, bfloat16 or waveform")),
         };
         let short = match short {
             "origin" => Short::Origin,
             "start" => Short::Start,
             "centre" => Short::Centre,
             "random" => Short::Random,
-            _ => {
-                return Err(PyValueError::new_err(format!("short = {short:?} must be origin, start, centre or random")))
-            }
+            _ => return Err(named("short", short, "origin, start, centre or random")),
         };
+        let (bank, clip) = (FilterBank::or_default(bank), Clip { short, repeat, silence });
+        let block = block.map(|(rows, window)| Block { rows, window });
+        #[rustfmt::skip] // as the signature
         let config = Config {
-            rows,
-            batch,
-            ranges,
-            seed,
-            train,
-            bank: FilterBank::or_default(bank),
-            time_expansion,
-            clip_samples,
-            n_frames,
-            views,
-            channel,
-            clip: Clip { short, repeat, silence },
-            form,
-            block: block.map(|(rows, window)| Block { rows, window }),
-            threads,
-            depth,
-            bad_budget,
+            rows, batch, ranges, seed, train, bank, time_expansion, clip_samples, n_frames, views, form, channel, clip,
+            block, threads, depth, bad_budget,
         };
         Ok(Self(pipeline::Pipeline::new(index.0.clone(), config).map_err(exception)?))
     }

@@ -34,8 +34,8 @@ pub fn sudoku_solve<'py>(
     let rules = rules_of(cells, threads)?;
     let boards = boards.as_slice()?;
     let searches = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
-    let solutions: Vec<i64> = searches.iter().map(|search| search.solutions.into()).collect();
-    let guesses: Vec<i64> = searches.iter().map(|search| search.guesses.into()).collect();
+    let (solutions, guesses): (Vec<i64>, Vec<i64>) =
+        searches.iter().map(|search| (i64::from(search.solutions), i64::from(search.guesses))).unzip();
     let first: Vec<u8> =
         searches.into_iter().flat_map(|search| search.first.unwrap_or_else(|| vec![0; cells])).collect();
     Ok((solutions.into_pyarray(py), guesses.into_pyarray(py), first.into_pyarray(py).reshape([n, cells])?))

@@ -214,11 +214,9 @@ impl Index {
         let mut first = Ok(index.n_rows());
         for row in 0..index.n_rows() {
             let read = index.encoded(row, &mut reader).map(drop);
-            let read = read.and_then(|()| index.path(row, &mut reader).map(drop));
+            let read = read.and_then(|()| index.path(row, &mut reader));
             let _ = index.part(row);
-            if let (Err(error), true) = (read, first.is_ok()) {
-                first = Err(error);
-            }
+            first = first.and_then(|n| read.map(|_| n));
         }
         first
     }
@@ -261,11 +259,11 @@ impl Index {
                 let known = Some((number, parts.files[local]));
                 if reader.part == known {
                     reader.release();
-                    return Ok(reader.file.as_deref().unwrap_or(&[]));
+                } else {
+                    reader.part = None;
+                    reader.file = self.open_file(row, shard, parts.name(local))?;
+                    reader.part = known;
                 }
-                reader.part = None;
-                reader.file = self.open_file(row, shard, parts.name(local))?;
-                reader.part = known;
                 return Ok(reader.file.as_deref().unwrap_or(&[]));
             }
             Table::Parquet(pair) => {
@@ -352,22 +350,25 @@ impl Index {
     pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
-        let text = match &shard.table {
+        let (mut page, mut span) = (None, Span::NULL);
+        match &shard.table {
             Table::Parts(parts) => return Ok(Some(parts.name(local).to_owned())),
-            Table::Arrow { paths, .. } if paths[local].len == NULL => return Ok(None),
-            Table::Arrow { paths, .. } => std::str::from_utf8(paths[local].slice(&shard.map)).map(str::to_owned),
+            Table::Arrow { paths, .. } => span = paths[local],
             Table::Parquet(pair) => {
                 let Some(column) = &pair.path else { return Ok(None) };
                 let value = column.value(&shard.map, number, local, &mut reader.pages);
                 match value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))? {
-                    parquet::Value::Null => return Ok(None),
-                    parquet::Value::InFile(span) => std::str::from_utf8(span.slice(&shard.map)).map(str::to_owned),
-                    parquet::Value::Decompressed(page, span) => {
-                        std::str::from_utf8(span.slice(&page)).map(str::to_owned)
-                    }
+                    parquet::Value::Null => {}
+                    parquet::Value::InFile(found) => span = found,
+                    parquet::Value::Decompressed(found, at) => (page, span) = (Some(found), at),
                 }
             }
-        };
+        }
+        if span.len == NULL {
+            return Ok(None);
+        }
+        let bytes = page.as_ref().map_or(&shard.map[..], |page| &page[..]);
+        let text = std::str::from_utf8(span.slice(bytes)).map(str::to_owned);
         text.map(Some).map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
     }
 

@@ -51,13 +51,15 @@ impl Flac {
         corrupt("FLAC", "no frame near the end can be decoded")
     }
 
+    /// Decodes samples from `start` on: one channel, or the mean.
     pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
-        let stream = parse(bytes)?;
-        let at = stream.seek(start);
-        match self.run(&stream, at, start, channel, out) {
-            Err(_) if at > 0 => self.run(&stream, 0, start, channel, out),
-            result => result,
-        }
+        let stream = &parse(bytes)?;
+        self.each(stream, start, out.len(), |flac, frame, from, done, n| match frame {
+            Frame::Plain(samples) => {
+                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * last_bit(stream) as f32);
+            }
+            Frame::Decoded(stereo) => flac.mix(stream, stereo, channel, from, &mut out[done..done + n]),
+        })
     }
 
     /// The same of a recording with one channel of 16 bits, as it is; false for any other.
@@ -66,20 +68,14 @@ impl Flac {
         if (stream.channels, stream.bits) != (1, 16) {
             return Ok(false);
         }
-        let at = stream.seek(start);
-        let mut run = |at| {
-            self.each(&stream, at, start, out.len(), |flac, frame, from, done, n| {
-                let out = out[done..done + n].iter_mut();
-                match frame {
-                    Frame::Plain(samples) => plain(samples, from, out, |x| x),
-                    Frame::Decoded(_) => out.zip(&flac.channels[0][from..]).for_each(|(y, x)| *y = *x as i16),
-                }
-            })
-        };
-        match run(at) {
-            Err(_) if at > 0 => run(0).map(|()| true),
-            result => result.map(|()| true),
-        }
+        self.each(&stream, start, out.len(), |flac, frame, from, done, n| {
+            let out = out[done..done + n].iter_mut();
+            match frame {
+                Frame::Plain(samples) => plain(samples, from, out, |x| x),
+                Frame::Decoded(_) => out.zip(&flac.channels[0][from..]).for_each(|(y, x)| *y = *x as i16),
+            }
+        })?;
+        Ok(true)
     }
 
     /// Whether the bytes are one FLAC file.
@@ -90,23 +86,22 @@ impl Flac {
         }
     }
 
-    /// Decodes from the frame at `at` on until `out` is full.
-    fn run(
-        &mut self, stream: &Stream, at: usize, start: u64, channel: Option<u16>, out: &mut [f32],
+    /// Decodes the frames that hold samples \[start, start + length), and gives `take` of each: its first sample that counts,
+    /// how many came before, and how many it has.
+    fn each(
+        &mut self, stream: &Stream, start: u64, length: usize, mut take: impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
-        self.each(stream, at, start, out.len(), |flac, frame, from, done, n| match frame {
-            Frame::Plain(samples) => {
-                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * last_bit(stream) as f32);
-            }
-            Frame::Decoded(stereo) => flac.mix(stream, stereo, channel, from, &mut out[done..done + n]),
-        })
+        let at = stream.seek(start);
+        match self.walk(stream, at, start, length, &mut take) {
+            Err(_) if at > 0 => self.walk(stream, 0, start, length, &mut take),
+            result => result,
+        }
     }
 
-    /// Decodes the frames from the one at `at` on that hold samples \[start, start + length), and gives `take` of each: its
-    /// first sample that counts, how many came before, and how many it has.
-    fn each(
+    /// The same from the frame at `at` on.
+    fn walk(
         &mut self, stream: &Stream, mut at: usize, start: u64, length: usize,
-        mut take: impl FnMut(&Self, Frame, usize, usize, usize),
+        take: &mut impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
         let Some(first) = stream.header(at) else { return corrupt("FLAC", "a frame header is missing") };
         let mut position = if at == 0 { 0 } else { first.position };

@@ -7,16 +7,6 @@
 //! Gapless: a LAME tag in the first (Xing or Info) frame states the encoder's delay and padding. As in libmpg123, the
 //! recording is then samples \[delay + 529, frames * samples per frame - padding + 529), where 529 is the decoder's own
 //! delay; without the tag nothing is trimmed.
-//!
-//! ```text
-//! header    the header of a frame
-//! tag       the tag in the first frame
-//! index     where the frames are; table, what is kept of that
-//! layer3    a frame to samples: bit reservoir, stereo
-//! side      side information and scale factors
-//! huffman   the quantised spectrum; tables, the standards' numbers
-//! hybrid    the spectrum to samples: inverse transform and polyphase filter bank
-//! ```
 
 mod header;
 mod huffman;

@@ -16,13 +16,6 @@
 //! Supported are flat columns in the encodings PLAIN and dictionary, compressed with Snappy, gzip, Zstandard, Brotli or
 //! LZ4_RAW: what pyarrow, datasets and the Hub write. A page may decompress to 16 MiB plus 64 times its size: audio
 //! hardly shrinks, so a page that claims more is hostile.
-//!
-//! ```text
-//! thrift     the compact protocol
-//! metadata   footer and page headers
-//! schema     the columns that the index reads
-//! page       the values of a page; encoding, how its bytes are packed
-//! ```
 
 mod encoding;
 mod metadata;
@@ -96,12 +89,15 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         if let (Some(column), Some(leaf)) = (&mut pair.path, &chosen.path) {
             pages(map, chunk(leaf)?, first_row as u32, group.n_rows, column)?;
         }
+        let rows = (first_row as u32, group.n_rows);
         match &chosen.label {
-            Some(leaf) => read_labels(map, chunk(leaf)?, leaf.levels, first_row as u32, group.n_rows, &mut labels)?,
+            // Nulls and negative values become -1. One that does not fit is beyond any list of classes: reported as out of range.
+            Some(leaf) => numbers(map, chunk(leaf)?, leaf.levels, rows, &mut labels, -1, |bytes: [u8; 8]| {
+                i32::try_from(i64::from_le_bytes(bytes).max(-1)).unwrap_or(i32::MAX)
+            })?,
             None => labels.resize(last as usize, -1),
         }
         if let Some([start, end, channel]) = &chosen.part {
-            let rows = (first_row as u32, group.n_rows);
             let time = |bytes: [u8; 8]| f64::from_le_bytes(bytes);
             numbers(map, chunk(start)?, start.levels, rows, &mut parts.starts, 0.0, time)?;
             numbers(map, chunk(end)?, end.levels, rows, &mut parts.ends, f64::INFINITY, time)?;
@@ -193,22 +189,6 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
     Ok(())
 }
 
-/// Appends an int64 column. Nulls and negative values become -1.
-fn read_labels(
-    map: &[u8], chunk: &Chunk, levels: u8, first_row: u32, n_rows: u64, out: &mut Vec<i32>,
-) -> Result<(), Broken> {
-    let label = |bytes: [u8; 8]| {
-        let value = i64::from_le_bytes(bytes);
-        // A label that does not fit is beyond any list of classes, and is reported as out of range.
-        if value < 0 {
-            -1
-        } else {
-            i32::try_from(value).unwrap_or(i32::MAX)
-        }
-    };
-    numbers(map, chunk, levels, (first_row, n_rows), out, -1, label)
-}
-
 /// Appends a column of numbers of `N` bytes each; a null becomes `null`. `rows`: the first one, and how many.
 fn numbers<const N: usize, T: Copy>(
     map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>, null: T,
@@ -218,8 +198,7 @@ fn numbers<const N: usize, T: Copy>(
     pages(map, chunk, first_row, n_rows, &mut column)?;
     let read = |body: &Body, level: u8| -> Result<(Vec<bool>, Vec<u8>)> {
         let opened = body.open(map, level)?;
-        let bytes = opened.data.as_deref().unwrap_or(map);
-        let values = bytes[opened.range.clone()].to_vec();
+        let values = opened.data.as_deref().unwrap_or(map)[opened.range].to_vec();
         Ok((opened.present, values))
     };
     let number = |bytes: &[u8], i: usize| {
