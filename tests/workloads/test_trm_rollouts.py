@@ -112,21 +112,22 @@ def test_a_rollout_answers_the_board_as_it_sees_it(variables, whole):
     np.testing.assert_allclose(found.logits[:, 0], whole.logits[:, 0], atol=2e-3)
     assert len({q.tobytes() for q in found.q[0, :, 0]}) == 4
     rows = random_batch(0)
-    seen = []
 
-    def pass_over(inputs):
-        batch = {"inputs": inputs, "puzzle": jnp.repeat(rows["puzzle"], 4)}
-        return rollouts.explore(TINY, variables, batch, Search(1, 6), 0.0, jax.random.key(3), stored_params.one_device().shard)
+    @jax.jit
+    def seen_and_back(variables, rows):
+        seen, original, shard = [], rollouts.views, stored_params.one_device().shard
+        run = functools.partial(rollouts.explore, TINY, variables)
+        rollouts.views = lambda *args: seen.append(original(*args)) or seen[-1]
+        try:
+            batch = {name: rows[name] for name in ("inputs", "puzzle")}
+            run(batch, Search(4, 1, symmetry=True), 0.0, jax.random.key(3), shard)
+        finally:
+            rollouts.views = original
+        inputs, puzzle = (jnp.repeat(rows[name], 4, axis=0) for name in ("inputs", "puzzle"))
+        batch = {"inputs": seen[0].of(inputs), "puzzle": puzzle}
+        return seen[0].back(run(batch, Search(1, 6), 0.0, jax.random.key(3), shard).logits[:, 0])
 
-    original = rollouts.views
-    rollouts.views = lambda *args: seen.append(original(*args)) or seen[-1]
-    try:
-        batch = {name: rows[name] for name in ("inputs", "puzzle")}
-        shard = stored_params.one_device().shard
-        rollouts.explore(TINY, variables, batch, Search(4, 1, symmetry=True), 0.0, jax.random.key(3), shard)
-    finally:
-        rollouts.views = original
-    expected = seen[0].back(pass_over(seen[0].of(jnp.repeat(rows["inputs"], 4, axis=0))).logits[:, 0])
+    expected = seen_and_back(variables, rows)
     np.testing.assert_allclose(found.logits.reshape(expected.shape), expected, atol=5e-3)
     layout = make_layout(make_mesh(8, 1, 1), {})
     replicated = jax.device_put(variables, layout.replicated())

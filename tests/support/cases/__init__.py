@@ -1,6 +1,7 @@
 """A workload's real step on a mesh, for tests: it is assembled as in a run, compiled, and taken on
 numpy batches."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,13 @@ from loaders.base import Field
 # Options for machine code that compiles quickly rather than runs fast. XLA's earlier passes on the
 # program are the same.
 SOON = {"xla_backend_optimization_level": 0}
+
+
+def initial(table, seed=0):
+    """The initial arrays of a table of specs. One program makes them all, in place of several for
+    each array."""
+    make = jax.jit(functools.partial(specs_lib.materialise, table), compiler_options=SOON)
+    return make(jax.random.key(seed))
 
 
 class Case(NamedTuple):

@@ -24,7 +24,7 @@ from jaxtrain.workloads.bird.objectives.mae import Mae
 from jaxtrain.workloads.bird.objectives.supervised import Supervised
 from jaxtrain.workloads.bird.settings import POOLS, Mask
 from loaders.base import Field
-from tests.support.cases import Run
+from tests.support.cases import Run, initial
 from tests.support.cases.bird import CASE, DECODER, EVERY, ROWS, TINY, every_batch
 
 # Machine code that compiles quickly rather than runs fast.
@@ -292,13 +292,13 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, tempera
         augment=augment.Config(mixup=0.5),
     )
     task = bird.make_task(config_lib.Config(model=c), alone(), 4)
-    variables = specs.materialise(task.specs, jax.random.key(0))
+    variables = initial(task.specs)
     head = jax.tree.map(np.asarray, variables.params["objective"]["diet"])
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"index": jnp.asarray([0, n - 1, 5, 200_000])}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = jit(task.loss)(variables, batch, None)
-    mixed = augment.augment(c.augment, 0, batch)
-    x = vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
+    mixed = jit(lambda batch: augment.augment(c.augment, 0, batch))(batch)
+    x = jit(lambda params, x: vit.encode(c, params, x, no_shard).cls[:, 0])(variables.params["encoder"], mixed.x)
     low, table = np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], head["w_recordings"][:n].astype(np.float64)
     if norm != "none":
         axis, rows = (0, np.asarray(batch["weight"]) > 0) if norm == "batch" else (1, slice(None))
