@@ -11,7 +11,7 @@ seed in each fold. Finished parts are not done again.
 --objectives=supervised_long, by itself, is the result of labels alone with a wider encoder that
 hears each recording whole.
 
-DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json, results.md and pictures,
+DIR gets a run for each, embeddings/, and `jaxtrain probe`'s results.json and results.md,
 with the margins over "random" of the same recordings, with paired bootstrap intervals.
 """
 

@@ -1,9 +1,16 @@
-"""The commands of this workload, one file each."""
+"""The commands of this workload, one file each, and what several of them share."""
 
 import argparse
+import pathlib
+import sys
 from collections.abc import Callable, Sequence
 
-from loaders.io import checks
+from jaxtrain.commands import arguments
+from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.columns import FLAGS, Options
+from loaders.io import checks, machine
+
+SKLEARN = "pip install 'jaxtrain[probe]'"
 
 
 def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -16,3 +23,45 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = tuple(FLAGS)) -> None:
+    """Add the options of `loaders.audio.recordings.columns`, or those of some columns alone."""
+    several = {"label": ", or several between commas", "duration": ", or the length of all events, 5s"}
+    for name in names:
+        text = f"column of a table: {name}{several.get(name, '')}; none; default: by usual names"
+        parser.add_argument(FLAGS[name], default="", metavar="NAME", help=text)
+    if len(names) > 1:
+        parser.add_argument(
+            "--dates", default="", choices=("", "day-first", "month-first"), help="which of 01/06/2024 is first"
+        )
+        parser.add_argument(
+            "--encoding", default="", metavar="NAME", help="of tables, for example cp1250; default: by their bytes"
+        )
+        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in one field of a table")
+
+
+def table_options(args: argparse.Namespace) -> Options:
+    named = vars(args)
+    return Options(**{name: named[name] for name in Options.__dataclass_fields__ if name in named and name != "labels"})
+
+
+def prepare_process() -> None:
+    """Make a process that computes with an encoder start and load quickly."""
+    from jaxtrain.parallel import cluster
+
+    cluster.use_compilation_cache()
+    machine.keep_freed_memory()
+
+
+def need_sklearn() -> None:
+    if wrong := arguments.missing("sklearn", SKLEARN):
+        raise checks.UserError(wrong)
+
+
+def show_mistakes(mistakes: Mistakes, listed: pathlib.Path | None = None) -> None:
+    """Print mistakes to stderr, and write the whole list."""
+    for line in mistakes.report():
+        print(line, file=sys.stderr)
+    if listed:
+        mistakes.save(listed)

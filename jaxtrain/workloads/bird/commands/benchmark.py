@@ -18,11 +18,11 @@ DIR gets results.json and the embeddings, from which the same command resumes. E
 scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird import commands
 
 ACTIONS = {"birdset": "the segments of 5 s of a set", "esc10": "five folds", "esc50": "five folds"}
 SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
@@ -46,27 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         action.add_argument("--draws", type=arguments.positive, default=200, help="of the bootstrap; default: 200")
         action.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     args = parser.parse_args(argv)
+    if args.name != "birdset" or args.probe:
+        commands.need_sklearn()
 
-    if (args.name != "birdset" or args.probe) and (wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'")):
-        arguments.report(wrong)
-        return arguments.MISTAKE
-    return _benchmark(args)
-
-
-def _benchmark(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import benchmark, detect, encoder
-    from loaders.io import machine
 
-    cluster.use_compilation_cache()
-    machine.keep_freed_memory()
+    commands.prepare_process()
     model, out = encoder.load(args.run, step=args.step, ema=args.ema), pathlib.Path(args.out).expanduser()
     options = {"draws": args.draws, "batch": args.batch}
     if args.name == "birdset":
         names = detect.read_classes(args.names) if args.names else ()
-        result = benchmark.birdset(model, args.set, args.data, out, linear=args.probe, names=names, **options)
+        lines = benchmark.birdset(model, args.set, args.data, out, linear=args.probe, names=names, **options)
     else:
-        result = benchmark.esc(model, args.name, args.data, out, views=args.views, **options)
-    benchmark.write(result, out)
-    print("\n".join(result.lines))
+        lines = benchmark.esc(model, args.name, args.data, out, views=args.views, **options)
+    print("\n".join(lines))
     return 0

@@ -35,8 +35,6 @@ from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-from jaxtrain.workloads.bird.commands import table_flags
-from loaders.io import machine
 
 FORMATS = ("raven", "audacity", "csv")
 
@@ -46,28 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
-    parser.add_argument(
-        "--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make, or to resume"
-    )
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make, or to resume")
     parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument(
-        "--threshold", default="", metavar="SCORE", help="a number, or a table by class; default: --model's, 0.5"
-    )
+    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table by class; default: --model's, 0.5")
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
-    parser.add_argument(
-        "--formats", type=commands.some_of(FORMATS), default=",".join(FORMATS), help="default: raven,audacity,csv"
-    )
+    formats = commands.some_of(FORMATS)
+    parser.add_argument("--formats", type=formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
     parser.add_argument("--root", default="", metavar="FOLDER", help="base of all names; default: the nearest folder above all")
     parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
     parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="windows computed together; default: 64")
     parser.add_argument("--threads", type=int, default=0, help="that decode; default: one for each core")
-    table_flags.add(parser.add_argument_group("tables that name recordings"), names=("file",))
-    args = parser.parse_args(argv)
-    return _detect(args)
+    commands.add_table_flags(parser.add_argument_group("tables that name recordings"), names=("file",))
+    return _detect(parser.parse_args(argv))
 
 
 def _detect(args: argparse.Namespace) -> int:
@@ -80,32 +72,28 @@ def _detect(args: argparse.Namespace) -> int:
     membership = cluster.find()
     if membership.local_devices:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, membership.local_devices)))
-    cluster.use_compilation_cache()
-    machine.keep_freed_memory()
+    commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema)
     changes: dict[str, Any] = {"threads": args.threads, "follow_links": args.follow_links, "label": "", "multilabel": False}
-    changes |= {"train": "", "test": ""}  # the windows are its data, and the training data are not opened
-    data = encoder.data_config(model, **changes, views=1)
-    head = _head(args, model, data)
+    changes |= {"train": "", "test": "", "views": 1}  # the windows are its data, and the training data are not opened
+    data = encoder.data_config(model, **changes)
+    if args.model:
+        head = heads.read(args.model)
+        settings = data.settings | encoder.clips(data)
+        heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
+    else:
+        head = detect.head_of(model, detect.read_classes(args.names) if args.names else ())
     chosen = list(range(len(head.names)))
     if args.classes:
         chosen = sorted(set(heads.read_names(detect.read_classes(args.classes), head.names, "--classes")))
     fitted = None if head.thresholds is None else head.thresholds[chosen]
-    names = [head.names[i] for i in chosen]
-    bounds = detections.thresholds(args.threshold, names, fitted)
+    bounds = detections.thresholds(args.threshold, [head.names[i] for i in chosen], fitted)
     if not 0 <= args.min_duration < float("inf"):
         raise InferenceError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
     note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
-    windows, mistakes = encoder.cut_windows(
-        args.recordings,
-        data.clip_seconds,
-        overlap=args.overlap,
-        root=args.root,
-        links=args.follow_links,
-        reading=table_flags.of(args),
-        note=note,
-    )
-    data = encoder.data_config(model, **changes, views=1, audio_root=windows.root)
+    cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "reading": commands.table_options(args), "note": note}
+    windows, mistakes = encoder.cut_windows(args.recordings, data.clip_seconds, overlap=args.overlap, **cut)
+    data = encoder.data_config(model, **changes, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
     console = console_lib.start_console(process=membership.process)
     try:
@@ -129,23 +117,8 @@ def _detect(args: argparse.Namespace) -> int:
         except BlockingIOError:
             return 0
         counts = detections.write(parts, options, mistakes)
-    for line in mistakes.report():
-        print(line, file=sys.stderr)
-    print(
-        f"{args.out}: {counts['detections']} detections in {len(windows.recordings)} recordings, {windows.n} windows"
-        + (f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else "")
-    )
-    used = f"{len(windows.recordings)} recordings used, {counts['silent']} without detections"
-    print(f"{used}; {mistakes.summary(f'{args.out}/mistakes.csv')}")
+    commands.show_mistakes(mistakes)
+    n, bad = len(windows.recordings), f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
+    print(f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}")
+    print(f"{n} recordings used, {counts['silent']} without detections; {mistakes.summary(f'{args.out}/mistakes.csv')}")
     return 1 if counts["mistakes"] else 0
-
-
-def _head(args: argparse.Namespace, model: Any, data: Any) -> Any:
-    from jaxtrain.workloads.bird.inference import detect, encoder, heads
-
-    if not args.model:
-        return detect.head_of(model, detect.read_classes(args.names) if args.names else ())
-    head = heads.read(args.model)
-    settings = data.settings | encoder.clips(data)
-    heads.refuse_other(head, digest=model.digest, width=model.config.embed, front_end=settings, run=model.name)
-    return head

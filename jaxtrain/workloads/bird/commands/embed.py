@@ -32,14 +32,12 @@ else.
 import argparse
 import pathlib
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-from jaxtrain.workloads.bird.commands import table_flags
-from loaders.io import atomic_write, machine
+from loaders.io import atomic_write
 
 KINDS = ("mean", "cls", "patches")
 
@@ -48,9 +46,7 @@ KINDS = ("mean", "cls", "patches")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument(
-        "--out", required=True, type=arguments.out_folder, metavar="DIR", help="the folder to make, or to resume"
-    )
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make, or to resume")
     parser.add_argument("--data", help="folder, glob or file of shards; default: the run's training data")
     parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
@@ -59,16 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", default="train", help="any split of the data: train, test, test_5s, …; default: train")
     parser.add_argument("--label", help="column of labels; default: the run's; '' = none")
     parser.add_argument("--multilabel", action="store_true", help="the column holds lists of classes")
-    parser.add_argument(
-        "--kinds", type=commands.some_of(KINDS), default="mean,cls", help=f"some of {','.join(KINDS)}; default: mean,cls"
-    )
+    kinds = f"some of {','.join(KINDS)}; default: mean,cls"
+    parser.add_argument("--kinds", type=commands.some_of(KINDS), default="mean,cls", help=kinds)
     parser.add_argument("--columns", default="", help="other columns to keep, of integers")
     expansion = "times slower than life that recordings are (bats: often 10); default: the run's"
     parser.add_argument("--time-expansion", type=float, metavar="TIMES", help=expansion)
     parser.add_argument("--views", type=arguments.positive, default=1, help="of each recording, averaged; default: 1")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="recordings computed together; default: 64")
     parser.add_argument("--random", type=int, metavar="SEED", help="the encoder before training, for comparison")
-    table_flags.add(parser.add_argument_group("tables that name recordings"), names=("file",))
+    commands.add_table_flags(parser.add_argument_group("tables that name recordings"), names=("file",))
     args = parser.parse_args(argv)
     if args.recordings and (args.data or args.label or args.multilabel or args.columns or args.split != "train"):
         parser.error("--recordings have no labels, splits or columns; omit --data, --label, --multilabel, --columns, --split")
@@ -80,65 +75,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _embed(args: argparse.Namespace) -> int:
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embed, encoder
 
-    cluster.use_compilation_cache()
-    machine.keep_freed_memory()
+    commands.prepare_process()
     model = encoder.load(args.run, step=args.step, ema=args.ema, random=args.random)
-    changes: dict[str, Any] = {"views": args.views, "multilabel": args.multilabel}
-    changes |= {"audio_root": args.audio_root, "follow_links": args.follow_links}
+    names = ("views", "multilabel", "audio_root", "follow_links", "label", "time_expansion")
+    changes: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     changes |= {"train": args.data, "test": ""} if args.data else {}
-    changes |= {"label": args.label} if args.label is not None else {}
-    changes |= {"time_expansion": args.time_expansion} if args.time_expansion is not None else {}
     columns = [name for name in args.columns.split(",") if name]
     options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
-    code, counts = 0, ""
-    with atomic_write.alone(pathlib.Path(args.out).expanduser()):
+    code, counts, out = 0, "", pathlib.Path(args.out).expanduser()
+    with atomic_write.alone(out):
         if args.recordings:
-            done, counts, code = _embed_windows(args, model, changes, options)
+            done, counts, code = _embed_windows(args, model, changes, options, out)
         else:
-            done = embed.embed(model, encoder.data_config(model, **changes), args.out, **options)
-    print(
-        f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {done['samples_per_second']:.0f} a "
-        f"second, {done['waiting']:.0%} of the time waiting for the loader"
-    )
+            done = embed.embed(model, encoder.data_config(model, **changes), out, **options)
+    speed = f"{done['samples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for the loader"
+    print(f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {speed}")
     if counts:
         print(counts)
     return code
 
 
 def _embed_windows(
-    args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any]
+    args: argparse.Namespace, model: Any, changes: dict[str, Any], options: dict[str, Any], out: pathlib.Path
 ) -> tuple[dict[str, Any], str, int]:
-    """Embed windows of recordings.
-
-    Return the content of embeddings.json, counts, and 1 if a recording cannot be read.
-    """
+    """Return the content of embeddings.json, counts, and 1 if a recording cannot be read."""
     from jaxtrain.workloads.bird.inference import embed, encoder
 
     changes = {**changes, "label": "", "test": ""}
     seconds = encoder.data_config(model, **changes).clip_seconds
-    cut, mistakes = encoder.cut_windows(
-        args.recordings,
-        seconds,
-        overlap=args.overlap,
-        root=args.audio_root,
-        links=args.follow_links,
-        reading=table_flags.of(args),
-    )
-    place = (
-        pathlib.Path(args.out).expanduser() / ".windows"
-    )  # always the same, by which the loader caches headers of large recordings
+    how: dict[str, Any] = {"root": args.audio_root, "links": args.follow_links, "reading": commands.table_options(args)}
+    cut, mistakes = encoder.cut_windows(args.recordings, seconds, overlap=args.overlap, **how)
+    place = out / ".windows"  # always the same, by which the loader caches headers of large recordings
     shutil.rmtree(place, ignore_errors=True)
     try:
         cut.write(place)
         data = encoder.data_config(model, **{**changes, "train": str(place), "audio_root": cut.root})
-        done = embed.embed(model, data, args.out, **options)
+        done = embed.embed(model, data, out, **options)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    for line in mistakes.report():
-        print(line, file=sys.stderr)
-    listed = pathlib.Path(args.out).expanduser() / "mistakes.csv"
-    mistakes.save(listed)
+    listed = out / "mistakes.csv"
+    commands.show_mistakes(mistakes, listed)
     return done, f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}", int(bool(mistakes.serious))

@@ -26,12 +26,11 @@ pip install 'jaxtrain[probe]'.
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from jaxtrain.workloads.bird.commands import table_flags
+from jaxtrain.workloads.bird import commands
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.io import atomic_write
 
@@ -41,9 +40,7 @@ METHODS = ("linear", "prototypes", "patches")
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain fit", __doc__)
-    parser.add_argument(
-        "embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed` by one run, or indexes"
-    )
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", nargs="+", help="folders of `jaxtrain embed`, or indexes")
     parser.add_argument("--out", required=True, type=arguments.out_file, metavar="MODEL", help="the file to write, .npz")
     parser.add_argument("--run", default="", metavar="RUN", help="a run, step directory or export, to embed an INDEX by")
     parser.add_argument("--ema", action="store_true", help="with --run: the average of the parameters")
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audio-root", default="", metavar="FOLDER", help="of the recordings of an INDEX; default: its own")
     parser.add_argument("--batch", type=arguments.positive, default=64, help="rows of an INDEX embedded together; default: 64")
     parser.add_argument("--labels", default="", metavar="TABLE", help="file, start, end, label, answer; default: their own")
-    table_flags.add(parser.add_argument_group("the columns of --labels"))
+    commands.add_table_flags(parser.add_argument_group("the columns of --labels"))
     parser.add_argument("--background", type=int, default=0, metavar="N", help="rows that --labels does not name; default: 0")
     parser.add_argument("--method", default="linear", choices=METHODS, help="default: linear")
     parser.add_argument("--kind", default="", choices=("", "mean", "cls"), help="features; default: those of the run's head")
@@ -63,26 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--precision is {args.precision}; it must lie in (0, 1]")
     if args.background < 0 or (args.background and not args.labels):
         parser.error("--background draws rows that --labels does not name; give it at least 0, and --labels")
-
-    if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
-        arguments.report(wrong)
-        return arguments.MISTAKE
+    commands.need_sklearn()
     return _fit(args)
 
 
 def _fit(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads
 
     listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-mistakes.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
-    cluster.use_compilation_cache()
+    commands.prepare_process()
     mistakes = Mistakes()
     folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
-        options: dict[str, Any] = {"reading": table_flags.of(args), "mistakes": mistakes}
+        options: dict[str, Any] = {"reading": commands.table_options(args), "mistakes": mistakes}
         given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed, **options)
     else:
         given = examples.own(folders)
@@ -104,12 +97,8 @@ def _fit(args: argparse.Namespace) -> int:
     mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
     print(f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}")
     if (given.y.any(1) | (given.known == 0).any(1)).all():
-        print(
-            "no row is without a class, so the thresholds hold among calls alone; add silence: --background N, or empty windows"
-        )
-    for line in mistakes.report():
-        print(line, file=sys.stderr)
-    mistakes.save(listed)
+        print("no row is without a class, so thresholds hold among calls alone; add silence: --background N, or empty windows")
+    commands.show_mistakes(mistakes, listed)
     print(f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class; {mistakes.summary(str(listed))}")
     return 0
 
@@ -118,7 +107,6 @@ def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
     """Return the folders of embeddings, of which those of indexes are made, or completed."""
     from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
     from loaders.audio.recordings import store
-    from loaders.io import machine
 
     given = [pathlib.Path(each).expanduser() for each in args.embeddings]
     indexes = [folder for folder in given if (folder / "index.json").is_file()]
@@ -128,7 +116,6 @@ def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
         raise InferenceError("--run is given, and none of the folders is an index of `jaxtrain index`")
     if not indexes:
         return given
-    machine.keep_freed_memory()
     model = encoder.load(args.run, ema=args.ema)
     kinds = ["mean", "patches"] if args.method == "patches" else ["mean", "cls"]
     place = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-embeddings")

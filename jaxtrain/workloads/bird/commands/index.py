@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.commands import arguments
-from jaxtrain.workloads.bird.commands import table_flags
+from jaxtrain.workloads.bird import commands
 
 ROWS = 5  # annotations that a dry run prints
 
@@ -44,18 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
     parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help="the index to make, or to bring up to date")
     parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index")
-    parser.add_argument(
-        "--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: write pictures of it there"
-    )
+    parser.add_argument("--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: write pictures there")
     source = parser.add_argument_group("sources")
     source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
     source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
     source.add_argument("--labels", default="", help="of a folder: folder, none, or a pattern of the path with (?P<label>…)")
-    table_flags.add(source)
+    commands.add_table_flags(source)
     source.add_argument("--dry-run", action="store_true", help="print how the sources are understood, and write nothing")
-    source.add_argument(
-        "--unpack", type=arguments.out_folder, metavar="FOLDER", help="unpack the tar archives of the sources here first"
-    )
+    source.add_argument("--unpack", type=arguments.out_folder, metavar="FOLDER", help="unpack tar archives of sources here")
     row = parser.add_argument_group("rows")
     row.add_argument("--classes", default="", metavar="FILE", help="a class a line, in order: NAME,SYNONYM,…")
     row.add_argument("--min-count", type=arguments.positive, default=1, help="events of a class, at least; default: 1")
@@ -100,18 +96,16 @@ def _make(args: argparse.Namespace) -> int:
     if args.unpack:
         given = _unpack(given, pathlib.Path(args.unpack))
     mistakes, named = Mistakes(args.on), vars(args)
-
-    def chosen(kind: Any) -> Any:
-        return kind(**{field.name: named[field.name] for field in dataclasses.fields(kind) if field.name in named})
-
-    reading = dataclasses.replace(table_flags.of(args), labels=args.labels)
-    options = {"reading": reading, "options": chosen(rows.Options), "class_file": args.classes}
+    chosen: dict[str, Any] = {
+        field.name: named[field.name] for field in dataclasses.fields(rows.Options) if field.name in named
+    }
+    reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
+    options = {"reading": reading, "options": rows.Options(**chosen), "class_file": args.classes}
     note = functools.partial(print, file=sys.stderr)
     try:
         about = make.make(given, args.out, root=args.root, mistakes=mistakes, note=note, **options)
     finally:
-        for line in mistakes.report():
-            print(line, file=sys.stderr)
+        commands.show_mistakes(mistakes)
     for split, counts in about["splits"].items():
         print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
     if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
@@ -131,7 +125,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     from loaders.audio.recordings.annotations import Mistakes
 
     mistakes = Mistakes(args.on)
-    reading = dataclasses.replace(table_flags.of(args), labels=args.labels)
+    reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
     for given in args.sources:
         n = 0
         for n, each in enumerate(sources.read(given, reading, mistakes, note=print), 1):
@@ -145,20 +139,18 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
-    """Unpacks archives that are sources, or lie in one.
-
-    Returns the sources without them, and the folder if it is new.
-    """
+    """Unpack archives that are sources or lie in one. Return the other sources, or the folder."""
     from loaders.audio.recordings import make
 
     archives: list[str] = []
     rest: list[str] = []
     for each in given:
         path = pathlib.Path(each).expanduser()
-        inside = make.archives_in(path) if path.is_dir() else []
-        is_archive = path.is_file() and ".tar" in path.name
-        archives += [str(path)] if is_archive else map(str, inside)
-        rest += [] if is_archive else [each]
+        if path.is_file() and ".tar" in path.name:
+            archives.append(str(path))
+        else:
+            archives += map(str, make.archives_in(path) if path.is_dir() else ())
+            rest.append(each)
     n = make.unpack(archives, folder)
     print(f"{n} files unpacked from {len(archives)} archives", file=sys.stderr)
     return rest or [str(folder)]

@@ -17,7 +17,6 @@ Train on the result with the other fields as before:
 An hour takes 230 MB at 32 kHz. A recording that cannot be decoded whole is copied as it is.
 """
 
-import argparse
 import functools
 import re
 import sys
@@ -35,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=arguments.out_folder, required=True, metavar="DIR", help="folder to make, or to complete")
     parser.add_argument("--packed", action="store_true", help="pack samples without loss; they are read more slowly")
     parser.add_argument("--sample-rate", type=int, default=32_000, metavar="HZ", help="of the front end; default: 32000")
-    parser.add_argument(
-        "--time-expansion", type=float, default=1.0, metavar="X", help="times slower than life that recordings are; default: 1"
-    )
+    slower = "times slower than life that recordings are; default: 1"
+    parser.add_argument("--time-expansion", type=float, default=1.0, metavar="X", help=slower)
     parser.add_argument("--channel", type=int, default=-1, help="of rows that name none, from 0; default: -1, the mean")
     parser.add_argument("--audio-root", default="", metavar="FOLDER", help="of recordings that shards name, and do not hold")
     parser.add_argument("--follow-links", action="store_true", help="links may lead out of the folders of the data")
@@ -56,24 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.threads <= 1024:
         parser.error(f"--threads is {args.threads}; expected 0 to 1024")
 
-    args.part = int(match[1]), int(match[2])
-    return _prepare(args)
-
-
-def _prepare(args: argparse.Namespace) -> int:
     from loaders.audio import prepared
 
     settings = prepared.Settings(args.sample_rate, args.time_expansion, args.channel, args.packed)
-    counts = prepared.prepare(
-        args.source,
-        args.out,
-        settings,
-        part=args.part,
-        threads=args.threads,
-        audio_root=args.audio_root,
-        links=args.follow_links,
-        note=functools.partial(print, file=sys.stderr),
-    )
+    part, note = (int(match[1]), int(match[2])), functools.partial(print, file=sys.stderr)
+    where = {"audio_root": args.audio_root, "links": args.follow_links}
+    counts = prepared.prepare(args.source, args.out, settings, part=part, threads=args.threads, note=note, **where)
     for line in counts.kept[:SHOWN]:
         print(f"copied as it is: {line}", file=sys.stderr)
     if len(counts.kept) > SHOWN:

@@ -17,15 +17,15 @@ With --folds COLUMN (kept by `jaxtrain embed --columns`) every fold of --train i
 others instead. Measures are accuracy, cmAP and AUROC, with percentile intervals of 95 % over
 bootstrap draws of the test recordings.
 
-DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png.
+DIR gets results.json and results.md.
 The command needs scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird import commands
 
 
 @arguments.reported
@@ -41,14 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.test is None) == (args.folds is None) or (args.test and len(args.test) != len(args.train)):
         parser.error("give as many --test as --train, or --folds")
+    commands.need_sklearn()
 
-    if wrong := arguments.missing("sklearn", "pip install 'jaxtrain[probe]'"):
-        arguments.report(wrong)
-        return arguments.MISTAKE
-    return _probe(args)
-
-
-def _probe(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import probe
 
     results = {}

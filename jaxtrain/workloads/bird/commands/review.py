@@ -16,14 +16,12 @@ command to continue. Ctrl-C ends it. With --embeddings, of the same recordings b
 the page shows the windows that sound most like the current one, and their answers.
 """
 
-import argparse
 import errno
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
-from jaxtrain.workloads.bird.commands import table_flags
+from jaxtrain.workloads.bird import commands
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.io import atomic_write
 
@@ -38,33 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=arguments.out_file, default=pathlib.Path("answers.csv"), help="default: answers.csv")
     parser.add_argument("--embeddings", nargs="+", default=[], metavar="EMB", help="show similar sounds of these folders")
     parser.add_argument("--order", default="uncertain", choices=ORDERS, help="the first windows; default: uncertain")
-    parser.add_argument(
-        "--class", dest="label", default="", metavar="NAME", help="of these alone, or the class of rows without one"
-    )
-    table_flags.add(parser.add_argument_group("the columns of TABLE"))
+    of_class = "of these alone, or the class of rows without one"
+    parser.add_argument("--class", dest="label", default="", metavar="NAME", help=of_class)
+    commands.add_table_flags(parser.add_argument_group("the columns of TABLE"))
     parser.add_argument("--port", type=int, default=0, help="on the loopback; default: any that is free")
     args = parser.parse_args(argv)
     if not 0 <= args.port < 65536:
         parser.error(f"--port is {args.port}; expected 0 to 65535")
-    return _review(args)
 
-
-def _review(args: argparse.Namespace) -> int:
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
 
     listed = args.out.with_name(f"{args.out.stem}-mistakes.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
-    mistakes = Mistakes()
-    reading = table_flags.of(args)
+    mistakes, reading = Mistakes(), commands.table_options(args)
     items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, mistakes=mistakes)
-    for line in mistakes.report():
-        print(line, file=sys.stderr)
-    mistakes.save(listed)
+    commands.show_mistakes(mistakes, listed)
     near = None
     if args.embeddings:
-        near = neighbours.Neighbours(
-            [embeddings.read(each) for each in args.embeddings], [(i.path, i.start, i.end) for i in items]
-        )
+        windows = [(i.path, i.start, i.end) for i in items]
+        near = neighbours.Neighbours([embeddings.read(each) for each in args.embeddings], windows)
         if near.missing:
             print(f"{near.missing} of {len(items)} windows are in no embeddings, and have no neighbours")
     session = review.Session(items, args.out, near)

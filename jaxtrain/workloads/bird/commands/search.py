@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
+from jaxtrain.workloads.bird import commands
 
 COLUMNS = ("file", "start", "end", "clock", "score", "query", "embeddings", "row")
 MANY = 5_000_000  # rows beyond which an index is advised
@@ -47,11 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _search(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from jaxtrain.parallel import cluster
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads, search
     from loaders.io import atomic_write
 
-    cluster.use_compilation_cache()
+    commands.prepare_process()
     folders = [embeddings.read(folder) for folder in args.embeddings]
     places = [folder.places() for folder in folders]
     if args.model:
@@ -87,7 +87,7 @@ def _search(args: argparse.Namespace) -> int:
         rows.append((*where, f"{hit.score:.4f}", names[hit.query], str(folders[hit.folder].folder), str(hit.row)))
     if args.out:
         atomic_write.write_csv(args.out, [COLUMNS, *rows])
-    for file_name, start, end, clock, score, query, _, _ in rows[: max(args.top if not args.out else 20, 0)]:
+    for file_name, start, end, clock, score, query, _, _ in rows[: 20 if args.out else args.top]:
         print(f"{score}  {file_name}  {start or '?'} to {end or '?'} s{f'  {clock}' if clock else ''}  ({query})")
     if args.out:
         print(f"{args.out}: {len(rows)} windows", file=sys.stderr)

@@ -16,7 +16,7 @@ import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +36,6 @@ UNKNOWN = -1e9  # the score of a class that a run has no output for
 NAMES = {"cmAP": "cmAP", "AUROC": "AUROC", "accuracy": "top-1"}
 
 
-class Result(NamedTuple):
-    """The results of a benchmark, and lines for people."""
-
-    content: dict[str, Any]
-    lines: list[str]
-
-
 def birdset(
     model: encoder.Model,
     name: str,
@@ -53,19 +46,16 @@ def birdset(
     draws: int = 200,
     batch: int = 64,
     names: Sequence[str] = (),
-) -> Result:
-    """Score a run on a set of BirdSet, with embeddings and results in ``out``.
+) -> list[str]:
+    """Score a run on a set of BirdSet, by its own head or a ``linear`` probe on the train split.
 
-    Args:
-      linear: fit a linear probe on the set's train split instead of using the run's own head.
-      names: of the run's classes; empty: as the run, or its data, name them.
-
-    Raises InferenceError, DataError.
+    ``names``: of the run's classes; empty: as the run, or its data, name them. Embeddings and
+    results are written to ``out``. Returns lines for people. Raises InferenceError, DataError.
     """
-    place = _archive(name, data, out, splits=("train", "test_5s") if linear else ("test_5s",))
-    config = encoder.data_config(
-        model, train=place, test="", label="ebird_code_multilabel", multilabel=True, views=1, time_expansion=1.0
-    )
+    splits = ("train", "test_5s") if linear else ("test_5s",)
+    labels: dict[str, Any] = {"label": "ebird_code_multilabel", "multilabel": True}
+    place = _archive(name, data, out, splits=splits)
+    config = encoder.data_config(model, train=place, test="", views=1, time_expansion=1.0, **labels)
     for where, text in encoder.of_split(config, "test_5s").problems():
         raise DataError(f"data.{where} {text}")
     views = max(1, math.ceil(SEGMENT / config.clip_seconds - 1e-6))
@@ -76,7 +66,7 @@ def birdset(
         )
     config = dataclasses.replace(config, views=views)
     pool = encoder.pool_of(model)
-    folders = {split: out / "embeddings" / split for split in (("train", "test_5s") if linear else ("test_5s",))}
+    folders = {split: out / "embeddings" / split for split in splits}
     for split, folder in folders.items():
         embed.embed(model, config, folder, split=split, kinds=(pool,), batch=batch)
     test = read_embeddings(folders["test_5s"])
@@ -92,13 +82,13 @@ def birdset(
     else:
         scores, missing = _own(model, test, names)
     y, scores = y[decoded], scores[decoded]
-    content = {"set": name, "segments": len(y), "unreadable": int((~decoded).sum()), "classes": y.shape[1]}
+    content: dict[str, Any] = {"set": name, "segments": len(y), "unreadable": int((~decoded).sum()), "classes": y.shape[1]}
     content |= {"without a segment": int((~y.any(0)).sum()), "not in the run": missing, "scores": "probe" if linear else "head"}
     content |= {NAMES[k]: v for k, v in scored(scores, y, draws).items()}
     lines = [
         f"BirdSet {name}, {content['segments']:,} segments ({int(y.any(1).sum()):,} with a bird), {y.shape[1]} classes, by "
         + ("a linear probe on its train split" if linear else "the run's own head"),
-        table(content),
+        "   ".join(f"{each} {measures.percent(content[each], 2)}" for each in NAMES.values()),
     ]
     if y.shape[1] != SETS[name]:
         lines.append(f"the published {name} has {SETS[name]} classes, and these data have {y.shape[1]}: compare with no table")
@@ -108,21 +98,19 @@ def birdset(
         lines.append(f"{len(missing)} classes are none of the run's, and count as never heard: {', '.join(missing[:10])}")
     if content["without a segment"]:
         lines.append(f"{content['without a segment']} classes are in no segment and do not count")
-    return Result(content, lines)
+    return _written(content, lines, out)
 
 
 def scored(scores: np.ndarray, y: np.ndarray, draws: int) -> dict[str, dict[str, float]]:
     """Return accuracy, cmAP and AUROC of scores [n, C], with intervals. Raises InferenceError."""
     if not y.any():
         raise InferenceError("no segment has a label; name the data with their split test_5s")
-    measured = measures.measure(scores, y, measures.bootstrap(len(y), draws))
-    return {name: measures.summary(values) for name, values in measured.items()}
+    return measures.summarised(scores, y, measures.bootstrap(len(y), draws))
 
 
-def table(content: Mapping[str, Any]) -> str:
-    """Return the measures, in percent."""
-    cells = [f"{name} {measures.percent(content[name], 2)}" for name in NAMES.values() if name in content]
-    return "   ".join(cells)
+def _written(content: Mapping[str, Any], lines: list[str], out: pathlib.Path) -> list[str]:
+    atomic_write.write(out / "results.json", json.dumps(content, indent=2) + "\n")
+    return lines
 
 
 def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
@@ -142,11 +130,8 @@ def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[
         raise InferenceError(
             f"{model.name} has none of the classes {', '.join(test.names[:5])} …, but {', '.join(known[:5])} …; add --probe"
         )
-    scores = np.full((len(logits), len(test.names)), UNKNOWN, np.float32)
-    for c, each in enumerate(test.names):
-        if each in places:
-            scores[:, c] = logits[:, places[each]]
-    return scores, missing
+    padded = np.pad(logits, ((0, 0), (0, 1)), constant_values=UNKNOWN)
+    return padded[:, [places.get(each, -1) for each in test.names]], missing
 
 
 def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) -> str:
@@ -196,8 +181,8 @@ def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str 
 
 def esc(
     model: encoder.Model, name: str, data: str, out: pathlib.Path, *, draws: int = 200, batch: int = 64, views: int = 1
-) -> Result:
-    """Score frozen features in the five folds of ESC. Raises InferenceError, DataError."""
+) -> list[str]:
+    """Score frozen features in the five folds of ESC, as `birdset` does."""
     from jaxtrain.workloads.bird.inference import probe  # which needs scikit-learn
 
     folder = pathlib.Path(data).expanduser()
@@ -222,21 +207,16 @@ def esc(
     expected = 10 if name == "esc10" else 50
     splits = probe.folds_of(features)
     results = probe.evaluate(splits, draws=draws, shots=())
-    content: dict[str, Any] = {
-        "set": name,
-        "clips": len(features.y),
-        "classes": features.y.shape[1],
-        "folds": len(splits),
-    }
-    lines = [f"{name}, {content['clips']:,} clips of {content['classes']} classes in {content['folds']} folds"]
+    n, n_classes = features.y.shape
+    content: dict[str, Any] = {"set": name, "clips": n, "classes": n_classes, "folds": len(splits)}
+    lines = [f"{name}, {n:,} clips of {n_classes} classes in {len(splits)} folds"]
     for each in ("linear", "knn"):
-        accuracy = results[each]["accuracy"]
-        content[each] = accuracy
+        content[each] = accuracy = results[each]["accuracy"]
         by_fold = ", ".join(f"{100 * x:.1f}" for x in accuracy.get("folds", []))
         lines.append(f"{each:7} accuracy {measures.percent(accuracy, 2)}   by fold: {by_fold}")
-    if (content["classes"], content["folds"]) != (expected, 5):
+    if (n_classes, len(splits)) != (expected, 5):
         lines.append(f"the published {name} has {expected} classes in 5 folds: compare with no table")
-    return Result(content, lines)
+    return _written(content, lines, out)
 
 
 def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict[str, int]:
@@ -255,8 +235,3 @@ def _esc_table(path: pathlib.Path, out: pathlib.Path, *, only_ten: bool) -> dict
     out.mkdir(parents=True, exist_ok=True)
     atomic_write.write_csv(out / "table.csv", [("file", "label"), *labels])
     return folds
-
-
-def write(result: Result, out: pathlib.Path) -> None:
-    """Write results.json, whole."""
-    atomic_write.write(out / "results.json", json.dumps(result.content, indent=2) + "\n")

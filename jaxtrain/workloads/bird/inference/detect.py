@@ -65,7 +65,6 @@ class Parts(NamedTuple):
         return number * self.rows, min(self.windows.n, (number + 1) * self.rows)
 
     def is_there(self, number: int) -> bool:
-        """Whether a part is there, and whole."""
         start, stop = self.between(number)
         try:
             with files.regular(self.path(number)) as file:
@@ -84,19 +83,16 @@ class Parts(NamedTuple):
                 raise ValueError("it has other windows or classes")
             columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
             return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
-        except files.FileError as error:
-            raise InferenceError(f"{error}; remove it, then rerun the same command") from error
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            text = f"{self.path(number)} cannot be read: {files.said(error)}"
+        except (files.FileError, pa.ArrowException, ValueError, TypeError) as error:
+            is_named = isinstance(error, files.FileError)
+            text = error if is_named else f"{self.path(number)} cannot be read: {files.said(error)}"
             raise InferenceError(f"{text}; remove it, then rerun the same command") from error
 
 
 def head_of(model: encoder.Model, names: Sequence[str] = ()) -> Head:
-    """Return a run's own head, else its online probe.
+    """Return a run's own head, else its online probe. Raises InferenceError.
 
     ``names``: of its classes; empty: as the run, or else its data, name them.
-
-    Raises InferenceError: there is none, or no names.
     """
     c = model.config
     if model.head:
@@ -140,12 +136,10 @@ def read_classes(given: str) -> tuple[str, ...]:
 def prepare(
     model: encoder.Model, head: Head, windows: Windows, out: pathlib.Path, *, chosen: Sequence[int], batch: int
 ) -> tuple[Parts, dict[str, Any]]:
-    """Check the folder ``out`` against its planned content. Return its parts and its origin.
+    """Return the parts of the folder ``out``, and the origin of their scores.
 
-    Args:
-      chosen: numbers of the classes whose scores are kept.
-
-    Raises InferenceError: it holds other things, or scores that were made of something else.
+    ``chosen``: numbers of the classes whose scores are kept. Raises InferenceError: it holds other
+    things, or scores that were made of something else.
     """
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     rows = -(-PART // batch) * batch
@@ -161,11 +155,10 @@ def prepare(
     longest = max((each.name for each in windows.recordings), key=lambda name: len(os.fsencode(name)))
     if len(os.fsencode(os.path.abspath(out))) + len(os.fsencode(longest)) > MAX_PATH:
         raise InferenceError(f"--out {out} is too long a name for a folder with tables of {longest}; choose a shorter one")
-    if not (out / ABOUT).exists():
-        if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
-            raise InferenceError(f"--out {out} holds other things than detections; name a new folder")
-        return parts, made_of
-    embed.refuse_other(out / ABOUT, made_of, "scores")
+    if (out / ABOUT).exists():
+        embed.refuse_other(out / ABOUT, made_of, "scores")
+    elif out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
+        raise InferenceError(f"--out {out} holds other things than detections; name a new folder")
     return parts, made_of
 
 
@@ -195,22 +188,19 @@ def score(
     if not todo:
         return {"windows": 0, "seconds": 0.0, "waiting": 0.0}
     batch = made_of["batch"]
-    compute, weights = compute_of(head, chosen), dict(head.arrays)
     folder = out / f"{INDEX}{process}"  # always the same name, by which the loader caches headers of large recordings
     shutil.rmtree(folder, ignore_errors=True)
     try:
         parts.windows.write(folder)
         data = dataclasses.replace(data, train=str(folder))
-        setup = encoder.set_up(model, data, compute, weights, batch=batch)
+        setup = encoder.set_up(model, data, compute_of(head, chosen), dict(head.arrays), batch=batch)
         meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
-            writing: concurrent.futures.Future[Any] | None = None
+            writing: concurrent.futures.Future[Any] = writer.submit(bool)
             for number, scores in _computed(setup, data, parts, todo, batch, meter):
-                if writing:
-                    writing.result()
-                writing = writer.submit(_write, parts, number, scores)
-            if writing:
                 writing.result()
+                writing = writer.submit(_write, parts, number, scores)
+            writing.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {"windows": meter.done, "seconds": time.perf_counter() - meter.began, "waiting": meter.waiting}
@@ -246,7 +236,6 @@ def _computed(
 
 
 def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
-    """Make the function that computes the scores of these classes."""
     columns = None if list(chosen) == list(range(len(head.names))) else np.asarray(chosen, np.int32)
 
     def compute(weights: PyTree, pooled: encoder.Arrays, patches: jax.Array, batch: encoder.Arrays) -> dict[str, jax.Array]:
@@ -257,15 +246,12 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 
 
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
-    """Write a part, whole or not at all."""
-    rows = list(parts.windows.between(*parts.between(number)))
-    recordings = parts.windows.recordings
-    used = sorted({k for k, _, _ in rows})
-    place = {k: i for i, k in enumerate(used)}
-    codes = pa.array([place[k] for k, _, _ in rows], pa.int32())
+    rows, recordings = list(parts.windows.between(*parts.between(number))), parts.windows.recordings
+    used, codes = np.unique([k for k, _, _ in rows], return_inverse=True)
+    names = pa.array([recordings[k].name for k in used], pa.string())
     clocks = [recordings[k].clock(start) or None for k, start, _ in rows]
     columns: dict[str, pa.Array] = {
-        "file": pa.DictionaryArray.from_arrays(codes, pa.array([recordings[k].name for k in used], pa.string())),
+        "file": pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names),
         "start_time": pa.array([start for _, start, _ in rows], pa.float64()),
         "end_time": pa.array([end for _, _, end in rows], pa.float64()),
         "clock_time": pa.array(clocks, pa.string()),
@@ -273,9 +259,8 @@ def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
     missing = np.isnan(scores[:, :1]).any(1)
     for i, name in enumerate(parts.names):
         columns[name] = pa.array(np.ascontiguousarray(scores[:, i]), pa.float32(), mask=missing)
-    table = pa.Table.from_arrays(list(columns.values()), names=list(columns))
     with atomic_write.shared(parts.path(number)) as path:
-        pq.write_table(table, path, compression="zstd", use_dictionary=["file"])
+        pq.write_table(pa.table(columns), path, compression="zstd", use_dictionary=["file"])
 
 
 def remove_partial(folder: pathlib.Path) -> None:
@@ -288,8 +273,6 @@ def remove_partial(folder: pathlib.Path) -> None:
 
 
 class _Meter:
-    """How fast it is, for people."""
-
     def __init__(self, windows: Windows, todo: int, progress: Callable[[str], None]):
         self._windows, self._todo, self._progress = windows, todo, progress
         self._ratio = windows.total / windows.n  # seconds of recording that a window stands for

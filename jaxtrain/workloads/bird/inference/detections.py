@@ -38,9 +38,9 @@ Window = tuple[float, float, np.ndarray]  # its start and end [s], and its score
 
 
 class Detection(NamedTuple):
-    """A class that is heard in neighbouring windows. Times in s."""
+    """A class that is heard in neighbouring windows."""
 
-    start: float
+    start: float  # [s]
     end: float
     label: int  # the column of its scores
     score: float  # the highest of its windows
@@ -57,16 +57,15 @@ class Options(NamedTuple):
 
 
 def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> np.ndarray:
-    """Return a threshold for each class. Raises InferenceError.
+    """Return each class's threshold: a number or table's, else ``fitted`` (a model's) or 0.5.
 
-    Args:
-      given: a number, or a table of class and threshold; empty = ``fitted``, or 0.5.
-      fitted: the model's, for the same classes.
+    Raises InferenceError.
     """
     found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
     if not given:
         return found
-    if not pathlib.Path(given).expanduser().is_file():
+    path = pathlib.Path(given).expanduser()
+    if not path.is_file():
         try:
             value = float(given)
         except ValueError:
@@ -74,21 +73,25 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
         if not 0 <= value <= 1:
             raise InferenceError(f"--threshold is {given}; scores lie in [0, 1]")
         return np.full(len(names), value, np.float32)
-    path = pathlib.Path(given).expanduser()
     table = tables.read(path)
     label, column = table.find("class", "label", "species"), table.find("threshold", "score", "min_conf")
     if not label or not column:
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
     for number, row in table.rows():
-        where = f"{path}:{number}"
-        try:
-            bound = values.number(row.get(column, ""))
-        except ValueError:
-            bound = None
-        if bound is None or not 0 <= bound <= 1:
+        where, bound = f"{path}:{number}", number_of(row.get(column, ""))
+        if not 0 <= bound <= 1:
             raise InferenceError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
         found[read_names([row.get(label, "")], names, where)] = bound
     return found
+
+
+def number_of(text: str) -> float:
+    """Return the number that a field of a table holds, or nan."""
+    try:
+        value = values.number(text)
+    except ValueError:
+        value = None
+    return float("nan") if value is None else value
 
 
 def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
@@ -119,24 +122,20 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
     remove_partial(out)
     remove_partial(parts.folder)
+    tables = {"recordings": RECORDINGS, **({"detections": BIRDNET} if "csv" in options.formats else {})}
     with contextlib.ExitStack() as stack:
-        writers = {
-            name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n")
-            for name in ("recordings", *(["detections"] if "csv" in options.formats else []))
-        }
-        writers["recordings"].writerow(RECORDINGS)
-        if "detections" in writers:
-            writers["detections"].writerow(BIRDNET)
+        writers = {name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n") for name in tables}
+        for name, columns in tables.items():
+            writers[name].writerow(columns)
         made = (name for name in ("raven", "audacity") if name in options.formats)
         folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in made}
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
             found = of_recording((window for _, window in rows), options)
-            missing = len(unreadable[k])
-            n = int(parts.windows.first[k + 1] - parts.windows.first[k])
-            values = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
-            writers["recordings"].writerow((recording.name, *values))
+            missing, n = len(unreadable[k]), int(parts.windows.first[k + 1] - parts.windows.first[k])
+            about = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
+            writers["recordings"].writerow((recording.name, *about))
             if missing:
                 why = headers.fault(os.path.join(parts.windows.root, recording.name), *unreadable[k][0])
                 mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
@@ -144,7 +143,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
             counts["detections"] += len(found)
             counts["silent"] += not found
             if found:
-                _write_tables(parts, recording, found, options, folders, writers)
+                _write_tables(parts, recording, found, options.band, folders, writers)
     for name in ("raven", "audacity"):
         if name not in options.formats:
             shutil.rmtree(out / name, ignore_errors=True)
@@ -165,28 +164,23 @@ def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) ->
 
 
 def _write_tables(
-    parts: Parts,
-    recording: Recording,
-    found: Sequence[Detection],
-    options: Options,
-    folders: dict[str, pathlib.Path],
-    writers: dict[str, Any],
-) -> None:
+    parts: Parts, recording: Recording, found: Sequence[Detection], band: tuple[float, float],
+    folders: dict[str, pathlib.Path], writers: dict[str, Any],
+) -> None:  # fmt: skip
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]
     if "detections" in writers:
         for each in found:
-            name = names[each.label]
-            times = (seconds(each.start), seconds(each.end))
+            name, times = names[each.label], (seconds(each.start), seconds(each.end))
             writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
     if "raven" in folders:
         lines = ["\t".join(RAVEN)]
-        low, high = (f"{value:.1f}" for value in options.band)
+        low, high = (f"{value:.1f}" for value in band)
         last = _plain(recording.name.rpartition("/")[2])
         for number, each in enumerate(found, 1):
             start, end = seconds(each.start), seconds(each.end)
-            values = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
-            lines.append("\t".join(map(str, (*values, f"{each.score:.4f}"))))
+            row = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
+            lines.append("\t".join(map(str, (*row, f"{each.score:.4f}"))))
         _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
     if "audacity" in folders:
         labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]

@@ -102,18 +102,14 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
         before = files_lib.read_json(files_lib.inside(path.parent, path.name))
     except files_lib.FileError as error:
         raise InferenceError(f"{error}; choose another --out") from error
-    if differing := [name for name, value in made_of.items() if before.get(name) != value]:
-
-        def short(value: Any) -> str:
-            return repr(value)[:60]
-
-        changes = ", ".join(f"{name} was {short(before.get(name))} and is {short(made_of[name])}" for name in differing)
+    if differing := [(name, before.get(name), value) for name, value in made_of.items() if before.get(name) != value]:
+        changes = ", ".join(f"{name} was {repr(old)[:60]} and is {repr(new)[:60]}" for name, old, new in differing)
         raise InferenceError(f"{path.parent} holds {what} of something else: {changes}; choose another --out")
     return before
 
 
 def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
-    """Return the number of rows that an earlier attempt embedded, 0 for a new folder."""
+    """Return the number of rows that an earlier attempt embedded."""
     path = out / PROGRESS
     if not path.exists():
         return 0
@@ -136,9 +132,8 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
             for name, path in paths.items():
                 there = files_lib.array(files_lib.inside(out, path.name))
                 if (there.shape, there.dtype) != (shapes[name].shape, shapes[name].dtype):
-                    raise files_lib.FileError(
-                        f"{path} holds {there.dtype} {there.shape}; its rows are not those of this command"
-                    )
+                    what = f"{path} holds {there.dtype} {there.shape}"
+                    raise files_lib.FileError(f"{what}; its rows are not those of this command")
         except files_lib.FileError as error:
             raise InferenceError(f"{error}; choose another --out") from error
         return {name: np.lib.format.open_memmap(path, mode="r+") for name, path in paths.items()}
@@ -161,12 +156,11 @@ def _open(out: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], start: 
 
 
 def _reserve(path: pathlib.Path) -> None:
-    """Make the disk keep the space of a sparse file, if the system and the file system can."""
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-            except OSError as error:
+            except OSError as error:  # some file systems cannot
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
 
@@ -189,10 +183,7 @@ def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:
         if head:
             features = pooled["cls" if c.pool == "cls" else "mean"]
             outputs["scores"] = rows(features @ head["w"] + head["b"][None]).mean(1)
-        for name in ("label", "labels", "index", "weight"):
-            if name in batch:
-                outputs[name] = batch[name]
-        return outputs
+        return outputs | {name: batch[name] for name in ("label", "labels", "index", "weight") if name in batch}
 
     return compute
 
@@ -212,13 +203,12 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
     start, end, date, time = (values or [None] * n for values in columns.values())
     clocks = [windows.clock(*each) or None for each in zip(date, time, [x or 0.0 for x in start], strict=True)]
     root = data.audio_root or (str(shards.index_root(of_index)) if of_index else "")
-    arrays = [pa.array(x, kind) for x, kind in ((index.paths(), pa.string()), (start, pa.float64()), (end, pa.float64()))]
-    table = pa.table([*arrays, pa.array(clocks, pa.string())], names=["path", "start", "end", "clock"])
+    times = {name: pa.array(x, pa.float64()) for name, x in (("start", start), ("end", end))}
+    table = pa.table({"path": pa.array(index.paths(), pa.string()), **times, "clock": pa.array(clocks, pa.string())})
     return str(pathlib.Path(root).expanduser().absolute()) if root else "", table
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:
-    """Read a column of integers, of all recordings of a split in order."""
     values = np.concatenate([columnar.read(path, name)[0].to_numpy() for path in _shards(data, split)])
     if not np.issubdtype(values.dtype, np.integer):
         raise InferenceError(f"column {name!r} holds {values.dtype}; expected integers (--columns)")

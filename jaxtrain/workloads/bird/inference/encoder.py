@@ -15,7 +15,7 @@ from jaxtrain import specs
 from jaxtrain.arrays import run_workload
 from jaxtrain.arrays import source as source_lib
 from jaxtrain.data import feed
-from jaxtrain.parallel.layout import Layout, make_layout, make_mesh
+from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
@@ -84,7 +84,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
 
 
 def pool_of(model: Model) -> str:
-    """Return the kind of features that a run's own head reads: "cls" or "mean"."""
+    """Return the features that a run's own head reads: "cls" or "mean"."""
     return "cls" if model.config.pool == "cls" else "mean"
 
 
@@ -105,9 +105,8 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
                 raise InferenceError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
     made = config_lib.section(spectrogram.Config, {**data, **own, "form": "spectrogram", **changes})
     if unlike := model.front_end.differences(made.front_end):
-        raise InferenceError(
-            f"{model.name} was trained on other spectrograms than are asked for: {unlike}; omit those settings"
-        )
+        other = f"was trained on other spectrograms than are asked for: {unlike}"
+        raise InferenceError(f"{model.name} {other}; omit those settings")
     return made
 
 
@@ -129,27 +128,15 @@ def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
 Arrays = Mapping[str, jax.Array]
 
 
-def cut_windows(
-    recordings: Sequence[str],
-    seconds: float,
-    *,
-    overlap: float,
-    root: str,
-    links: bool,
-    reading: Any = None,
-    note: Any = lambda text: None,
-) -> tuple[windows.Windows, Mistakes]:
-    """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
+def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any) -> tuple[windows.Windows, Mistakes]:
+    """Return windows, ``overlap`` seconds of them shared, and the recordings that cannot be read.
 
-    Returns them, and the recordings that cannot be read. Raises InferenceError, DataError.
+    ``how``: as `loaders.audio.recordings.windows.cut` has it. Raises InferenceError, DataError.
     """
     if not 0 <= overlap < seconds:
         raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
     mistakes, hop = windows.lenient(), round(seconds - overlap, 6)
-    made = windows.cut(
-        recordings, seconds=seconds, hop=hop, root=root, links=links, reading=reading, mistakes=mistakes, note=note
-    )
-    return made, mistakes
+    return windows.cut(recordings, seconds=seconds, hop=hop, mistakes=mistakes, **how), mistakes
 
 
 class Setup(NamedTuple):
@@ -194,10 +181,9 @@ def set_up(
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     abstract = {
-        name: jax.ShapeDtypeStruct(
-            (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
-        )
+        name: jax.ShapeDtypeStruct(shape, f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), shape))
         for name, f in spectrogram.fields(data).items()
+        for shape in [(batch, *f.shape)]
     }
     rows = feed.rows_for(abstract)
     for where, text in data.problems():
@@ -205,13 +191,9 @@ def set_up(
     loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
     facts = spectrogram.facts(data)
     weights = jax.device_put((model.params, weights), layout.replicated())
-    run = _program(model, layout, compute).lower(weights, abstract)
-    return Setup(run.compile(), weights, run.out_info, abstract, rows, loader, batch, facts["n_train"], facts)
-
-
-def _program(model: Model, layout: Layout, compute: Compute) -> Any:
     c = dataclasses.replace(model.config, drop_path=0.0)
 
+    @jax.jit
     def run(weights: tuple[Any, ...], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         params, own = weights
         x = batch["spectrogram"].astype(jnp.float32).reshape(-1, c.n_frames, c.n_mels)
@@ -219,4 +201,5 @@ def _program(model: Model, layout: Layout, compute: Compute) -> Any:
         pooled = {name: vit.pooled(c, params, tokens) for name, tokens in (("mean", patches), ("cls", cls))}
         return compute(own, pooled, patches, batch)
 
-    return jax.jit(run)
+    lowered = run.lower(weights, abstract)
+    return Setup(lowered.compile(), weights, lowered.out_info, abstract, rows, loader, batch, facts["n_train"], facts)

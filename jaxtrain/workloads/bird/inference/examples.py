@@ -76,10 +76,8 @@ def of_table(
 ) -> Examples:
     """Return the rows that a table speaks of, and ``background`` others that have no class.
 
-    ``mistakes`` takes the lines that speak of no row.
-
-    Raises InferenceError: a table without the columns, with a line of no sense, or that names
-    nothing of the embeddings.
+    ``mistakes`` takes the lines that speak of no row. Raises InferenceError: a table without the
+    columns, with a line of no sense, or that names nothing of the embeddings.
     """
     mistakes = mistakes or Mistakes()
     parts = _read(path, reading or columns.Options(), mistakes)
@@ -150,9 +148,8 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
             labels, answer = ("",), 1
         begin, stop = (line.start or 0.0), (float("inf") if line.end is None else line.end)
         if not 0 <= begin < stop:
-            raise InferenceError(
-                f"{line.where}: the times {begin:g} to {stop:g} s are no part of a recording; correct the line"
-            )
+            times = f"the times {begin:g} to {stop:g} s"
+            raise InferenceError(f"{line.where}: {times} are no part of a recording; correct the line")
         found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
     classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], mistakes)
     inference.refuse(mistakes)
@@ -172,9 +169,8 @@ def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistake
             meant[file] = _recording(file, root, names, where, mistakes)
         for row in by_path.get(meant[file], ()):
             low, high = places.start[row], places.end[row]
-            if np.isnan(low) or np.isnan(high):
-                yield row, part
-            elif min(high, end) - max(low, start) >= min(OVERLAP, end - start, high - low) - 1e-6:
+            held = min(high, end) - max(low, start)
+            if np.isnan(low) or np.isnan(high) or held >= min(OVERLAP, end - start, high - low) - 1e-6:
                 yield row, part
 
 
@@ -195,7 +191,7 @@ def _groups(folder: Embeddings, rows: np.ndarray) -> list[str]:
     try:
         paths = folder.places().paths
     except InferenceError:
-        return [f"{folder.folder}:{row}" for row in rows.tolist()]
+        paths = [""] * folder.n
     return [f"{folder.root}:{paths[row]}" if paths[row] else f"{folder.folder}:{row}" for row in rows.tolist()]
 
 

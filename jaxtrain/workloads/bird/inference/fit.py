@@ -59,18 +59,14 @@ def fit(
     precision: float = 0.9,
     seed: int = 0,
 ) -> Fitted:
-    """Fit a head on rows of embeddings. Raises InferenceError.
+    """Fit a head whose thresholds reach ``precision``. Raises InferenceError.
 
-    Args:
-      pool: "mean" or "cls": the features that linear and prototypes read.
-      prototypes: of a class, of patches.
-      precision: that thresholds are for.
+    ``pool``: the features that linear and prototypes read. ``prototypes``: of a class, of patches.
     """
     for each in folders[1:]:
         if (each.encoder, dict(each.front_end)) != (folders[0].encoder, dict(folders[0].front_end)):
-            raise InferenceError(
-                f"{each.folder} is of another encoder or front end than {folders[0].folder}; embed both by one run"
-            )
+            other = f"is of another encoder or front end than {folders[0].folder}"
+            raise InferenceError(f"{each.folder} {other}; embed both by one run")
     x = _features(folders, given, "patches" if method == "patches" else pool)
     y, known = given.y, given.known
     softmax = given.exclusive
@@ -81,7 +77,7 @@ def fit(
     bounds = np.full(len(given.names), precision, np.float32)
     average = np.full(len(given.names), np.nan)
     if n_folds:
-        penalty, out = _cross_validated(method, solve, penalties, x, y, known, fold, softmax)
+        penalty, out = _cross_validated(method, solve, penalties, x, given, fold)
         scale, offset = calibrated(out, y, known, softmax)
         z = scale * out + offset
         scores = np.asarray(jax.nn.softmax(z) if softmax else jax.nn.sigmoid(z), np.float64)
@@ -91,7 +87,9 @@ def fit(
             if y[rows, c].sum() >= MIN_EXAMPLES:
                 bounds[c] = threshold(scores[rows, c], y[rows, c], precision)
     (arrays,) = solve(known, [penalty])
-    arrays = _scaled(method, arrays, scale, offset)
+    factor = "w" if method == "linear" else "scale"
+    arrays |= {factor: arrays[factor] * scale, "b": arrays["b"] * scale + offset}
+    arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
     about = {
         "method": method, "penalty": penalty, "precision": precision, "folds": n_folds,
         "examples": [int(n) for n in (y * known).sum(0)], "rows": len(y), "embeddings": [str(e.folder) for e in folders],
@@ -110,8 +108,7 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
         shape = each.array(kind, 4 if kind == "patches" else 2).shape
         size += len(rows) * int(np.prod(shape[1:])) * 4
         if size > MAX_BYTES:
-            gib = MAX_BYTES >> 30
-            raise InferenceError(f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples")
+            raise InferenceError(f"patches of {len(given.y)} rows take more than {MAX_BYTES >> 30} GiB; give fewer examples")
         x = each.features(kind, rows)
         parts.append(x.reshape(len(rows), -1, shape[-1]) if kind == "patches" else x)
     if len({part.shape[1:] for part in parts}) > 1:
@@ -141,16 +138,10 @@ def folds_of(given: Examples, seed: int) -> np.ndarray:
 
 
 def _cross_validated(
-    method: str,
-    solve: Solve,
-    penalties: Sequence[float],
-    x: np.ndarray,
-    y: np.ndarray,
-    known: np.ndarray,
-    fold: np.ndarray,
-    softmax: bool,
+    method: str, solve: Solve, penalties: Sequence[float], x: np.ndarray, given: Examples, fold: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """Return the penalty with the least loss on held-out rows, and its logits [n, C] of them."""
+    y, known, softmax = given.y, given.known, given.exclusive
     out = np.zeros((len(penalties), *y.shape), np.float32)
     for k in range(int(fold.max()) + 1):
         for i, arrays in enumerate(solve(known * (fold != k)[:, None], penalties)):
@@ -173,10 +164,8 @@ def _logits(method: str, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.nda
 def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -> tuple[float, float]:
     """Scale and offset of logits that give the least loss, with a weak prior at 1 and 0.
 
-    A softmax needs no offset.
-
-    They are of all classes together, which keeps scores comparable. scikit-learn calibrates each
-    class alone, without a prior.
+    They are of all classes together, which keeps scores comparable: scikit-learn calibrates each
+    class alone, without a prior. A softmax needs no offset.
     """
 
     def total(at: np.ndarray) -> float:
@@ -198,13 +187,6 @@ def threshold(scores: np.ndarray, y: np.ndarray, precision: float) -> float:
         return float(min(1.0, np.nextafter(np.float32(bounds[-1]), np.float32(2))))
     best = good[np.flatnonzero(found[good] == found[good].max())[-1]]
     return float((bounds[best] + (bounds[best - 1] if best else 0.0)) / 2)
-
-
-def _scaled(method: str, arrays: dict[str, np.ndarray], scale: float, offset: float) -> dict[str, np.ndarray]:
-    """Return the arrays of a head whose logits are ``scale`` × those + ``offset``."""
-    name = "w" if method == "linear" else "scale"
-    out = {**arrays, name: arrays[name] * scale, "b": arrays["b"] * scale + offset}
-    return {key: np.asarray(value, np.float32) for key, value in out.items()}
 
 
 def _solver(
@@ -248,13 +230,6 @@ def _solver(
     return patches, PULLS
 
 
-def _mean_loss(z: jax.Array, y: jax.Array, weight: jax.Array, softmax: bool) -> jax.Array:
-    if softmax:
-        each = -(y * jax.nn.log_softmax(z)).sum(1)
-        return (each * weight[:, 0]).sum() / weight[:, 0].sum()
-    return ((jnp.logaddexp(0, z) - y * z) * weight).sum() / weight.sum()
-
-
 def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, seed: int) -> np.ndarray:
     """Return ``k`` patches a class, near to its rows and far from others', float32 [C, K, D]."""
     rng = np.random.default_rng(seed)
@@ -266,16 +241,11 @@ def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, 
         tried = pool[rng.permutation(len(pool))[:CANDIDATES]]
         cosines = [np.asarray(_nearest(tried, directions[rows])) for rows in (with_it, without)]
         contrast = cosines[0].mean(0) - (cosines[1].mean(0) if len(without) else 0.0)
-        order = np.argsort(-contrast, kind="stable")
-        chosen = [tried[order[0]]]
-        for i in order[1:]:  # without duplicates
-            if len(chosen) == k:
-                break
-            if max(float(tried[i] @ each) for each in chosen) < 0.9:
+        chosen: list[np.ndarray] = []
+        for i in np.argsort(-contrast, kind="stable"):  # without duplicates
+            if len(chosen) < k and all(float(tried[i] @ each) < 0.9 for each in chosen):
                 chosen.append(tried[i])
-        while len(chosen) < k:
-            chosen.append(chosen[0])
-        found.append(np.stack(chosen))
+        found.append(np.stack(chosen + chosen[:1] * (k - len(chosen))))
     return np.stack(found).astype(np.float32)
 
 
@@ -294,7 +264,12 @@ def _learn(
     def total(p: dict[str, jax.Array]) -> jax.Array:
         cosine = jnp.einsum("bnd,ckd->bnck", directions, heads.unit(p["prototypes"])).max((1, 3))
         z = jnp.exp(p["scale"]) * cosine + p["b"][None]
-        return _mean_loss(z, y, weight, softmax) + pull / 2 * jnp.square(p["prototypes"] - begin).sum((1, 2)).mean()
+        if softmax:
+            each, counted = -(y * jax.nn.log_softmax(z)).sum(1), weight[:, 0]
+        else:
+            each, counted = jnp.logaddexp(0, z) - y * z, weight
+        far = jnp.square(p["prototypes"] - begin).sum((1, 2)).mean()
+        return (each * counted).sum() / counted.sum() + pull / 2 * far
 
     params: dict[str, Any] = {"prototypes": begin, "scale": jnp.log(10.0), "b": jnp.full(y.shape[1], 0.0 if softmax else -5.0)}
     tx = optax.adam(RATE)

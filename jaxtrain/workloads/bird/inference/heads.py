@@ -98,7 +98,7 @@ def save(path: str | os.PathLike[str], head: Head) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Head:
-    """Read a file of `save`. Raises InferenceError: it is none, or belongs to another encoder."""
+    """Read a file of `save`. Raises InferenceError: it is none."""
     path = pathlib.Path(path).expanduser()
     try:
         arrays = files.arrays(path)
@@ -125,9 +125,8 @@ def _check(
 ) -> None:
     """Raise InferenceError for arrays that do not fit together."""
     if set(arrays) != set(KINDS[kind]):
-        raise InferenceError(
-            f"{path} holds the arrays {', '.join(sorted(arrays))}; a head of kind {kind} has {', '.join(KINDS[kind])}"
-        )
+        expected = f"a head of kind {kind} has {', '.join(KINDS[kind])}"
+        raise InferenceError(f"{path} holds the arrays {', '.join(sorted(arrays))}; {expected}")
     given = {**arrays, **({} if thresholds is None else {"thresholds": thresholds})}
     if wrong := [name for name, x in given.items() if x.dtype != np.float32 or not np.isfinite(x).all()]:
         raise InferenceError(f"{path}: its {wrong[0]} holds values that are no numbers of 32 bits; fit it again")
@@ -136,28 +135,23 @@ def _check(
     for name, x in given.items():
         expected = shapes.get(name) or (n_classes, *x.shape[1:2], *width)
         if x.shape != expected or 0 in x.shape:
-            raise InferenceError(
-                f"{path}: its {name} is {list(x.shape)}; {n_classes} classes and {width} features ask for {expected}"
-            )
+            asked = f"{n_classes} classes and {width} features ask for {expected}"
+            raise InferenceError(f"{path}: its {name} is {list(x.shape)}; {asked}")
 
 
 def refuse_other(head: Head, *, digest: str, width: int, front_end: Mapping[str, Any], run: str) -> None:
     """Raise InferenceError unless a fitted head belongs to this encoder and front end."""
     have = (head.arrays["w"] if head.kind == "linear" else head.arrays["mean"]).shape[0]
+    wrong = []
     if have != width:
-        raise InferenceError(
-            f"{head.name} was fitted on {have} features, and {run} has {width}; fit it on embeddings by that run"
-        )
+        wrong.append(f"{have} features, and {run} has {width}")
     if head.encoder and head.encoder != digest:
-        raise InferenceError(
-            f"{head.name} was fitted on the encoder {head.encoder}, and {run} holds {digest}; fit it by that run"
-        )
+        wrong.append(f"the encoder {head.encoder}, and {run} holds {digest}")
     for name, value in head.front_end.items():
         if name in front_end and front_end[name] != value:
-            raise InferenceError(
-                f"{head.name} was fitted on recordings with data.{name}={value!r}, and {run} has {front_end[name]!r}; "
-                "fit it on embeddings by that run"
-            )
+            wrong.append(f"recordings with data.{name}={value!r}, and {run} has {front_end[name]!r}")
+    if wrong:
+        raise InferenceError(f"{head.name} was fitted on {wrong[0]}; fit it on embeddings by that run")
 
 
 def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[int]:
@@ -165,8 +159,6 @@ def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[in
     numbers = {name: i for i, name in enumerate(known)}
     for name in given:
         if name not in numbers:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or list(known[:5])
-            raise InferenceError(
-                f"{what} names the class {name!r}, and there are {len(known)} others, for example {', '.join(near)}"
-            )
+            near = ", ".join(difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5])
+            raise InferenceError(f"{what} names the class {name!r}, and there are {len(known)} others, for example {near}")
     return [numbers[name] for name in given]

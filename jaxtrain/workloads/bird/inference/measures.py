@@ -21,8 +21,7 @@ PART = 1000  # bootstrap draws whose sums are held at once, times a class
 
 def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """[n, C], [n, C], [R, n] -> [R]."""
-    has = y.any(1)
-    right = y[np.arange(len(y)), score.argmax(1)] > 0
+    has, right = y.any(1), y[np.arange(len(y)), score.argmax(1)] > 0
     return (weight[:, has] @ right[has]) / np.maximum(weight[:, has].sum(1), 1e-9)
 
 
@@ -61,17 +60,15 @@ def over_classes(each: Callable[..., Any], score: np.ndarray, y: np.ndarray, wei
 def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:
     """Compute every one of `MEASURES`, [R] each."""
     parts = [weight[i : i + PART].astype(np.float64) for i in range(0, len(weight), PART)]
-    return {
-        "accuracy": np.concatenate([accuracy(score, y, w) for w in parts]),
-        "cmAP": np.concatenate([over_classes(average_precision, score, y, w) for w in parts]),
-        "AUROC": np.concatenate([over_classes(area_under_roc, score, y, w) for w in parts]),
-    }
+    of_classes = {"cmAP": average_precision, "AUROC": area_under_roc}
+    measured = {name: [over_classes(each, score, y, w) for w in parts] for name, each in of_classes.items()}
+    measured = {"accuracy": [accuracy(score, y, w) for w in parts], **measured}
+    return {name: np.concatenate(values) for name, values in measured.items()}
 
 
 def bootstrap(n: int, draws: int, *, seed: int = 0) -> np.ndarray:
     """Draw weights, float32 [draws + 1, n]. The first row counts every row once."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.multinomial(n, np.full(n, 1 / n), size=draws)
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws)
     return np.concatenate([np.ones((1, n)), drawn]).astype(np.float32)
 
 
@@ -79,6 +76,11 @@ def summary(values: np.ndarray) -> dict[str, float]:
     """Summarise `measure` over `bootstrap`: all rows' value, and the middle 95 % of the draws."""
     low, high = np.percentile(values[1:], [2.5, 97.5]) if len(values) > 1 else (np.nan, np.nan)
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
+
+
+def summarised(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, dict[str, float]]:
+    """Return the `summary` of each measure."""
+    return {name: summary(values) for name, values in measure(score, y, weight).items()}
 
 
 def percent(m: dict[str, float], digits: int) -> str:

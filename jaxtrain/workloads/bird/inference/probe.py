@@ -1,8 +1,7 @@
-"""Measure features by the classifiers that `jaxtrain.workloads.bird.commands.probe` lists."""
+"""Measures of features by the classifiers that `jaxtrain.workloads.bird.commands.probe` lists."""
 
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,15 +38,10 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
     scores = np.array(stored.array("scores", 2)[known]) if stored.has("scores") else None
     if scores is not None and scores.shape[1] != y.shape[1]:
         scores = None  # of a run with other classes
-    return Features(
-        stored.features(kind, known),
-        y[known],
-        scores,
-        np.array(stored.array(group, 1)[known]) if group else None,
-        stored.about["multilabel"],
-        stored.names,
-        stored.about.get("front_end", DEFAULT.settings),
-    )
+    folds = np.array(stored.array(group, 1)[known]) if group else None
+    front_end = stored.about.get("front_end", DEFAULT.settings)
+    x, several = stored.features(kind, known), stored.about["multilabel"]
+    return Features(x, y[known], scores, folds, several, stored.names, front_end)
 
 
 # Classifiers. Each gives scores [n, C] of the test rows.
@@ -123,20 +117,7 @@ def evaluate(
     if len(own) == len(splits):
         scores["scores"] = own
     for train, test in splits:
-        if train.y.shape[1] != test.y.shape[1] or train.multilabel != test.multilabel:
-            raise InferenceError(
-                f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or only one of them has "
-                "several for a recording; embed both with the same --label and --multilabel"
-            )
-        if train.x.shape[1] != test.x.shape[1]:
-            raise InferenceError(
-                f"the train rows have {train.x.shape[1]} features, the test rows {test.x.shape[1]}; embed both with one run"
-            )
-        if unlike := [name for name, value in train.front_end.items() if test.front_end[name] != value]:
-            both = ", ".join(f"{name} {train.front_end[name]} and {test.front_end[name]}" for name in unlike)
-            raise InferenceError(
-                f"the train and the test rows are of encoders with different front ends ({both}); embed both with one run"
-            )
+        _refuse_unlike(train, test)
         scores["linear"].append(linear(train.x, train.y, test.x, multilabel=train.multilabel))
         scores["knn"].append(nearest(train.x, train.y, test.x, k=k))
     y = np.concatenate([test.y for _, test in splits])
@@ -145,39 +126,53 @@ def evaluate(
     for name, parts in scores.items():
         # Scores of folds come from different classifiers: each row is made comparable first.
         joined = np.concatenate(parts if len(parts) == 1 or name == "knn" else [softmax(part, axis=1) for part in parts])
-        results[name] = {key: measures.summary(each) for key, each in measures.measure(joined, y, weight).items()}
+        results[name] = measures.summarised(joined, y, weight)
         if len(splits) > 1:
             for (_, test), part in zip(splits, parts, strict=True):
                 for key, (value,) in measures.measure(part, test.y, np.ones((1, len(test.y)))).items():
                     results[name][key].setdefault("folds", []).append(float(value))
     kind = "cmAP" if splits[0][0].multilabel else "accuracy"
     few = {}
+
+    def few_shot(n: int, trial: int) -> np.floating:
+        scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=trial), b.y) for a, b in splits]
+        return np.mean([measures.measure(score, y, np.ones((1, len(y))))[kind][0] for score, y in scored])
+
     for n in shots:
-        values = [
-            np.mean(
-                [
-                    measures.measure(prototypes(a.x, a.y, b.x, shots=n, seed=trial), b.y, np.ones((1, len(b.y))))[kind][0]
-                    for a, b in splits
-                ]
-            )
-            for trial in range(trials)
-        ]
+        values = [few_shot(n, trial) for trial in range(trials)]
         low, high = np.percentile(values, [2.5, 97.5])
         few[str(n)] = {"value": float(np.mean(values)), "low": float(low), "high": float(high)}
     return {**results, "few shot": few}
 
 
+def _refuse_unlike(train: Features, test: Features) -> None:
+    if train.y.shape[1] != test.y.shape[1] or train.multilabel != test.multilabel:
+        raise InferenceError(
+            f"the train rows have {train.y.shape[1]} classes, the test rows {test.y.shape[1]}, or only one of them has "
+            "several for a recording; embed both with the same --label and --multilabel"
+        )
+    widths, both = (train.x.shape[1], test.x.shape[1]), "embed both with one run"
+    if widths[0] != widths[1]:
+        raise InferenceError(f"the train rows have {widths[0]} features, the test rows {widths[1]}; {both}")
+    unlike = [
+        f"{name} {value} and {test.front_end[name]}" for name, value in train.front_end.items() if test.front_end[name] != value
+    ]
+    if unlike:
+        raise InferenceError(
+            f"the train and the test rows are of encoders with different front ends ({', '.join(unlike)}); {both}"
+        )
+
+
 def folds_of(features: Features) -> list[tuple[Features, Features]]:
     """Return a pair for each fold: its rows to test on, all others to train on."""
 
-    def part(rows: np.ndarray) -> Features:
-        def cut(z: np.ndarray | None) -> np.ndarray | None:
-            return None if z is None else z[rows]
-
-        return features._replace(x=features.x[rows], y=features.y[rows], scores=cut(features.scores), group=cut(features.group))
-
     group = features.group
     assert group is not None  # as `read` with ``group`` leaves it
+
+    def part(rows: np.ndarray) -> Features:
+        scores = None if features.scores is None else features.scores[rows]
+        return features._replace(x=features.x[rows], y=features.y[rows], scores=scores, group=group[rows])
+
     return [(part(group != fold), part(group == fold)) for fold in np.unique(group)]
 
 
@@ -195,55 +190,11 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
-    """measures.png and few_shot.png, or nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no pictures: matplotlib is missing (pip install 'jaxtrain[plots]')", file=sys.stderr)
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(MEASURES), figsize=(4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6), sharey=True)
-    for axis, name in zip(axes, MEASURES, strict=True):
-        for offset, classifier in enumerate(("linear", "knn", "scores")):
-            rows = [(i, r[classifier][name]) for i, r in enumerate(results.values()) if classifier in r]
-            if rows:
-                at = np.array([i for i, _ in rows]) + 0.2 * (offset - 1)
-                value = np.array([m["value"] for _, m in rows])
-                error = np.abs(np.array([(m["low"], m["high"]) for _, m in rows]).T - value)
-                axis.errorbar(100 * value, at, xerr=100 * error, fmt="o", capsize=3, label=classifier)
-        axis.set_xlabel(f"{name} [%]")
-        axis.set_yticks(range(len(results)), list(results))
-        axis.grid(axis="x", alpha=0.3)
-    axes[0].invert_yaxis()
-    axes[-1].legend()
-    few, axis = pyplot.subplots(figsize=(6, 4))
-    for name, result in results.items():
-        shots = [int(n) for n in result["few shot"]]
-        value, low, high = (100 * np.array([m[part] for m in result["few shot"].values()]) for part in ("value", "low", "high"))
-        axis.plot(shots, value, "o-", label=name)
-        axis.fill_between(shots, low, high, alpha=0.15)
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("examples of each class")
-    axis.set_ylabel("nearest class mean [%]")
-    axis.legend()
-    paths = [out / "measures.png", out / "few_shot.png"]
-    for path, one in zip(paths, (figure, few), strict=True):
-        one.tight_layout()
-        with atomic_write.file(path) as file:
-            one.savefig(file, dpi=120, format="png")
-        pyplot.close(one)
-    return paths
-
-
 def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) -> str:
-    """Write results.json, results.md and the pictures. Return the table."""
+    """Write results.json and results.md. Return the table."""
     out = pathlib.Path(out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     text = table(results)
     atomic_write.write(out / "results.json", json.dumps(results, indent=2) + "\n")
-    pictures = "".join(f"\n![]({path.name})\n" for path in plot(results, out))
-    atomic_write.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
+    atomic_write.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}")
     return text

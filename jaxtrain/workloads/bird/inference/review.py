@@ -10,7 +10,7 @@ import io
 import os
 import pathlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from jaxtrain.workloads.bird.inference.neighbours import Neighbours
 from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
-from loaders.audio.recordings import columns, lines, sources, tables, values
+from loaders.audio.recordings import columns, lines, sources, tables
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.find import Finder
 from loaders.chat import codec
@@ -55,11 +55,7 @@ class Session:
     """The windows of a table in their order, and the answers. Safe for several threads."""
 
     def __init__(self, items: Sequence[Item], out: pathlib.Path, neighbours: Neighbours | None = None):
-        """Read earlier answers from ``out``. Raises InferenceError.
-
-        Args:
-          neighbours: which windows sound most like each; None: the page does not show them.
-        """
+        """Read earlier answers from ``out``. Raises InferenceError."""
         self.items, self._out, self._neighbours = items, out, neighbours
         self._lock = threading.Lock()
         self._answers: dict[tuple[str, str, str, str], dict[str, str]] = {}
@@ -73,9 +69,8 @@ class Session:
                 raise InferenceError(f"--out {out} is no table of answers; name a new file")
             for _, row in table.rows():
                 self._answers[row["file"], row["start"], row["end"], row["asked"]] = dict(row)
-        self.labels = sorted(
-            {item.label for item in items if item.label} | {a["label"] for a in self._answers.values() if a["label"]}
-        )
+        named = [item.label for item in items] + [each["label"] for each in self._answers.values()]
+        self.labels = sorted(set(named) - {""})
 
     @staticmethod
     def _key(item: Item) -> tuple[str, str, str, str]:
@@ -84,15 +79,11 @@ class Session:
     def about(self, number: int) -> dict[str, Any]:
         """Return the content of the page for a window. Raises IndexError."""
         item = self.items[number]
-
-        def distance(i: int) -> float:
-            return abs(self.items[i].start - item.start)
-
-        nearby = sorted(self._by_recording[item.name], key=distance)[1 : NEIGHBOURS + 1]
+        nearby = sorted(self._by_recording[item.name], key=lambda i: abs(self.items[i].start - item.start))
         similar = self._neighbours.near(number, NEIGHBOURS) if self._neighbours else ()
         return {
             **self._brief(number), "file": item.name, "end": item.end, "clock": item.clock,
-            "nearby": [self._brief(i) for i in sorted(nearby, key=lambda i: self.items[i].start)],
+            "nearby": [self._brief(i) for i in sorted(nearby[1 : NEIGHBOURS + 1], key=lambda i: self.items[i].start)],
             "similar": [{**self._brief(i), "cosine": round(cosine, 3)} for i, cosine in similar],
         }  # fmt: skip
 
@@ -105,7 +96,6 @@ class Session:
         }  # fmt: skip
 
     def counts(self) -> dict[str, int]:
-        """How many windows there are, and how many answers of each kind."""
         with self._lock:
             kinds = [self._answers[key]["answer"] for key in self._at if key in self._answers]
         return {"items": len(self.items), **{kind: kinds.count(kind) for kind in ANSWERS}}
@@ -126,14 +116,14 @@ class Session:
         named = (label or item.label) if answer == "yes" else ""
         if answer == "yes" and not named:
             raise InferenceError("nothing says which class it is; name one")
-        row = dict(zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, _text(item.score)), strict=True))
+        score = "" if np.isnan(item.score) else f"{item.score:.4f}"
+        row = dict(zip(COLUMNS, (*self._key(item)[:3], named, answer, item.label, score), strict=True))
         with self._lock:
             before = self._answers.pop(self._key(item), None)
             self._answers[self._key(item)] = row
             try:
-                atomic_write.write_csv(
-                    self._out, [COLUMNS, *([each[name] for name in COLUMNS] for each in self._answers.values())]
-                )
+                rows = [[each[name] for name in COLUMNS] for each in self._answers.values()]
+                atomic_write.write_csv(self._out, [COLUMNS, *rows])
             except OSError:
                 self._answers.pop(self._key(item))
                 if before:
@@ -152,19 +142,12 @@ def read(
     reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> list[Item]:
-    """Return the windows of a table with file, start, end and label.
+    """Return the windows of a table, as `jaxtrain detect` or `jaxtrain search` write, in an order.
 
-    It may be one of `jaxtrain detect` or `jaxtrain search`.
-
-    Args:
-      root: the folder that every recording must lie below; empty: of a search, that of its
-        embeddings; else the nearest folder that holds all.
-      label: of these alone, or the class of all rows of a table without labels.
-      reading, mistakes: the columns of the table, and the list that takes its lines without a
-      window.
-
-    Raises InferenceError: a table without the columns, or that names recordings that are not there
-    or not below the root.
+    ``root``: the folder that every recording must lie below; empty: of a search, that of its
+    embeddings; else the nearest that holds all. ``label``: of these alone, or the class of all rows
+    of a table without labels. ``mistakes`` takes lines without a window. Raises InferenceError: a
+    table without the columns, or that names recordings that are not there or not below the root.
     """
     path = pathlib.Path(given).expanduser()
     if path.is_dir():
@@ -194,10 +177,9 @@ def read(
         if not os.path.isfile(place):
             finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Mistakes()))
             place = finder.find(line.file, path, line.where) or place
-        for name in line.labels or (label,):
-            if not label or name == label:
-                clock, score = layout.text(line.row, "clock"), _score(layout.text(line.row, "score"))
-                rows.append((place, line.start, line.end, name, score, clock))
+        clock, score = layout.text(line.row, "clock"), detections.number_of(layout.text(line.row, "score"))
+        names = [name for name in line.labels or (label,) if not label or name == label]
+        rows += [(place, line.start, line.end, name, score, clock) for name in names]
     inference.refuse(mistakes)
     if not rows:
         raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
@@ -215,32 +197,21 @@ def read(
     return ordered(items, order)
 
 
-def _score(text: str) -> float:
-    try:
-        value = values.number(text)
-    except ValueError:
-        value = None
-    return float("nan") if value is None else value
-
-
 def ordered(items: Sequence[Item], order: str) -> list[Item]:
     """Return windows in an order: as they are, best, least certain, or of recordings in turn."""
-
-    def unsure(item: Item) -> float:
-        return abs((0.0 if np.isnan(item.score) else item.score) - 0.5)
-
+    if order == "table":
+        return list(items)
     if order == "best":
-        return sorted(items, key=lambda item: -(0.0 if np.isnan(item.score) else item.score))
+        return sorted(items, key=lambda item: -np.nan_to_num(item.score))
+    unsure = sorted(items, key=lambda item: abs(np.nan_to_num(item.score) - 0.5))
     if order == "uncertain":
-        return sorted(items, key=unsure)
-    if order == "diverse":
-        turn: dict[tuple[str, str], int] = defaultdict(int)
-        keyed: list[tuple[int, float, int, Item]] = []
-        for item in sorted(items, key=unsure):
-            keyed.append((turn[item.label, item.name], unsure(item), len(keyed), item))
-            turn[item.label, item.name] += 1
-        return [item for _, _, _, item in sorted(keyed, key=lambda row: row[:3])]
-    return list(items)
+        return unsure
+    seen: Counter[tuple[str, str]] = Counter()
+    turns = []
+    for item in unsure:
+        turns.append(seen[item.label, item.name])
+        seen[item.label, item.name] += 1
+    return [unsure[i] for i in np.argsort(turns, kind="stable")]
 
 
 def wave(item: Item) -> tuple[np.ndarray, int, float]:
@@ -290,9 +261,8 @@ def picture(item: Item) -> bytes:
     x, rate, begins = wave(item)
     of = FrontEnd(sample_rate=min(max(rate, PICTURE), RATES[1]))
     seconds = max(len(x) / rate, 2 * of.window_ms / 1e3)
-    mel = spectrogram.front_end(
-        x, rate, clip_seconds=seconds, n_frames=of.n_clip_frames(round(seconds * of.sample_rate)), of=of
-    )
+    n_frames = of.n_clip_frames(round(seconds * of.sample_rate))
+    mel = spectrogram.front_end(x, rate, clip_seconds=seconds, n_frames=n_frames, of=of)
     low, high = np.percentile(mel, [20, 99.7])
     grey = np.clip((mel - low) / max(high - low, 1e-3), 0, 1)
     grey = (255 * (1 - grey.T[::-1])).astype(np.uint8)
@@ -303,7 +273,3 @@ def picture(item: Item) -> bytes:
     file = io.BytesIO()
     Image.fromarray(grey).resize((min(1200, max(300, 2 * grey.shape[1])), 256)).save(file, "PNG")
     return file.getvalue()
-
-
-def _text(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.4f}"

@@ -156,10 +156,8 @@ def run_of(folder: Embeddings) -> str:
     if not isinstance(run, str) or not run or "\0" in run:
         raise InferenceError(f"{folder.folder} does not say which run made it; name the run: --run")
     if stored.is_address(run):
-        raise InferenceError(
-            f"{folder.folder} was made by the address {run[:200]!r}, which is connected to only if you trust it and name it "
-            "with --run"
-        )
+        made = f"{folder.folder} was made by the address {run[:200]!r}"
+        raise InferenceError(f"{made}, which is connected to only if you trust it and name it with --run")
     return run
 
 
@@ -186,9 +184,7 @@ class Encoder:
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:
-        """Return the features of the window at ``start`` [s], or the file's centre: float32 [D].
-
-        None means the centre.
+        """Return the features of the window at ``start`` [s], or of the file's centre: float32 [D].
 
         Raises DataError: the file cannot be read, or ends before.
         """
@@ -202,9 +198,9 @@ class Encoder:
                 raise DataError(f"{path} has {frames / rate:.3f} s, and the query begins at {start} s")
             first = max(0, min(first, frames - length))
             wave, _, _ = spectrogram.decode(content, first, min(length, frames - first))
+        except DataError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         c, data = self._model.config, self._data
         x = spectrogram.front_end(wave, rate, clip_seconds=data.clip_seconds, n_frames=data.n_frames, of=data)
