@@ -3,46 +3,25 @@
 from jaxtrain.workload import Command, Workload
 
 _HERE = "jaxtrain.workloads.bird"
+_COMMANDS = {  # name -> group, help, whether it keeps a cache of programs
+    "index": ("data", "index recordings: folders, tables of annotations, hours-long files", False),
+    "prepare": ("data", "decode recordings once, for training on many accelerators or few cores", False),
+    "detect": ("inference", "what is heard when: tables and scores of recordings of any length", True),
+    "fit": ("inference", "a head for new classes, from few examples on embeddings", True),
+    "search": ("inference", "windows of embeddings that sound like a clip, or that a head gives most", True),
+    "review": ("inference", "review the results of detect or search, on a page of this machine", False),
+    "embed": ("evaluate", "embed any dataset with a trained encoder", True),
+    "probe": ("evaluate", "measure how good embeddings are: linear probe, k-NN, few shot", False),
+    "benchmark": ("evaluate", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", True),
+}
 
 WORKLOAD = Workload(
     config=f"{_HERE}.model:Config",
     make_task=f"{_HERE}.model:make_task",
     make_specs=f"{_HERE}.model:make_specs",
     commands={
-        "index": Command(
-            f"{_HERE}.commands.index", "data", "index recordings: folders, tables of annotations, hours-long files"
-        ),
-        "prepare": Command(
-            f"{_HERE}.commands.prepare", "data", "decode recordings once, for training on many accelerators or few cores"
-        ),
-        "detect": Command(
-            f"{_HERE}.commands.detect",
-            "inference",
-            "what is heard when: tables and scores of recordings of any length",
-            caches=True,
-        ),
-        "fit": Command(
-            f"{_HERE}.commands.fit", "inference", "a head for new classes, from few examples on embeddings", caches=True
-        ),
-        "search": Command(
-            f"{_HERE}.commands.search",
-            "inference",
-            "windows of embeddings that sound like a clip, or that a head gives most",
-            caches=True,
-        ),
-        "review": Command(
-            f"{_HERE}.commands.review", "inference", "review the results of detect or search, on a page of this machine"
-        ),
-        "embed": Command(f"{_HERE}.commands.embed", "evaluate", "embed any dataset with a trained encoder", caches=True),
-        "probe": Command(
-            f"{_HERE}.commands.probe", "evaluate", "measure how good embeddings are: linear probe, k-NN, few shot"
-        ),
-        "benchmark": Command(
-            f"{_HERE}.commands.benchmark",
-            "evaluate",
-            "score a run as BirdSet, ESC-10 or ESC-50 does, from their files",
-            caches=True,
-        ),
+        name: Command(f"{_HERE}.commands.{name}", group, text, caches=caches)
+        for name, (group, text, caches) in _COMMANDS.items()
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
     examples=f"{_HERE}.examples:examples",

@@ -85,7 +85,6 @@ def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augme
 
 
 def view_key(seed: int, epoch: Array, index: Array, view: Array) -> Key:
-    """Return the key of one view of one recording in one epoch."""
     key = jax.random.key(seed ^ STREAM)
     for part in (epoch, index, view):
         key = jax.random.fold_in(key, part)
@@ -107,7 +106,6 @@ def _part(key: Key, i: int) -> Key:
 
 
 def _place(c: Config, x_fw: Array, key: Key) -> Array:
-    """Return the visible part of the recording, and its place."""
     if c.crop < 1:
         x_fw = _crop(c, x_fw, _part(key, 0))
     if c.shift:
@@ -154,7 +152,6 @@ def _mix(of: FrontEnd, x_fw: Array, y_fw: Array, own: Array) -> Array:
 
 
 def _spoil(c: Config, x_fw: Array, key: Key) -> Array:
-    """Level, noise and masks."""
     mean = x_fw.mean()
     if c.gain:
         x_fw += jax.random.uniform(_part(key, 4), (), minval=-c.gain, maxval=c.gain)

@@ -1,9 +1,6 @@
-"""Prediction of masked patches from visible ones (He et al.
+"""Masked patches, predicted from visible ones (He et al. 2022): the masks, the decoder, the error.
 
-2022): the masks, the decoder, the error.
-
-The caller chooses the decoder's targets: a patch's own values (a masked autoencoder), or another
-encoder's features of it.
+The caller chooses its targets: a patch's own values, or another encoder's features of it.
 
 Shapes: B batch, N patches, V visible patches, D embed of the encoder, E of the decoder, P values
 predicted for a patch.
@@ -52,10 +49,7 @@ class Masks(NamedTuple):
 
 
 def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
-    """Mask exactly ``n_masked`` patches, in blocks of ``block`` × ``block`` as far as possible.
-
-    As many blocks as would fit without overlap, then single patches.
-    """
+    """Mask exactly ``n_masked`` patches: squares of side ``block``, then single ones."""
     rows, columns = grid
     n = rows * columns
     high, wide = min(block, rows), min(block, columns)
@@ -87,7 +81,7 @@ def rank(x_n: Array) -> Array:
 
 
 def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
-    """Return the parameters of a decoder that predicts ``size`` values for each patch."""
+    """Return the parameters of a decoder of ``size`` values for each patch."""
     e = d.embed
     return {
         "w_in": Spec((c.embed, e), ("embed", "mlp"), fan_in(c.embed)),
@@ -103,10 +97,7 @@ def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
 
 
 def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
-    """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
-
-    The mean CLS goes first, without a position. A learned token replaces a masked patch.
-    """
+    """float32 [B, N, P]: predictions. The mean CLS goes first, without a position."""
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
     x_btd = jnp.concatenate([seen.cls.mean(1, keepdims=True), filled_bnd], axis=1)
@@ -120,7 +111,7 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
 
 
 def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
-    """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
+    """Of one spectrogram, forward."""
     return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
 
 

@@ -1,24 +1,18 @@
 """Bird sound: a vision transformer over log-mel spectrograms, and an online probe.
 
-It is trained with labels or without.
-
 The loss is a weighted sum of objectives, each on if its weight is above 0; each is one file of
 `objectives`:
 
     supervised  cross-entropy with the class, or the asymmetric loss of several (Ridnik et al. 2021)
-    lejepa      views of a recording agree, and embeddings are spread like a Gaussian (Balestriero &
-                LeCun 2025)
+    lejepa      views agree, and embeddings are Gaussian (Balestriero & LeCun 2025)
     diet        which of all recordings it is (Ibrahim et al. 2024)
     mae         the values of masked patches, from the visible ones (He et al. 2022)
-    teacher     the features of masked patches by an average of the encoder, from the visible ones
-                (Assran et al. 2023)
+    teacher     the average encoder's features of masked patches (Assran et al. 2023)
 
-mae and teacher share masks and the pass over visible patches. The others share one over all
-patches. The probe (layer norm, linear) reads the same features without passing gradients back: it
-has its own learning rate, and is comparable between objectives. A row of the batch may hold several
-views of its recording (data.views); every view is encoded.
+mae and teacher share masks and the pass over visible patches, the others one over all patches. The
+probe reads the same features without passing gradients back, and is comparable between objectives.
+A row may hold several views of its recording (data.views); every view is encoded.
 
-The section ``model`` of a run comes first, then its parameters, then the functions of its `Task`.
 Modules of this folder, each of which imports only those before it: vit, log_mel, augment, masked,
 settings, classes, objective, views, objectives, model.
 
@@ -49,7 +43,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def with_objectives(cls: type) -> type:
-    """Declare a field for each objective's section, so that config and command line know all."""
+    """Declare a field for each objective's section."""
     for name, objective in OBJECTIVES.items():
         cls.__annotations__[name] = objective.section
         setattr(cls, name, field(default_factory=objective.section))
@@ -79,7 +73,6 @@ class Config(Settings):
             yield from objective.data_problems(self, self.section(name), facts)
 
     def section(self, name: str) -> Any:
-        """Return the fields of an objective."""
         return getattr(self, name)
 
     @property
@@ -102,7 +95,6 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, table: PyTree) -> PyTree:
-    """Return a table for each objective with a state, or ()."""
     return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
 
 
@@ -114,17 +106,12 @@ def forward_flops(c: Config) -> int:
 
 def train_flops(c: Config) -> int:
     """Of one view in a step: three encoder passes, the probe forward, and the objectives."""
-    forward = 2 * c.embed * (c.n_classes or 0)
-    if c.reads(ALL):
-        forward += vit.forward_flops(c)
-    if c.reads(VISIBLE):
-        forward += vit.forward_flops(c, c.n_patches - c.n_masked)
+    forward = 2 * c.embed * (c.n_classes or 0) + c.reads(ALL) * vit.forward_flops(c)
+    forward += c.reads(VISIBLE) * vit.forward_flops(c, c.n_patches - c.n_masked)
     return 3 * forward + sum(objective.flops(c, c.section(name)) for name, objective in c.on.items())
 
 
 class Model(NamedTuple):
-    """The part of the run that every function of the task reads."""
-
     c: Config
     shard: Shard
     seed: int
@@ -150,7 +137,6 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 
 
 def _objective_term(c: Config) -> str:
-    """Return the metric of the loss but the probe's: the only objective's own, with weight 1."""
     name = next(iter(c.on))
     return f"{name}_loss" if len(c.on) == 1 and c.section(name).weight == 1 else "objective_loss"
 
@@ -238,21 +224,10 @@ def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array
 
 
 def inputs(
-    model: Model,
-    variables: Variables,
-    batch: Batch,
-    x: Array,
-    needs: str,
-    *,
-    key: Key | None = None,
-    labels: Labels | None = None,
-    share_bv: Array | None = None,
-) -> Inputs:
-    """One pass of the encoder over spectrograms ``x``; `of_objective` adds what one objective has.
-
-    Args:
-      key: of the step; None = no stochastic depth, in an evaluation.
-    """
+    model: Model, variables: Variables, batch: Batch, x: Array, needs: str, *, key: Key | None = None,
+    labels: Labels | None = None, share_bv: Array | None = None,
+) -> Inputs:  # fmt: skip
+    """One pass of the encoder over ``x``. Without a ``key`` there is no stochastic depth."""
     c, x_rfw = model.c, views.flat(c=model.c, x=x)
     masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
     keep = views.survival(c, batch, key, needs) if key is not None else None
@@ -268,19 +243,14 @@ def inputs(
 
 
 def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
-    """Return the same with the objective's own parameters and carry."""
     carry = variables.carry[name] if name in variables.carry else ()
     return shared._replace(params=variables.params["objective"][name], carry=carry)
 
 
 def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
-    """Return the carry after a step, by the new parameters."""
     c = model.c
-    moved = {
-        name: objective.advance(c.section(name), params, carry[name], step, model.steps)
-        for name, objective in c.on.items()
-        if objective.advance
-    }
+    advances = {name: objective.advance for name, objective in c.on.items() if objective.advance}
+    moved = {name: f(c.section(name), params, carry[name], step, model.steps) for name, f in advances.items()}
     return {**carry, **moved} if moved else carry
 
 

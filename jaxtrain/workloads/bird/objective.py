@@ -67,10 +67,9 @@ class Inputs(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """One term of the loss: its parameters, computation and cost, and its config's checks.
+    """One term of the loss. Each function takes the objective's own section of the config.
 
-    Every function takes the objective's own section of the config. Functions without `Inputs` also
-    take the model's settings.
+    Functions without `Inputs` also take the model's settings.
     """
 
     section: type[Section]

@@ -14,7 +14,6 @@ from jaxtrain.workloads.bird.settings import Settings
 
 
 def with_spectrograms(c: Settings, batch: Batch, shard: Shard) -> Batch:
-    """Return the batch with spectrograms, which rows of waveforms become here."""
     if c.form != "waveform":
         return batch
     fields = {"spectrogram": "waveform", **({"background": "background"} if c.augment.background else {})}

@@ -13,7 +13,7 @@ embed, H heads, K head dimension, M mlp, L layers.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,16 +30,16 @@ from jaxtrain.types import Array, Key, PyTree, Shard, Spec
 from loaders.io import checks
 
 EPS = 1e-5  # of the layer norms, if no config says otherwise
-DTYPES = ("float32", "bfloat16")
-POSITIONS = ("learned", "rope")
-MLPS = ("gelu", "gelu_exact", "swiglu")
-NORMS = ("tokens", "pooled")
 SAVED = ("attention", "mlp")  # activations that remat may keep
 EXPORTED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 EXACT = jax.lax.Precision.HIGHEST
 
 # name -> embed, depth, heads (Touvron et al. 2021, Dosovitskiy et al. 2021)
 PRESETS = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "h": (1280, 32, 16)}
+CHOICES: dict[str, Iterable[str]] = {
+    "preset": PRESETS, "dtype": ("float32", "bfloat16"), "positions": ("learned", "rope"),
+    "mlp": ("gelu", "gelu_exact", "swiglu"), "norm": ("tokens", "pooled"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,8 @@ class Config(checks.Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll")
         yield from checks.not_negative(self, "n_registers", "layer_scale")
-        yield from checks.choice(self, PRESETS, "preset")
-        yield from checks.choice(self, DTYPES, "dtype")
-        yield from checks.choice(self, POSITIONS, "positions")
-        yield from checks.choice(self, MLPS, "mlp")
-        yield from checks.choice(self, NORMS, "norm")
+        for name, allowed in CHOICES.items():
+            yield from checks.choice(self, allowed, name)
         yield from checks.positive(self, "eps")
         for size, part, axis in zip((self.n_frames, self.n_mels), self.patch, ("n_frames", "n_mels"), strict=True):
             if part < 1 or size % part:
@@ -93,11 +90,8 @@ class Config(checks.Section):
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
         elif self.positions == "rope" and self.heads > 0 and self.embed // self.heads % 4:
-            yield (
-                "positions",
-                f"is 'rope', which turns pairs along two axes, and a head has {self.embed // self.heads} values; it takes a "
-                "multiple of 4",
-            )
+            values = f"a head has {self.embed // self.heads} values"
+            yield "positions", f"is 'rope', which turns pairs along two axes, and {values}; it takes a multiple of 4"
         if self.rope_base <= 1:
             yield "rope_base", f"is {self.rope_base}; it must be above 1"
         yield from checks.within(self, "[0, 1)", "drop_path")
@@ -211,11 +205,7 @@ def export_names(config: Mapping[str, Any], path: str) -> str | list[str]:
 
 
 def read_exported(path: str | os.PathLike[str]) -> PyTree:
-    """Return the encoder's parameters, float32, of a model.safetensors of `jaxtrain export`.
-
-    With numpy alone: `jaxtrain.arrays.stored`, which reads any folder of them in parts, has the
-    requirements of checkpoints.
-    """
+    """Return an encoder, float32, of a model.safetensors of `jaxtrain export`, by numpy alone."""
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         data = file.read()
@@ -236,19 +226,13 @@ def read_exported(path: str | os.PathLike[str]) -> PyTree:
 
 
 def encode(
-    c: Config,
-    params: PyTree,
-    x_bfw: Array,
-    shard: Shard = one_device.shard,
-    *,
-    visible_bvn: Array | None = None,
+    c: Config, params: PyTree, x_bfw: Array, shard: Shard = one_device.shard, *, visible_bvn: Array | None = None,
     keep_l2b: Array | None = None,
-) -> Encoded:
+) -> Encoded:  # fmt: skip
     """Spectrograms [B, F, W] through the encoder.
 
-    Args:
-      visible_bvn: float32, one-hot along N: the patches that it sees; None = all, in order.
-      keep_l2b: `survival` in training with stochastic depth.
+    It sees all patches in order, or those of ``visible_bvn``, one-hot along N. ``keep_l2b``:
+    `survival` in training with stochastic depth.
     """
     with jax.named_scope("patchify"):
         x_bnp = patchify(c, x_bfw)
@@ -279,14 +263,9 @@ def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
 
 
 def run_stack(
-    s: Stack,
-    stack: PyTree,
-    x_btd: Array,
-    shard: Shard,
-    *,
-    turns: tuple[Array, Array] | None = None,
+    s: Stack, stack: PyTree, x_btd: Array, shard: Shard, *, turns: tuple[Array, Array] | None = None,
     keep_l2b: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Tokens [B, T, D] through the layers of a stack, in its dtype."""
     dtype, cheap = jnp.dtype(s.dtype), remat.cheap(s.remat)
 
@@ -358,9 +337,7 @@ def select(visible_bvn: Array, x_bnd: Array) -> Array:
 
 
 def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
-    """cos and sin [B or 1, T, 1, K / 2] of the angles by which pairs turn.
-
-    Half of them turn by the place in time, half by mel's.
+    """cos and sin [B or 1, T, 1, K / 2] of the angles of pairs, half in time, half in mel.
 
     Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and
     registers do not turn.
@@ -377,12 +354,9 @@ def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
 
 
 def survival(c: Config, key_b: Key) -> Array | None:
-    """float32 [L, 2, B]: factors of attention's and MLP's outputs, 0 or 1 / (1 - rate).
+    """float32 [L, 2, B]: factors of attention's and MLP's outputs, 0 or 1 / (1 - rate), or None.
 
-    There is one for each layer and row.
-
-    The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016). None
-    without it.
+    The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016).
     """
     if not c.drop_path:
         return None

@@ -38,7 +38,7 @@ def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = tupl
         parser.add_argument(
             "--encoding", default="", metavar="NAME", help="of tables, for example cp1250; default: by their bytes"
         )
-        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in one field of a table")
+        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in a field")
 
 
 def table_options(args: argparse.Namespace) -> Options:

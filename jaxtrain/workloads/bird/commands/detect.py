@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain detect", __doc__)
     arguments.add_run(parser, ema=True)
     parser.add_argument("recordings", metavar="RECORDING", nargs="+", help="files, folders, indexes, tables or lists of names")
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make, or to resume")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make or resume")
     parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table by class; default: --model's, 0.5")
+    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table; default: --model's, 0.5")
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
@@ -91,7 +91,8 @@ def _detect(args: argparse.Namespace) -> int:
     if not 0 <= args.min_duration < float("inf"):
         raise InferenceError(f"--min-duration is {args.min_duration}; it must be a number of seconds, at least 0")
     note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
-    cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "reading": commands.table_options(args), "note": note}
+    cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "note": note}
+    cut |= {"reading": commands.table_options(args)}
     windows, mistakes = encoder.cut_windows(args.recordings, data.clip_seconds, overlap=args.overlap, **cut)
     data = encoder.data_config(model, **changes, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)

@@ -46,7 +46,7 @@ KINDS = ("mean", "cls", "patches")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain embed", __doc__)
     arguments.add_run(parser, ema=True)
-    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make, or to resume")
+    parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make or resume")
     parser.add_argument("--data", help="folder, glob or file of shards; default: the run's training data")
     parser.add_argument("--recordings", nargs="+", metavar="RECORDING", help="cut into windows, instead of --data")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")

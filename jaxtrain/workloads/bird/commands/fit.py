@@ -97,7 +97,8 @@ def _fit(args: argparse.Namespace) -> int:
     mean = f", mean average precision {np.nanmean(fitted.precision):.3f}" if fitted.folds else ""
     print(f"{args.out}: {args.method}, {len(given.y)} rows, penalty {fitted.penalty:g}, {how}{mean}")
     if (given.y.any(1) | (given.known == 0).any(1)).all():
-        print("no row is without a class, so thresholds hold among calls alone; add silence: --background N, or empty windows")
+        remedy = "add silence: --background N, or empty windows"
+        print(f"no row is without a class, so the thresholds hold among calls alone; {remedy}")
     commands.show_mistakes(mistakes, listed)
     print(f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class; {mistakes.summary(str(listed))}")
     return 0

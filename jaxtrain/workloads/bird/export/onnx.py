@@ -90,13 +90,8 @@ class Graph:
 def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapping[str, str]) -> dict[str, bytes]:
     """model.onnx, further data if it would be too large, and example_onnx.py: name -> content.
 
-    Args:
-      c: the run's model.
-      data: the section of its config.
-      arrays: its parameters. Without those of a head the model has no scores.
-      about: further metadata of the file.
-
-    Raises StoredError: parameters are missing, a front end that does not fit the model.
+    ``c``, ``data``: sections of the run's config. ``arrays``: its parameters, without a head's for
+    no scores. ``about``: further metadata. Raises StoredError.
     """
     import onnx
     from onnx import helper
@@ -203,9 +198,8 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     turns = [np.asarray(each)[0].transpose(1, 0, 2) for each in vit.axial_rope(c, None)] if c.positions == "rope" else None
     turns = turns and [graph.array(each) for each in turns]
     for i in range(c.depth):
-        x_btd = _layer(
-            graph, c, {name: each[i] for name, each in params["blocks"].items()}, x_btd, turns, f"encoder/blocks/{i}"
-        )
+        w = {name: each[i] for name, each in params["blocks"].items()}
+        x_btd = _layer(graph, c, w, x_btd, turns, f"encoder/blocks/{i}")
     if c.norm == "tokens":
         x_btd = graph("LayerNormalization", x_btd, params["scale"], params["bias"], epsilon=c.eps)
     return graph.slice(x_btd, 0, c.n_cls, 1), graph.slice(x_btd, c.n_cls, c.n_cls + c.n_patches, 1)

@@ -28,14 +28,12 @@ FRONT_END = "front_end.json"  # next to the weights of others: fields of the sec
 def from_folder(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sections ``model`` and ``warm_start`` of a run that begins with the encoder of a folder.
 
-    Raises StoredError, with everything that does not fit: it is no such folder, arrays are missing,
-    of another shape or have no place here.
+    Raises StoredError, with everything that does not fit.
     """
     arrays = stored.open_safetensors(folder)
-    if not timm_names.is_one(arrays):
-        raise StoredError(
-            f"{folder} holds no {timm_names.PATCH.replace('/', '.')}; expected a vision transformer under timm's names"
-        )
+    if not timm_names.unprefixed(arrays):
+        patch = timm_names.PATCH.replace("/", ".")
+        raise StoredError(f"{folder} holds no {patch}; expected a vision transformer under timm's names")
     model, unused, problems = _model(arrays, folder)
     if problems:
         remedy = "set config.model yourself, and declare them by config.warm_start.skip and unused"
@@ -97,9 +95,9 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
         if "://" in rules.source or not stored.is_safetensors(rules.source):
             return
         arrays = stored.open_safetensors(rules.source)
-        if not timm_names.is_one(arrays):
+        if not (there := timm_names.unprefixed(arrays)):
             return
-        patch = timm_names.unprefixed(arrays)[timm_names.PATCH]
+        patch = there[timm_names.PATCH]
         says = timm_names.about(rules.source, patch.shape[0])
     except (StoredError, OSError):
         return  # the warm start itself reports the error
@@ -110,18 +108,17 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
     for name, value in expected.items():
         if getattr(c, name) != value:
             yield name, f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set config.model.{name}={value}"
-    if says.image and len(patch.shape) == 4 and all(n % side == 0 for n, side in zip(says.image, patch.shape[2:], strict=True)):
-        grid = tuple(n // side for n, side in zip(says.image, patch.shape[2:], strict=True))
-        declared = [how for pattern, how in rules.reshape.items() if re.search(pattern, "encoder/pos")]
-        skipped = any(re.search(pattern, "encoder/pos") for pattern in rules.skip)
-        if c.positions == "learned" and grid != c.grid and not declared and not skipped:
-            how = f"grid {grid[0]}x{grid[1]} to {c.grid[0]}x{c.grid[1]}"
-            yield (
-                "patch",
-                f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {c.grid[0]}x{c.grid[1]}, and the positions of "
-                f"{rules.source} are of {grid[0]}x{grid[1]}; resample them: "
-                f"\"--config.warm_start.reshape={{'{GRID}': '{how}'}}\"",
-            )
+    if not says.image or len(patch.shape) != 4 or c.positions != "learned":
+        return
+    grid = tuple(n / side for n, side in zip(says.image, patch.shape[2:], strict=True))
+    declared = any(re.search(pattern, "encoder/pos") for pattern in (*rules.reshape, *rules.skip))
+    if grid != c.grid and all(n == int(n) for n in grid) and not declared:
+        theirs, ours = (f"{int(rows)}x{int(columns)}" for rows, columns in (grid, c.grid))
+        yield (
+            "patch",
+            f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the positions of {rules.source} are of "
+            f"{theirs}; resample them: \"--config.warm_start.reshape={{'{GRID}': 'grid {theirs} to {ours}'}}\"",
+        )
 
 
 def run_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Vision transformers under timm's names as the encoder of the bird model, and back.
-
-They are of timm, AudioMAE or Bird-MAE, and become `jaxtrain.workloads.bird.vit`.
+"""Transformers under timm's names (AudioMAE, Bird-MAE) as `jaxtrain.workloads.bird.vit`, and back.
 
 A spectrogram is an image of one channel, time down and mel to the right. The same numbers in the
 same order, but for
@@ -10,8 +8,7 @@ same order, but for
     fc_norm       the norm of pooled features, in place of that of tokens: model.norm is "pooled"
     three colours of an image are summed to one channel, for a spectrogram is grey
 
-timm's config.json has the sizes that no array shows: heads, sizes of the image, the activation,
-epsilons.
+timm's config.json has the sizes that no array shows: heads, image, activation, epsilons.
 """
 
 import functools
@@ -32,25 +29,15 @@ from jaxtrain.workloads.bird.export import saved
 PATCH = "patch_embed/proj/weight"
 ENCODER, HEAD = "encoder/", "objective/supervised/"
 LAYER = {
-    "scale_attention": "norm1/weight",
-    "bias_attention": "norm1/bias",
-    "w_qkv": "attn/qkv/weight",
-    "b_qkv": "attn/qkv/bias",
-    "scale_q": "attn/q_norm/weight",
-    "bias_q": "attn/q_norm/bias",
-    "scale_k": "attn/k_norm/weight",
-    "bias_k": "attn/k_norm/bias",
-    "w_out": "attn/proj/weight",
-    "b_out": "attn/proj/bias",
-    "scale_added_attention": "ls1/gamma",
-    "scale_mlp": "norm2/weight",
-    "bias_mlp": "norm2/bias",
-    "w_up": "mlp/fc1/weight",
-    "b_up": "mlp/fc1/bias",
-    "w_down": "mlp/fc2/weight",
-    "b_down": "mlp/fc2/bias",
-    "scale_added_mlp": "ls2/gamma",
-}
+    "scale_attention": "norm1/weight", "bias_attention": "norm1/bias",
+    "w_qkv": "attn/qkv/weight", "b_qkv": "attn/qkv/bias",
+    "scale_q": "attn/q_norm/weight", "bias_q": "attn/q_norm/bias",
+    "scale_k": "attn/k_norm/weight", "bias_k": "attn/k_norm/bias",
+    "w_out": "attn/proj/weight", "b_out": "attn/proj/bias", "scale_added_attention": "ls1/gamma",
+    "scale_mlp": "norm2/weight", "bias_mlp": "norm2/bias",
+    "w_up": "mlp/fc1/weight", "b_up": "mlp/fc1/bias",
+    "w_down": "mlp/fc2/weight", "b_down": "mlp/fc2/bias", "scale_added_mlp": "ls2/gamma",
+}  # fmt: skip
 ACTIVATIONS = {"gelu": "gelu_exact", "gelu_tanh": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 WIDTHS = {embed: heads for embed, _, heads in vit.PRESETS.values()}
 EPS = 1e-6  # timm's
@@ -67,19 +54,13 @@ class About(NamedTuple):
     averages: bool  # whether its features are the mean of the patches
 
 
-def is_one(arrays: Mapping[str, Stored]) -> bool:
-    """Whether arrays, by their paths in safetensors, are a transformer under timm's names."""
-    return _prefix(arrays) is not None
-
-
-def _prefix(arrays: Mapping[str, Stored]) -> str | None:
-    return next((path.removesuffix(PATCH) for path in arrays if path == PATCH or path.endswith(f"/{PATCH}")), None)
-
-
 def unprefixed(arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the arrays by timm's own paths, if all are in a folder (``encoder/``, ``model/``)."""
-    prefix = _prefix(arrays) or ""
-    return {path.removeprefix(prefix): one for path, one in arrays.items()}
+    """Return the arrays by timm's own paths, without a folder (``encoder/``, ``model/``) of them.
+
+    They are {} if they are no transformer under timm's names.
+    """
+    prefix = next((path.removesuffix(PATCH) for path in arrays if f"/{path}".endswith(f"/{PATCH}")), None)
+    return {} if prefix is None else {path.removeprefix(prefix): one for path, one in arrays.items()}
 
 
 def about(folder: str | os.PathLike[str], width: int) -> About:
@@ -125,12 +106,10 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Return the encoder's parameters of a folder that `is_one` by our paths, others by their own.
+    """Return the encoder's parameters of such a folder by our paths, others by their own, unread.
 
-    Nothing is read. An array of a wrong shape stays as it is: the reader of the table refuses it.
-
-    Raises StoredError: patches that are none, an unknown number of heads, layers that differ, a
-    config.json of no sense.
+    An array of a wrong shape stays as it is: the reader of the table refuses it. Raises
+    StoredError: odd patches, an unknown number of heads, layers that differ, an odd config.json.
     """
     there = unprefixed(arrays)
     patch = there.pop(PATCH)
@@ -215,19 +194,16 @@ def _view(one: Stored, shape: tuple[int, ...], change: Any) -> Stored:
 def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str, Stored]:
     """Return a run's encoder, and its supervised head, by timm's paths and in its shapes.
 
-    ``arrays``, ``model``: the run's parameters, and the section of its config.
-
     Raises StoredError, with all that timm's has not, and every array that is missing.
     """
     c = vit.from_saved(model)
+    has = {"n_cls": ((1,), "one CLS token"), "positions": (("learned",), "learned ones")}
+    has |= {"mlp": (("gelu", "gelu_exact"), "gelu or gelu_exact")}
+    values = {name: getattr(c, name) for name in has}
     problems = [
-        f"model.{name} is {value!r}, and timm's has {only}"
-        for name, value, only, bad in (
-            ("n_cls", c.n_cls, "one CLS token", c.n_cls != 1),
-            ("positions", c.positions, "learned ones", c.positions != "learned"),
-            ("mlp", c.mlp, "gelu or gelu_exact", c.mlp == "swiglu"),
-        )
-        if bad
+        f"model.{name} is {values[name]!r}, and timm's has {only}"
+        for name, (all_, only) in has.items()
+        if values[name] not in all_
     ]
     sides, d = c.patch, c.embed
     places: dict[str, tuple[str, tuple[int, ...], Any]] = {

@@ -82,8 +82,13 @@ def birdset(
     else:
         scores, missing = _own(model, test, names)
     y, scores = y[decoded], scores[decoded]
-    content: dict[str, Any] = {"set": name, "segments": len(y), "unreadable": int((~decoded).sum()), "classes": y.shape[1]}
-    content |= {"without a segment": int((~y.any(0)).sum()), "not in the run": missing, "scores": "probe" if linear else "head"}
+    content: dict[str, Any] = {"set": name, "segments": len(y), "unreadable": int((~decoded).sum())}
+    content |= {
+        "classes": y.shape[1],
+        "without a segment": int((~y.any(0)).sum()),
+        "not in the run": missing,
+        "scores": "probe" if linear else "head",
+    }
     content |= {NAMES[k]: v for k, v in scored(scores, y, draws).items()}
     lines = [
         f"BirdSet {name}, {content['segments']:,} segments ({int(y.any(1).sum()):,} with a bird), {y.shape[1]} classes, by "

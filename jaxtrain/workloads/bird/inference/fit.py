@@ -108,7 +108,8 @@ def _features(folders: Sequence[Embeddings], given: Examples, kind: str) -> np.n
         shape = each.array(kind, 4 if kind == "patches" else 2).shape
         size += len(rows) * int(np.prod(shape[1:])) * 4
         if size > MAX_BYTES:
-            raise InferenceError(f"patches of {len(given.y)} rows take more than {MAX_BYTES >> 30} GiB; give fewer examples")
+            gib = MAX_BYTES >> 30
+            raise InferenceError(f"the patches of {len(given.y)} rows take more than {gib} GiB; give fewer examples")
         x = each.features(kind, rows)
         parts.append(x.reshape(len(rows), -1, shape[-1]) if kind == "patches" else x)
     if len({part.shape[1:] for part in parts}) > 1:

@@ -125,8 +125,8 @@ def _check(
 ) -> None:
     """Raise InferenceError for arrays that do not fit together."""
     if set(arrays) != set(KINDS[kind]):
-        expected = f"a head of kind {kind} has {', '.join(KINDS[kind])}"
-        raise InferenceError(f"{path} holds the arrays {', '.join(sorted(arrays))}; {expected}")
+        needed = f"a head of kind {kind} has {', '.join(KINDS[kind])}"
+        raise InferenceError(f"{path} holds the arrays {', '.join(sorted(arrays))}; {needed}")
     given = {**arrays, **({} if thresholds is None else {"thresholds": thresholds})}
     if wrong := [name for name, x in given.items() if x.dtype != np.float32 or not np.isfinite(x).all()]:
         raise InferenceError(f"{path}: its {wrong[0]} holds values that are no numbers of 32 bits; fit it again")
@@ -159,6 +159,7 @@ def read_names(given: Sequence[str], known: Sequence[str], what: str) -> list[in
     numbers = {name: i for i, name in enumerate(known)}
     for name in given:
         if name not in numbers:
-            near = ", ".join(difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5])
-            raise InferenceError(f"{what} names the class {name!r}, and there are {len(known)} others, for example {near}")
+            nearest = ", ".join(difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5])
+            others = f"there are {len(known)} others, for example {nearest}"
+            raise InferenceError(f"{what} names the class {name!r}, and {others}")
     return [numbers[name] for name in given]

@@ -154,9 +154,8 @@ def _refuse_unlike(train: Features, test: Features) -> None:
     widths, both = (train.x.shape[1], test.x.shape[1]), "embed both with one run"
     if widths[0] != widths[1]:
         raise InferenceError(f"the train rows have {widths[0]} features, the test rows {widths[1]}; {both}")
-    unlike = [
-        f"{name} {value} and {test.front_end[name]}" for name, value in train.front_end.items() if test.front_end[name] != value
-    ]
+    of = [(name, value, test.front_end[name]) for name, value in train.front_end.items()]
+    unlike = [f"{name} {a} and {b}" for name, a, b in of if a != b]
     if unlike:
         raise InferenceError(
             f"the train and the test rows are of encoders with different front ends ({', '.join(unlike)}); {both}"

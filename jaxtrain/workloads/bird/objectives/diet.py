@@ -1,6 +1,4 @@
-"""diet: classify the recording among all.
-
-Every recording is a class of its own (Ibrahim et al. 2024).
+"""diet: classify the recording among all (Ibrahim et al. 2024).
 
 Shapes: B rows, V views, R spectrograms, D embed, K rank.
 """
@@ -49,7 +47,7 @@ def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tu
 
 
 def table_rows(c: Settings) -> int:
-    """Rows of the table of recordings. Rows beyond ``n_recordings`` are never read."""
+    """Rows of the table of recordings, of which those beyond ``n_recordings`` are never read."""
     return -(-(c.n_recordings or 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
 
 
@@ -95,7 +93,6 @@ def head(s: Diet, x: Inputs) -> tuple[Array, Array]:
 
 
 def unit(x: Array) -> Array:
-    """Each row at length 1."""
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
 
 
@@ -103,10 +100,7 @@ def flops(c: Settings, s: Diet) -> int:
     return 3 * 2 * s.rank * (c.embed + table_rows(c))
 
 
-def batch_statistic(s: Diet) -> str:
-    return "diet's batch norm" if s.norm == "batch" else ""
-
-
 OBJECTIVE = Objective(
-    Diet, ALL, specs, loss, flops, problems=problems, data_problems=data_problems, batch_statistic=batch_statistic
+    Diet, ALL, specs, loss, flops, problems=problems, data_problems=data_problems,
+    batch_statistic=lambda s: "diet's batch norm" if s.norm == "batch" else "",
 )  # fmt: skip

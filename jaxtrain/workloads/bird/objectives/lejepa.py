@@ -1,11 +1,8 @@
-"""lejepa: views of a recording agree, and embeddings are spread like an isotropic Gaussian.
-
-The source is Balestriero & LeCun 2025.
+"""lejepa: views agree, and embeddings are isotropic Gaussians (Balestriero & LeCun 2025).
 
 SIGReg compares, along random directions, the empirical characteristic function of a batch with that
 of a standard normal. Both statistics are over the global batch on every mesh
-(`jaxtrain.nn.batch_norm.over_data`); they do not decompose over
-microbatches: with train.accumulate = n they are of a microbatch.
+(`jaxtrain.nn.batch_norm.over_data`); with train.accumulate = n they are of a microbatch.
 
 Shapes: V views, B rows, R spectrograms, D embed, H hidden, P projected values, S slices, K knots.
 """
@@ -56,12 +53,9 @@ def specs(c: Settings, s: Lejepa) -> PyTree:
     h = s.hidden
     table: dict[str, Spec] = {}
     for i, n_in in enumerate((c.embed, h)):
-        table |= {
-            f"w{i}": Spec((n_in, h), ("embed", "mlp"), fan_in(n_in)),
-            f"b{i}": Spec((h,), ("mlp",), zeros),
-            f"scale{i}": Spec((h,), ("mlp",), ones),
-            f"bias{i}": Spec((h,), ("mlp",), zeros),
-        }
+        table[f"w{i}"] = Spec((n_in, h), ("embed", "mlp"), fan_in(n_in))
+        channels = {"b": zeros, "scale": ones, "bias": zeros}
+        table |= {f"{name}{i}": Spec((h,), ("mlp",), init) for name, init in channels.items()}
     return table | {"w_out": Spec((h, s.size), ("embed", None), fan_in(h)), "b_out": Spec((s.size,), (None,), zeros)}
 
 
@@ -93,16 +87,11 @@ def directions(key: Key, size: int, slices: int) -> Array:
 
 
 def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
-    """SIGReg of features, scaled by B: the distance of their distribution from a Gaussian.
+    """Return the distance of features from a Gaussian, times B, the global batch's weight.
 
-    B × mean over views and slices of sum_k w_k ((mean_b cos(t_k u) - phi_k)^2 + (mean_b sin(t_k
-    u))^2), u = z A.
-
-    phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice, for the half
-    line that symmetry leaves out.
-
-    Args:
-      weight_b: rows of weight 0 are left out; B is the sum over the global batch.
+    B × mean over views and slices of sum_k w_k ((mean_b cos t_k u - phi_k)^2 + (mean_b sin t_k
+    u)^2), u = z A. phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice,
+    for the half line that symmetry leaves out.
     """
     t = np.linspace(0, LAST, KNOTS)
     phi = np.exp(-(t**2) / 2)

@@ -29,16 +29,16 @@ def specs(c: Settings, s: Mae) -> PyTree:
     return masked.decoder_specs(c, s.decoder, c.patch_size)
 
 
-def predictions(s: Mae, x: Inputs) -> Array:
-    """float32 [R, N, P]: of every patch."""
+def predictions(s: Mae, x: Inputs) -> tuple[Array, Array]:
+    """float32 [R, N, P] of every patch, and which are masked, [R, N]."""
     assert x.masks is not None  # of a pass over visible patches, which it needs
-    return masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
+    return masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard), x.masks.masked
 
 
 def loss(s: Mae, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     target_rnp = masked.normalised(vit.patchify(x.c, x.x_rfw))
-    assert x.masks is not None
-    each_r = masked.masked_error(predictions(s, x), target_rnp, x.masks.masked)
+    pred_rnp, masked_rn = predictions(s, x)
+    each_r = masked.masked_error(pred_rnp, target_rnp, masked_rn)
     return (each_r * x.weight_r).sum(), {}
 
 
@@ -48,10 +48,9 @@ def evaluate(s: Mae, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
 
 def progress(s: Mae, x: Inputs) -> dict[str, Array]:
     """Return first views, masked patches as predicted, with their own mean and spread."""
-    pred_rnp, x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
+    (pred_rnp, masked_rn), x_rnp = predictions(s, x), vit.patchify(x.c, x.x_rfw)
     mean_rn1, std_rn1 = x_rnp.mean(-1, keepdims=True), x_rnp.std(-1, keepdims=True)
-    assert x.masks is not None
-    restored_rnp = jnp.where(x.masks.masked[:, :, None] > 0, pred_rnp * std_rn1 + mean_rn1, x_rnp)
+    restored_rnp = jnp.where(masked_rn[:, :, None] > 0, pred_rnp * std_rn1 + mean_rn1, x_rnp)
     return {"restored": views.as_picture(views.unpatchify(x.c, restored_rnp)[:: x.c.n_views])}
 
 

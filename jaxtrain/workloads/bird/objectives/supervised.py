@@ -74,9 +74,8 @@ def evaluate(s: Supervised, x: Inputs) -> tuple[Mean, dict[str, Mean]]:
 def class_loss(c: Settings, s: Supervised, logits_rc: Array, labels: Labels, *, smoothing: float) -> Array:
     """Return the loss of each spectrogram, [R]."""
     if s.loss == "asymmetric":
-        return classes.asymmetric_loss(
-            logits_rc, targets(c, labels), gamma_positive=s.gamma_positive, gamma_negative=s.gamma_negative, clip=s.clip
-        )
+        how = {"gamma_positive": s.gamma_positive, "gamma_negative": s.gamma_negative, "clip": s.clip}
+        return classes.asymmetric_loss(logits_rc, targets(c, labels), **how)
     own_r = classes.cross_entropy(logits_rc, labels.own, smoothing=smoothing)
     if labels.other is None or labels.share is None:
         return own_r

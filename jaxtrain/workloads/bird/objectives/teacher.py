@@ -32,11 +32,6 @@ def specs(c: Settings, s: Teacher) -> PyTree:
     return masked.decoder_specs(c, s.decoder, c.embed)
 
 
-def carry(params: PyTree) -> PyTree:
-    """Return the specs of the average, which has the shape of the encoder."""
-    return params["encoder"]
-
-
 def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int) -> PyTree:
     """Make the teacher the student after the first step, then a slower and slower average of it."""
     momentum = jnp.where(step == 0, 0.0, s.momentum + (1 - s.momentum) * jnp.minimum(step / steps, 1.0))
@@ -61,5 +56,6 @@ def flops(c: Settings, s: Teacher) -> int:
 
 
 OBJECTIVE = Objective(
-    Teacher, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, carry=carry, advance=advance
+    Teacher, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, advance=advance,
+    carry=lambda params: params["encoder"],  # the average has the shape of the encoder
 )  # fmt: skip
