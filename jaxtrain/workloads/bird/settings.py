@@ -64,8 +64,8 @@ class Settings(vit.Config, ModelSection):
                 yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
         if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
             yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
-        if self.views not in (None, facts.get("views", 1)):
-            yield "views", f"is {self.views}, and the data have {facts.get('views', 1)}; set data.views"
+        if self.views not in (None, n := facts.get("views", 1)):
+            yield "views", f"is {self.views}, and the data have {n}; set data.views"
         names = facts.get("class_names", ())
         if self.class_names and names and self.class_names != tuple(names):
             differing = next((pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]), None)
@@ -86,10 +86,8 @@ class Settings(vit.Config, ModelSection):
             return
         try:
             if unlike := front_end_lib.saved(data).differences(self.spectrograms):
-                yield (
-                    f"its encoder was trained on other spectrograms than this run's: {unlike}; set config.data as the source "
-                    "has it, or config.warm_start.other_front_end=true"
-                )
+                remedy = "set config.data as the source has it, or config.warm_start.other_front_end=true"
+                yield f"its encoder was trained on other spectrograms than this run's: {unlike}; {remedy}"
         except ValueError as error:
             yield f"its config's {error}"
 

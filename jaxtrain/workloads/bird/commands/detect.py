@@ -1,6 +1,4 @@
-"""Detect classes in recordings of any length.
-
-The output is selection tables, label tracks, CSV, and the scores of all windows.
+"""Detect classes in recordings of any length, as selection tables, label tracks, CSV, and scores.
 
     jaxtrain detect RUN RECORDING… --out DIR [--overlap S] [--threshold SCORE]
 
@@ -12,14 +10,12 @@ that names some. Each recording is cut into windows as long as the clips that th
 on, with the last one at its end. Scores are softmax or sigmoid, as the run was trained, or those of
 a head by `jaxtrain fit` (--model).
 
-    DIR/
-      detections.csv                 BirdNET-Analyzer's columns, and the time of day if header or
-                                     name tell it
-      raven/NAME.selections.txt      selection tables
-      audacity/NAME.txt              label tracks
-      recordings.csv                 every recording, with its windows and detections
-      scores/part-*.parquet          the scores of all windows, a column a class
-      mistakes.csv                   unreadable recordings: the command continues, then exits with 1
+    DIR/detections.csv             BirdNET-Analyzer's columns, and the time of day if it is known
+        raven/NAME.selections.txt  selection tables
+        audacity/NAME.txt          label tracks
+        recordings.csv             every recording, with its windows and detections
+        scores/part-*.parquet      the scores of all windows, a column a class
+        mistakes.csv               unreadable recordings: the command continues, then exits with 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another
 --threshold, --min-duration or --formats only the tables are made again. Under srun or mpirun the

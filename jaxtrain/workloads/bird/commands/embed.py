@@ -11,19 +11,16 @@ centre, or with --views several views evenly over it, whose features are average
 --recordings, files, folders, indexes or lists of recordings of any length are cut into windows as
 long as the run's clips, and each is a row.
 
-    DIR/
-      mean.npy      float32 [n, D]         mean of the patches                     (--kinds
-                                           mean,cls,patches: which of these)
-      cls.npy       float32 [n, D]         mean of the CLS tokens
-      patches.npy   float16 [n, V, N, D]   every patch of every view
-      scores.npy    float32 [n, C]         of the run's supervised head, if it has one
-      label.npy     int64 [n]; or labels.npy uint8 [n, C] with --multilabel
-      rows.parquet  path, start, end [s], clock of every row, as far as the data say them
-      index.npy     int64 [n]              the recording's row in its split's shards
-      weight.npy    float32 [n]            0 for a recording that cannot be decoded, whose features
-                                           mean nothing
-      NAME.npy                             any other column of integers: --columns fold,site
-      embeddings.json                      model, data and options, class names, and the progress
+    DIR/mean.npy         float32 [n, D]        mean of the patches (--kinds: which of these three)
+        cls.npy          float32 [n, D]        mean of the CLS tokens
+        patches.npy      float16 [n, V, N, D]  every patch of every view
+        scores.npy       float32 [n, C]        of the run's supervised head, if it has one
+        label.npy        int64 [n]; or labels.npy uint8 [n, C] with --multilabel
+        rows.parquet     path, start, end [s], clock of every row, as far as the data say them
+        index.npy        int64 [n]             the recording's row in its split's shards
+        weight.npy       float32 [n]           0 if the recording cannot be decoded
+        NAME.npy         any other column of integers: --columns fold,site
+        embeddings.json  model, data and options, class names, and the progress
 
 Rerun the same command to resume after an interruption; DIR is refused when it was made of something
 else.

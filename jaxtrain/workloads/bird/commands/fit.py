@@ -1,6 +1,4 @@
-"""Fits a head for new classes on embeddings, from 1, 5 or 20 examples of each.
-
-`jaxtrain detect --model` uses it.
+"""Fits a head for `jaxtrain detect --model` on embeddings, from 1, 5 or 20 examples of each class.
 
     jaxtrain fit EMBEDDINGS… --out MODEL [--labels TABLE] [--method linear|prototypes|patches]
     jaxtrain fit INDEX… --run RUN --out MODEL
@@ -9,10 +7,9 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain
 index` into the folder MODEL-embeddings (without .npz). `search` reads it too. Their own labels are
-taken, or those of a table with the columns file, start, end, label, and answer (yes, no, skip), as
-`jaxtrain index` reads them. Lines about other recordings are counted, and listed in MODEL's name
-with -mistakes.csv behind it. A row that has a label is taken to have no
-other; --background adds rows that the table does not name as counter-examples.
+taken, or those of a table with file, start, end, label, and answer (yes, no, skip). Lines about
+other recordings are listed in MODEL-mistakes.csv. A row that has a label is taken to have no other;
+--background adds rows that the table does not name as counter-examples.
 
     linear       logistic regression on standardised features
     prototypes   cosine with the mean direction of a class

@@ -1,6 +1,4 @@
-"""Makes an index of recordings, from folders, tables of annotations and metadata.
-
-The loader reads it. Audio is not copied.
+"""Makes an index of recordings from folders, tables and metadata. Audio is not copied.
 
     jaxtrain index SOURCE… --out DIR
     jaxtrain index SOURCE… --dry-run  the columns, and five rows

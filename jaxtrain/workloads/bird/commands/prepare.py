@@ -1,15 +1,11 @@
 """Prepares recordings for fast training: decoded, mono, at the front end's rate, 16 bits.
 
-Labels, rows and their order stay.
+    jaxtrain prepare INDEX --out DIR             an index of jaxtrain index
+    jaxtrain prepare SHARDS --out DIR --packed   Arrow or Parquet shards; a third smaller
+    jaxtrain prepare INDEX --out DIR --part 0/4  one of four processes that share DIR
 
-    jaxtrain prepare INDEX --out DIR                       an index of jaxtrain index
-    jaxtrain prepare SHARDS --out DIR --packed             a folder, glob or address of Arrow or
-                                                           Parquet shards; a third smaller
-    jaxtrain prepare INDEX --out DIR --part 0/4            one of four processes, on any machines
-                                                           that share DIR
-
-Rerun the same command to continue after an interruption. Rows are those of the source within the
-rounding to 16 bits. The crop of a recording at another rate begins at the nearest prepared sample.
+Rerun the same command to continue. Labels, rows and their order stay. Rows are those of the source
+within the rounding to 16 bits. A crop of another rate begins at the nearest prepared sample.
 Train on the result with the other fields as before:
 
     jaxtrain train --config=xcm --config.data.train=DIR

@@ -7,8 +7,7 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. On features that stay as they are:
 
-    linear     logistic regression: softmax, or one for each class. The penalty is chosen on a part
-               of the train rows
+    linear     logistic regression, its penalty chosen on a part of the train rows
     knn        the k nearest by cosine, weighted by exp(cosine / 0.07) (Wu et al. 2018)
     few shot   nearest mean of 1, 2, 4 … examples of each class, of many draws (Snell et al. 2017)
     scores     the run's supervised head as it is, if there is one

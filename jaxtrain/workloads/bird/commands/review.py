@@ -1,7 +1,5 @@
 """Review the results of detect or search on a page of this machine, by keys.
 
-Each answer is saved at once.
-
     jaxtrain review TABLE [--root RECORDINGS] [--out ANSWERS.csv] [--order uncertain] [--class NAME]
         [--port 8000]
 
@@ -10,7 +8,7 @@ Each answer is saved at once.
 TABLE is a folder of `jaxtrain detect`, a table of `jaxtrain search --out`, or any table with file,
 start, end and label. Open the address that is printed, in a browser on this machine (or through ssh
 -L): it holds a token, and nobody else can ask. Keys: y yes, n no, c another class, s skip, left and
-right, o the first open one, space plays. The answers have a line each: file, start, end, label,
+right, o the first open one, space plays. Each answer is saved at once: file, start, end, label,
 answer, asked, score. `jaxtrain fit --labels` reads them, and `jaxtrain index`. Rerun the same
 command to continue. Ctrl-C ends it. With --embeddings, of the same recordings by `jaxtrain embed`,
 the page shows the windows that sound most like the current one, and their answers.

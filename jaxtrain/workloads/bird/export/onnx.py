@@ -198,8 +198,8 @@ def _encode(graph: Graph, c: Config, params: Any, x_bfw: str) -> tuple[str, str]
     turns = [np.asarray(each)[0].transpose(1, 0, 2) for each in vit.axial_rope(c, None)] if c.positions == "rope" else None
     turns = turns and [graph.array(each) for each in turns]
     for i in range(c.depth):
-        w = {name: each[i] for name, each in params["blocks"].items()}
-        x_btd = _layer(graph, c, w, x_btd, turns, f"encoder/blocks/{i}")
+        weights = {name: each[i] for name, each in params["blocks"].items()}
+        x_btd = _layer(graph, c, weights, x_btd, turns, f"encoder/blocks/{i}")
     if c.norm == "tokens":
         x_btd = graph("LayerNormalization", x_btd, params["scale"], params["bias"], epsilon=c.eps)
     return graph.slice(x_btd, 0, c.n_cls, 1), graph.slice(x_btd, c.n_cls, c.n_cls + c.n_patches, 1)

@@ -197,14 +197,9 @@ def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str,
     Raises StoredError, with all that timm's has not, and every array that is missing.
     """
     c = vit.from_saved(model)
-    has = {"n_cls": ((1,), "one CLS token"), "positions": (("learned",), "learned ones")}
-    has |= {"mlp": (("gelu", "gelu_exact"), "gelu or gelu_exact")}
-    values = {name: getattr(c, name) for name in has}
-    problems = [
-        f"model.{name} is {values[name]!r}, and timm's has {only}"
-        for name, (all_, only) in has.items()
-        if values[name] not in all_
-    ]
+    wrong = {"n_cls": c.n_cls != 1, "positions": c.positions != "learned", "mlp": c.mlp == "swiglu"}
+    has = {"n_cls": "one CLS token", "positions": "learned ones", "mlp": "gelu or gelu_exact"}
+    problems = [f"model.{name} is {getattr(c, name)!r}, and timm's has {has[name]}" for name, bad in wrong.items() if bad]
     sides, d = c.patch, c.embed
     places: dict[str, tuple[str, tuple[int, ...], Any]] = {
         PATCH: ("w_patch", (d, 1, *sides), lambda x: x.T.reshape(d, 1, *sides)),

@@ -37,16 +37,9 @@ NAMES = {"cmAP": "cmAP", "AUROC": "AUROC", "accuracy": "top-1"}
 
 
 def birdset(
-    model: encoder.Model,
-    name: str,
-    data: str,
-    out: pathlib.Path,
-    *,
-    linear: bool = False,
-    draws: int = 200,
-    batch: int = 64,
-    names: Sequence[str] = (),
-) -> list[str]:
+    model: encoder.Model, name: str, data: str, out: pathlib.Path, *, linear: bool = False, draws: int = 200,
+    batch: int = 64, names: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
     """Score a run on a set of BirdSet, by its own head or a ``linear`` probe on the train split.
 
     ``names``: of the run's classes; empty: as the run, or its data, name them. Embeddings and

@@ -163,16 +163,9 @@ def prepare(
 
 
 def score(
-    model: encoder.Model,
-    head: Head,
-    data: spectrogram.Config,
-    parts: Parts,
-    made_of: Mapping[str, Any],
-    *,
-    chosen: Sequence[int],
-    share: tuple[int, int] = (0, 1),
-    progress: Callable[[str], None] = lambda line: None,
-) -> dict[str, float]:
+    model: encoder.Model, head: Head, data: spectrogram.Config, parts: Parts, made_of: Mapping[str, Any], *,
+    chosen: Sequence[int], share: tuple[int, int] = (0, 1), progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, float]:  # fmt: skip
     """Write the parts that are missing of this process's ``share``, (number, of how many).
 
     Returns windows, seconds and the share spent waiting. Raises DataError, OSError.

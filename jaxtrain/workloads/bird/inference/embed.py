@@ -34,15 +34,9 @@ ROWS = "rows.parquet"
 
 
 def embed(
-    model: encoder.Model,
-    data: spectrogram.Config,
-    out: str | pathlib.Path,
-    *,
-    split: str = "train",
-    kinds: Sequence[str] = ("mean", "cls"),
-    columns: Sequence[str] = (),
-    batch: int = 64,
-) -> dict[str, Any]:
+    model: encoder.Model, data: spectrogram.Config, out: str | pathlib.Path, *, split: str = "train",
+    kinds: Sequence[str] = ("mean", "cls"), columns: Sequence[str] = (), batch: int = 64,
+) -> dict[str, Any]:  # fmt: skip
     """Write the folder ``out``, or the rest of it. Return the content of `PROGRESS`.
 
     Raises InferenceError for a folder that was made of something else, DataError for the data.

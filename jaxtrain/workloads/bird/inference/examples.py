@@ -1,12 +1,10 @@
 """Examples to fit a head on: rows of embeddings with their known classes.
 
-Labels are the embeddings' own, or a table (of detections, of annotations, of answers to them) with
-a line for each part of a
-recording: file, start, end, label, and answer ("yes", "no", "skip"; without that column: yes). A
-row of the embeddings that holds at least `OVERLAP` seconds of a part, or all of a shorter one, has
-its label: one "yes" counts more than any "no". A row that is given some class is taken to have no
-other. A line without a label, or with 0 for all classes, says that its part has none of them. Of an
-example with denials alone, nothing else is known.
+Labels are the embeddings' own, or a table with a line for each part of a recording: file, start,
+end, label, and answer ("yes", "no", "skip"; without that column: yes). A row that holds at least
+`OVERLAP` seconds of a part, or all of a shorter one, has its label: one "yes" counts more than any
+"no". A row of some class is taken to have no other. A line without a label says that its part has
+none. Of an example with denials alone, nothing else is known.
 """
 
 import os
@@ -66,14 +64,9 @@ def own(folders: Sequence[Embeddings]) -> Examples:
 
 
 def of_table(
-    folders: Sequence[Embeddings],
-    path: str,
-    *,
-    background: int = 0,
-    seed: int = 0,
-    reading: columns.Options | None = None,
-    mistakes: Mistakes | None = None,
-) -> Examples:
+    folders: Sequence[Embeddings], path: str, *, background: int = 0, seed: int = 0,
+    reading: columns.Options | None = None, mistakes: Mistakes | None = None,
+) -> Examples:  # fmt: skip
     """Return the rows that a table speaks of, and ``background`` others that have no class.
 
     ``mistakes`` takes the lines that speak of no row. Raises InferenceError: a table without the

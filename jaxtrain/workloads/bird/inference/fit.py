@@ -50,15 +50,9 @@ Solve = Callable[[np.ndarray, Sequence[float]], list[dict[str, np.ndarray]]]  # 
 
 
 def fit(
-    folders: Sequence[Embeddings],
-    given: Examples,
-    *,
-    method: str = "linear",
-    pool: str = "mean",
-    prototypes: int = 1,
-    precision: float = 0.9,
-    seed: int = 0,
-) -> Fitted:
+    folders: Sequence[Embeddings], given: Examples, *, method: str = "linear", pool: str = "mean",
+    prototypes: int = 1, precision: float = 0.9, seed: int = 0,
+) -> Fitted:  # fmt: skip
     """Fit a head whose thresholds reach ``precision``. Raises InferenceError.
 
     ``pool``: the features that linear and prototypes read. ``prototypes``: of a class, of patches.

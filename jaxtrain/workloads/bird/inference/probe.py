@@ -100,13 +100,9 @@ def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, 
 
 
 def evaluate(
-    splits: Sequence[tuple[Features, Features]],
-    *,
-    draws: int = 1000,
-    shots: Sequence[int] = (1, 2, 4, 8, 16),
-    trials: int = 20,
-    k: int = 20,
-) -> dict[str, Any]:
+    splits: Sequence[tuple[Features, Features]], *, draws: int = 1000, shots: Sequence[int] = (1, 2, 4, 8, 16),
+    trials: int = 20, k: int = 20,
+) -> dict[str, Any]:  # fmt: skip
     """Evaluate one (train, test) pair, or one a fold, whose test rows are then scored together.
 
     Returns classifier -> measure -> value, low, high (and "folds", the value in each), and "few

@@ -134,14 +134,9 @@ class Session:
 
 
 def read(
-    given: str,
-    *,
-    root: str = "",
-    order: str = "table",
-    label: str = "",
-    reading: columns.Options | None = None,
+    given: str, *, root: str = "", order: str = "table", label: str = "", reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
-) -> list[Item]:
+) -> list[Item]:  # fmt: skip
     """Return the windows of a table, as `jaxtrain detect` or `jaxtrain search` write, in an order.
 
     ``root``: the folder that every recording must lie below; empty: of a search, that of its
