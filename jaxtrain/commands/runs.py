@@ -112,8 +112,6 @@ def _waiting(launched: list[pathlib.Path]) -> set[str]:
     for folder in launched:
         with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` reports the error
             jobs |= {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))}
-    if not jobs:
-        return set()
     command = ["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]
     try:
         pending = set(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split())

@@ -104,6 +104,11 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
         module_name = tree.get(owner, getattr(Config, owner))
         if not isinstance(module_name, str):
             continue  # building `Config` reports it
+        if not module_name or module_name.startswith("."):
+            own = f"one of: {', '.join(workload.shipped())}, or a module of your own"
+            named = own if section == "model" and not module_name else "the full name of a module"
+            problems.append((owner, f"is {module_name!r}; expected {named}"))
+            continue
         try:
             classes[section] = class_of(module_name)
         except (ImportError, SyntaxError) as error:
@@ -189,24 +194,15 @@ def _without(problems: list[tuple[str, str]], built: Built) -> Built:
 
 def _model_class(module_name: str) -> type[Section]:
     """Return the ``model`` section's dataclass. Raises ImportError, SyntaxError, TypeError."""
-    if not module_name:
-        raise TypeError(f"is {module_name!r}; expected one of: {', '.join(workload.shipped())}, or a module of your own")
-    _refuse_relative(module_name)
     found = workload.of(module_name)
     return _checked_class(module_name, found.get("config"), ModelSection, {"make_task": found.get("make_task")})
 
 
 def _data_class(module_name: str) -> type[Section]:
     """Return the dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
-    _refuse_relative(module_name)
     module = base.module(module_name)
     functions = {name: getattr(module, name, None) for name in ("fields", "facts", "make_loader")}
     return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
-
-
-def _refuse_relative(module_name: str) -> None:
-    if not module_name or module_name.startswith("."):
-        raise TypeError(f"is {module_name!r}; expected the full name of a module")
 
 
 def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:

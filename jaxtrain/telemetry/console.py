@@ -44,10 +44,8 @@ class Console:
     """
 
     def __init__(self, stream: TextIO | None = None, *, every: float = 10.0):
-        error = sys.stderr
-        self._stream = stream or (
-            error.stream if isinstance(error, Plain) else error
-        )  # below it: the escapes that clear a line are ours
+        error = sys.stderr  # or the stream below it: the escapes that clear a line are ours
+        self._stream = stream or (error.stream if isinstance(error, Plain) else error)
         self._live = self._stream.isatty()
         self._every = 0.1 if self._live else every  # [s] between lines
         self._line, self._shown, self._printed = "", "", -math.inf

@@ -114,12 +114,10 @@ def _evaluation(record: Mapping[str, Any], names: Sequence[str], *, whole: bool)
     if "confused" in record:
         low, high = interval(sum(right), record["n"])
         share = f"{sum(right) / record['n']:.1%}" if record["n"] else "–"
-        text = (
-            f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%} to {high:.1%}); the mean of "
-            f"the recalls of {len(recalls):,} classes is <b>{mean}</b>."
-        )
+        text = f"Of {record['n']:,} rows <b>{share}</b> were answered right (95 % interval {low:.1%} to {high:.1%}); "
     else:
-        text = f"{record['n']:,} labels; the mean of the recalls of {len(recalls):,} classes is <b>{mean}</b>."
+        text = f"{record['n']:,} labels; "
+    text += f"the mean of the recalls of {len(recalls):,} classes is <b>{mean}</b>."
     if left := record["classes"] - len(rows):
         text += f" {left:,} classes with fewer rows are left out."
     order = sorted(known, key=lambda i: (_f1(rows[i], right[i], answers[i]), -rows[i], i))
@@ -164,20 +162,16 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
     if not pairs:
         return ""
     counts = {(own, answer): count for own, answer, count in pairs} | {(i, i): right[i] for i in chosen}
-    head = "".join(
-        f'<th scope="col" title="{esc(_name(names, record, i))}">{esc(_name(names, record, i)[:12])}</th>' for i in chosen
-    )
+    called = {i: _name(names, record, i) for i in chosen}
+    head = "".join(f'<th scope="col" title="{esc(called[i])}">{esc(called[i][:12])}</th>' for i in chosen)
     body = []
     for i in chosen:
         cells = []
         for j in chosen:
-            count = counts.get((i, j), 0)
+            count, kind = counts.get((i, j), 0), "hit" if i == j else "miss"
             share = count / rows[i] if rows[i] else 0.0
-            kind = "hit" if i == j else "miss"
-            cells.append(
-                f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count or ""}</td>' if count else "<td></td>"
-            )
-        body.append(f'<tr><th scope="row">{esc(_name(names, record, i)[:24])}</th>{"".join(cells)}</tr>')
+            cells.append(f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>' if count else "<td></td>")
+        body.append(f'<tr><th scope="row">{esc(called[i][:24])}</th>{"".join(cells)}</tr>')
     which = "" if len(chosen) == record["classes"] else f"the {len(chosen)} classes that are confused most; "
     note = f"A row is a class, a column an answer: {which}the darker, the larger the share of the row."
     return (

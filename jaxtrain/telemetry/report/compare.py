@@ -19,16 +19,12 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
     fields = list(differ)[:40]
     name = known[0].name if known else "score"
     columns = [("run", ""), ("state", ""), ("step", "n"), (f"best {name}", "n"), ("last", "n")]
-    rows = (
-        [
-            f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}',
-            runs[i].state,
-            f"{runs[i].step:,}",
-            *((number(s.best), number(s.last)) if (s := shown[i]) else ("–", "–")),
-            *(esc(short(differ[field][str(i)])) for field in fields),
-        ]
-        for i in ranked(scores)
-    )
+    rows = []
+    for i in ranked(scores):
+        score, name_of = shown[i], f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}'
+        best_and_last = (number(score.best), number(score.last)) if score else ("–", "–")
+        settings = (esc(short(differ[field][str(i)])) for field in fields)
+        rows.append([name_of, runs[i].state, f"{runs[i].step:,}", *best_and_last, *settings])
     ranking = table([*columns, *((field, "code") for field in fields)], rows)
     more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
     none = "" if differ else "<p class='soft'>Their configs are equal.</p>"

@@ -61,10 +61,8 @@ def section(runs: Sequence[Run], records: Sequence[Records], charts: list[dict[s
         if figures := groups.get(group):
             plain = [text for text, name in figures if not re.match(r"(grad|update|param)_norm_(?!before$|after$)", name)]
             inner = [text for text, name in figures if text not in plain]
-            more = (
-                f"<details><summary>{len(inner)} norms of parts of the model</summary>{grid(inner)}</details>" if inner else ""
-            )
-            yield group, (grid(plain) if plain else "") + more
+            more = f"<details><summary>{len(inner)} norms of parts of the model</summary>{grid(inner)}</details>"
+            yield group, (grid(plain) if plain else "") + (more if inner else "")
 
 
 def _figure(runs: Sequence[Run], chart: int, title: str, name: str, split: str, curves: Sequence[Mapping[str, Any]]) -> str:

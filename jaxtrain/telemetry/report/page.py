@@ -98,8 +98,7 @@ class Page:
     def _header(self, name: str) -> str:
         if len(self.runs) > 1:
             return f"<h1>{esc(name)}</h1><p class='soft'>{len(self.runs)} runs</p>"
-        [run] = self.runs
-        score, share = self.scores[0], goodput.goodput(run.seconds)
+        run, score = self.runs[0], self.scores[0]
         workload = str(run.setting("workload", "")).rpartition(".")[2]
         data = run.setting("data.train") or run.setting("data.path") or run.setting("loader", "")
         about = [f"{workload} on {data}"] if workload else []
@@ -120,14 +119,14 @@ class Page:
         if run.seconds:
             wall = sum(goodput.totals(run.starts).values())
             restarts = str(goodput.restarts(run.starts))
-            cards += [(duration(wall), "wall time"), (f"{share:.1%}", "goodput"), (restarts, "restarts")]
+            share = f"{goodput.goodput(run.seconds):.1%}"
+            cards += [(duration(wall), "wall time"), (share, "goodput"), (restarts, "restarts")]
         cores = run_lib.number(run.latest.get("cores_missing"))
         if cores >= 1:
             asked, given = (number(run_lib.number(run.latest.get(f"rows_{name}_per_second"))) for name in ("asked", "given"))
             cards.append((f"{given} of {asked}", f"rows/s from the loader: {number(cores)} more cores a process"))
         for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
-            value = run_lib.number(run.latest.get(rate))
-            if math.isfinite(value):
+            if math.isfinite(value := run_lib.number(run.latest.get(rate))):
                 cards.append((number(value) if rate == "samples_per_second" else f"{value:.1%}", text))
         each = "".join(f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in cards)
         state = f'<span class="state {run.state}">{run.state}</span>'

@@ -123,15 +123,11 @@ def _processes(processes: Mapping[int, Sequence[goodput.Start]]) -> str:
         if slow
         else ""
     )
-    chosen = sorted(newest, key=lambda p: -newest[p].own)[:32]
-
-    def ms(s: float) -> str:
-        return f"{1e3 * s:.1f}" if math.isfinite(s) else "–"
-
     rows = []
-    for p in chosen:
+    for p in sorted(newest, key=lambda p: -newest[p].own)[:32]:
         s = newest[p]
-        times = map(ms, (s.total / s.timed, s.deviation, s.longest, s.own))
+        seconds = (s.total / s.timed, s.deviation, s.longest, s.own)
+        times = [f"{1e3 * each:.1f}" if math.isfinite(each) else "–" for each in seconds]
         rows.append([str(p), esc(s.host), f"{s.timed:,}", *times, f"{s.seconds.get(goodput.WAIT, 0.0):.1f}"])
     names = ("steps timed", "ms a step", "deviation", "longest", "of it its own", "s waiting for data")
     columns = [("process", "n"), ("host", ""), *((name, "n") for name in names)]
