@@ -21,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's workdir")
     parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the Parquet file to write")
     args = parser.parse_args(argv)
-    return _write(args.runs, args.out)
 
-
-def _write(paths: Sequence[str], out: str) -> int:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -33,7 +30,7 @@ def _write(paths: Sequence[str], out: str) -> int:
     from jaxtrain.telemetry.report import run as run_lib
 
     tables, odd = [], 0
-    for path in paths:
+    for path in args.runs:
         found = records.read(run_lib.open_run(path).file("metrics.jsonl"))
         odd += found.odd
         for split, columns in found.splits.items():
@@ -42,10 +39,10 @@ def _write(paths: Sequence[str], out: str) -> int:
             taken = {f"metric_{name}" if name in named else name: x for name, x in columns.items() if name != "step"}
             tables.append(pa.table(named | {name: pa.array(x, mask=np.isnan(x)) for name, x in taken.items()}))
     if not tables:
-        raise run_lib.RunError(f"{', '.join(paths)}: no record in metrics.jsonl; name a run that has taken a step")
+        raise run_lib.RunError(f"{', '.join(args.runs)}: no record in metrics.jsonl; name a run that has taken a step")
     table = pa.concat_tables(tables, promote_options="default")
-    with atomic_write.file(out) as file:
+    with atomic_write.file(args.out) as file:
         pq.write_table(table, file)
     left = f"; {odd} lines are no records, and are left out" if odd else ""
-    print(f"{out}: {table.num_rows} records, {table.num_columns - 3} metrics{left}")
+    print(f"{args.out}: {table.num_rows} records, {table.num_columns - 3} metrics{left}")
     return 0

@@ -33,17 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps > MAX_STEPS:
         parser.error(f"argument --steps: {args.steps}; expected at most {MAX_STEPS}")
-    return _ask(args.run, args.steps, args.all)
-
-
-def _ask(path: str, steps: int, everyone: bool) -> int:
+    path = args.run
     run = run_lib.open_run(path)
     if not run.is_alive:
         raise run_lib.RunError(f"{path} does not train now ({run.state}); start it, or trace it with --config.metrics.profile")
-    processes = run.starts[-1].processes if everyone and run.starts else 1
+    processes = run.starts[-1].processes if args.all and run.starts else 1
     before = {found.name: found.stat().st_mtime_ns for found in run.traces}
     request = run.path / REQUEST
-    atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": steps, "all": everyone}))
+    atomic_write.write(request, json.dumps({"id": uuid.uuid4().hex, "steps": args.steps, "all": args.all}))
     try:
         deadline = time.monotonic() + TIMEOUT
         while len(new := [f for f in run.traces if before.get(f.name) != f.stat().st_mtime_ns]) < processes:

@@ -23,19 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=arguments.out_file, metavar="FILE", required=True, help="the HTML file to write")
     parser.add_argument("--metric", default="", metavar="NAME", help="by which runs are ranked, for example accuracy or -loss")
     args = parser.parse_args(argv)
-    return _write(args.runs, args.out, args.metric)
 
-
-def _write(paths: Sequence[str], out: str, metric: str) -> int:
     from jaxtrain.telemetry import glossary
     from jaxtrain.telemetry.report import page
     from jaxtrain.telemetry.report import run as run_lib
 
-    runs = run_lib.open_runs(paths)
+    runs = run_lib.open_runs(args.runs)
     plotly = page.library()  # before a million records are read
-    text = page.Page(runs, metric).html(plotly=plotly)
-    atomic_write.write(out, text)
-    print(f"{out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
+    text = page.Page(runs, args.metric).html(plotly=plotly)
+    atomic_write.write(args.out, text)
+    print(f"{args.out}: {len(text) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
     for name in sorted({str(run.setting("workload", "")) for run in runs} - {""}):
         if not glossary.is_known(name):
             print(f"the metrics of {name} have no meanings here: with --workload {name} they have, if you trust its code")

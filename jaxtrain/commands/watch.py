@@ -33,16 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
         parser.error(f"argument --port: {args.port}; expected a number below 65536, or 0 for one that is free")
-    return _serve(args.runs, args.port, args.every, args.metric)
-
-
-def _serve(paths: Sequence[str], port: int, every: int, metric: str) -> int:
-    pages = Pages(paths, metric, every)
+    pages = Pages(args.runs, args.metric, args.every)
     pages.current()  # runs that cannot be shown are reported now
     try:
-        server = Server(pages, port)
+        server = Server(pages, args.port)
     except OSError as error:
-        raise run_lib.RunError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; choose another --port") from error
+        why = f"port {args.port} of 127.0.0.1 cannot be used: {error.strerror}"
+        raise run_lib.RunError(f"{why}; choose another --port") from error
     with server:
         print(f"{server.address}   (Ctrl-C ends)", flush=True)
         try:

@@ -126,11 +126,10 @@ class Clock:
         return f"{sum(parts.values()):.1f} s from the command to the first step: {each}"
 
     def open(self, workdir: str, *, process: int, processes: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write into ``workdir``; ``facts`` go into the first line.
+        """Begin to write into ``workdir``, with ``facts`` in the first line.
 
-        A full disk ends the file, not the run.
-
-        Raises WorkdirError: something else than a file has its name.
+        A full disk ends the file, not the run. Raises WorkdirError: something else than a file has
+        its name.
         """
         self._path = path = pathlib.Path(workdir) / FOLDER / f"process-{process}.jsonl"
         try:

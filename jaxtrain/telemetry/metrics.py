@@ -109,10 +109,10 @@ class Meter:
 
 
 def peak_flops() -> tuple[float, str]:
-    """FLOP/s of all devices together, and the source of the number.
+    """Return the FLOP/s of all devices, and the source.
 
-    The datasheet's dense bf16 peak if the chip is known, else the best of a few float32 matrix
-    products measured now.
+    It is the datasheet's dense bf16 peak if the chip is known, else the best of a few float32
+    matrix products.
     """
     devices = jax.devices()
     kind = devices[0].device_kind

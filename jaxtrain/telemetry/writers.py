@@ -50,15 +50,11 @@ class Writer(Protocol):
 
 
 class JsonlWriter(Writer):
-    """A file of records in the workdir, continued after ``step``.
+    """A file of records in the workdir, continued after ``step``. Others are moved to its .odd.
 
-    Lines that are no records are moved to its neighbour .odd.
-
-    Attributes:
-      reached: split -> the last step that was written before, also after ``step``.
-
-    Raises WorkdirError: something else than a file has that name, or the file is gone when it is
-    written or closed.
+    ``reached``: split -> the last step that was written before, also after ``step``. Raises
+    WorkdirError: something else than a file has that name, or the file is gone when it is written
+    or closed.
     """
 
     def __init__(self, workdir: str, step: int, name: str = "metrics.jsonl", problem: jsonl.Check = jsonl.record_problem):
