@@ -9,6 +9,8 @@ import importlib
 import io
 import logging
 import os
+import pathlib
+import subprocess
 import sys
 import threading
 import traceback
@@ -88,7 +90,7 @@ def _named(argv: list[str]) -> int:
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
-        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}"))
+        return arguments.run(lambda: _say(f"jaxtrain {jaxtrain.__version__}{_commit()}"))
     # These flags without a command mean `jaxtrain train`.
     if argv[0].partition("=")[0] in ("--explain", "--plan", "--plan-setup") or argv[0].startswith("--config"):
         argv.insert(0, "train")
@@ -140,6 +142,17 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
     except KeyboardInterrupt:  # imports may take a second
         arguments.report("interrupted")
         return arguments.INTERRUPTED
+
+
+def _commit() -> str:
+    """Return the commit of a checkout, as " (commit 1a2b3c4)", or nothing for a package."""
+    root = pathlib.Path(jaxtrain.__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # without git
+        return f" (commit {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()})"
+    return ""
 
 
 def _say(text: str) -> int:

@@ -518,6 +518,14 @@ def test_python_m_jaxtrain_is_the_command(capsys):
     assert (done.returncode, done.stdout) == (0, capsys.readouterr().out)
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an installed package has no commit")
+def test_the_version_of_a_checkout_names_its_commit(capsys):
+    assert cli.main(["--version"]) == 0
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert capsys.readouterr().out == f"jaxtrain {jaxtrain.__version__} (commit {commit})\n"
+
+
 def test_a_python_that_is_too_old_is_reported():
     """The report comes before any syntax that the old Python does not know."""
     program = "import sys; sys.version_info = (3, 10, 2); import jaxtrain.cli"
