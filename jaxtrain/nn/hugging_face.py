@@ -16,21 +16,11 @@ from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
 
 LAYER = {
-    "scale_attention": "input_layernorm.weight",
-    "w_q": "self_attn.q_proj.weight",
-    "w_k": "self_attn.k_proj.weight",
-    "w_v": "self_attn.v_proj.weight",
-    "b_q": "self_attn.q_proj.bias",
-    "b_k": "self_attn.k_proj.bias",
-    "b_v": "self_attn.v_proj.bias",
-    "scale_q": "self_attn.q_norm.weight",
-    "scale_k": "self_attn.k_norm.weight",
-    "w_out": "self_attn.o_proj.weight",
-    "scale_mlp": "post_attention_layernorm.weight",
-    "w_gate": "mlp.gate_proj.weight",
-    "w_up": "mlp.up_proj.weight",
-    "w_down": "mlp.down_proj.weight",
-}
+    "scale_attention": "input_layernorm.weight", "scale_mlp": "post_attention_layernorm.weight",
+    **{f"w_{x}": f"self_attn.{x}_proj.weight" for x in "qkv"}, **{f"b_{x}": f"self_attn.{x}_proj.bias" for x in "qkv"},
+    **{f"scale_{x}": f"self_attn.{x}_norm.weight" for x in "qk"}, "w_out": "self_attn.o_proj.weight",
+    **{f"w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+}  # fmt: skip
 
 # Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> those of config.json.
 SIZES = {

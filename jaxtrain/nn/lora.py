@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from jaxtrain import specs as specs_lib
 from jaxtrain.config import Lora
-from jaxtrain.types import Array, Batch, GenerativeEvaluation, LossOut, Mean, PyTree, Spec, Task, Unmerged, Variables
+from jaxtrain.types import Array, PyTree, Spec, Task, Unmerged, Variables
 from loaders.io.checks import UserError
 
 A, B = "w_a", "w_b"
@@ -146,14 +146,8 @@ def adapt(task: Task, config: Lora) -> Task:
     def whole(variables: Variables) -> Variables:
         return combine(config, task.specs.params, variables)
 
-    def loss(variables: Variables, batch: Batch, key: jax.Array, **stage: Any) -> LossOut:
-        return task.loss(whole(variables), batch, key, **stage)
-
-    def evaluate(variables: Variables, batch: Batch) -> dict[str, Mean]:
-        return task.evaluate(whole(variables), batch)
-
-    def progress(variables: Variables, batch: Batch) -> dict[str, Array]:
-        return task.progress(whole(variables), batch)
+    def on_whole(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda variables, *args, **stage: f(whole(variables), *args, **stage)
 
     def advance(params: PyTree, carry: PyTree, step: Array) -> PyTree:
         try:
@@ -161,13 +155,10 @@ def adapt(task: Task, config: Lora) -> Task:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LoraError(f"this task's carry follows its parameters, which adapters replace: {error}") from error
 
-    def on_whole(evaluation: GenerativeEvaluation) -> GenerativeEvaluation:
-        return evaluation._replace(run=lambda variables: evaluation.run(whole(variables)))
-
-    generative = tuple(map(on_whole, task.generative))
+    generative = tuple(each._replace(run=on_whole(each.run)) for each in task.generative)
     return task._replace(
-        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.carry), loss=loss,
-        evaluate=evaluate, progress=progress, advance=advance,
+        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.carry), advance=advance,
+        loss=on_whole(task.loss), evaluate=on_whole(task.evaluate), progress=on_whole(task.progress),
     )  # fmt: skip
 
 

@@ -105,16 +105,6 @@ class Grammar(NamedTuple):
     shift_k: Array  # int32 [K]: columns by which each codebook is late
 
 
-class Place(NamedTuple):
-    """The content of the next place of each row: a token, or a column of codes."""
-
-    token_b: Array
-    codes_bk: Array
-    is_audio_b: Array  # bool
-    column_b: Array  # int32: its number in the recording
-    end_b: Array  # int32: the column of the first codebook's end, `NEVER` before
-
-
 NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
 
 
@@ -149,19 +139,19 @@ def generate(
 
     def write(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
         token_b, drawn_bk = draw(c, params, streams, grammar, state.x_bd, keys_b, i)
-        place = next_place(grammar, state, token_b, drawn_bk)
-        is_audio_b = place.is_audio_b
-        fed_b = jnp.where(state.done_b, ends, place.token_b)
-        x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
+        token_b, codes_bk, is_audio_b, column_b, end_b = next_place(grammar, state, token_b, drawn_bk)
+        fed_b = jnp.where(state.done_b, ends, token_b)
+        x_bd, cache = extend(c, params, fed_b, codes_bk, is_audio_b, length_b + i, state.cache, shard)
         new = Writing(
-            x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
-            state.done_b | (~is_audio_b & (place.token_b == ends)),
+            x_bd, cache, jnp.where(is_audio_b, -1, token_b), jnp.where(is_audio_b, column_b + 1, 0), end_b,
+            state.done_b | (~is_audio_b & (token_b == ends)),
         )  # fmt: skip
-        tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
-        return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
+        return new, (jnp.where(is_audio_b | state.done_b, -1, token_b), jnp.where(is_audio_b[:, None], codes_bk, -1))
 
     x_bd, cache = prefill(c, params, prompt, length_b, shard, n_new=n_new)
-    last_b = _last_tokens(prompt, length_b)
+    # None ends within a recording, so that its last place is a token.
+    slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
+    last_b = jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]
     zero_b = jnp.zeros_like(length_b)
     start = Writing(x_bd, cache, last_b, zero_b, zero_b + NEVER, zero_b > 0)
     _, (tokens_nb, columns_nbk) = jax.lax.scan(write, start, jnp.arange(n_new))
@@ -189,8 +179,8 @@ def draw(
     return token_b, jnp.stack(codes_bk, axis=1)
 
 
-def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
-    """Return each row's next place from a token and codes, by its state and codebooks."""
+def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> tuple[Array, ...]:
+    """Return each row's next token, codes, whether these are taken, their column, and the end's."""
     # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b
@@ -201,10 +191,4 @@ def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array
     stream_bk = at_b[:, None] - grammar.shift_k[None]  # column of each codebook's own sequence
     over_bk = stream_bk >= end_b[:, None]
     codes_bk = jnp.where(stream_bk <= 0, grammar.begin, jnp.where(over_bk, grammar.end, drawn_bk))
-    return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)
-
-
-def _last_tokens(prompt: Batch, length_b: Array) -> Array:
-    """Return the last token of each prompt. None may end within a recording."""
-    slot_b = jnp.take_along_axis(prompt["slot"], (length_b - 1)[:, None], axis=1)
-    return jnp.take_along_axis(prompt["text"], jnp.minimum(slot_b, prompt["text"].shape[1] - 1), axis=1)[:, 0]
+    return jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b

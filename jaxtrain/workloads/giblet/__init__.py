@@ -15,6 +15,6 @@ WORKLOAD = Workload(
         "predict": Command(f"{_HERE}.commands.predict", "inference", "predict the fMRI of a film, as NIfTI", caches=True),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
-    examples=f"{_HERE}.examples:examples",
+    examples=f"{_HERE}.loss:examples",
     export=f"{_HERE}.model:EXPORT",
 )

@@ -4,16 +4,17 @@ Shapes: as in `model`.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.config import ConfigError
 from jaxtrain.nn.batch_norm import member, over_data
-from jaxtrain.types import Array, Batch, Key, LossOut, Mean, PyTree, Shard, Task, Variables
+from jaxtrain.types import Array, Batch, Example, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.giblet import voxels
 from jaxtrain.workloads.giblet.model import (
     CHANNELS,
@@ -107,9 +108,20 @@ def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean
 
 
 def pictures(c: Config, batch: Batch) -> dict[str, Array]:
-    """Return the last frames of the first windows, in grey."""
-    frame = entry(batch["video"][:8, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS)
-    return {"frame": frame.mean(-1)[:, ::-1]}
+    """Return the last frames of the first windows."""
+    return {"frame": _last_frames(c, batch["video"][:8])}
+
+
+def _last_frames(c: Config, video_bi: Array) -> Array:
+    """Return grey pictures [B, height, width]."""
+    return entry(video_bi[:, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS).mean(-1)[:, ::-1]
+
+
+def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+    """Draw the last frame of each row's window, and say whose volume it is."""
+    frames = np.asarray(_last_frames(config.model, batch["video"]))
+    volumes = batch["volume"].tolist()
+    return [Example(text=f"volume {v}", pictures={"last frame": x}) for v, x in zip(volumes, frames, strict=True)]
 
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:

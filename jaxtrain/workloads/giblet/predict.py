@@ -121,14 +121,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     return Brain(inside, image.header, image.affine)
 
 
-class Report(NamedTuple):
-    """How predictions and measurements of a film agree."""
-
-    volumes: int
-    r: np.ndarray  # float64 [voxels]: Pearson's r over the volumes, 0 if either is constant
-
-
-def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> Report:
+def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> tuple[int, np.ndarray]:
     """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's."""
     import nibabel
 
@@ -163,7 +156,7 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
             n += 1
     y, t, yy, tt, yt = sums / max(n, 1)
     spread = np.sqrt(np.maximum(yy - y * y, 0) * np.maximum(tt - t * t, 0))
-    return Report(n, np.where(spread > 1e-12, (yt - y * t) / np.maximum(spread, 1e-12), 0.0))
+    return n, np.where(spread > 1e-12, (yt - y * t) / np.maximum(spread, 1e-12), 0.0)
 
 
 def write_map(brain: Brain, values: np.ndarray, out: pathlib.Path) -> None:

@@ -13,6 +13,6 @@ WORKLOAD = Workload(
         "generate": Command(f"{_HERE}.commands.generate", "inference", "continue prompts with a language model", caches=True),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",
-    examples=f"{_HERE}.examples:examples",
+    examples=f"{_HERE}.text:examples",
     export=f"{_HERE}.hugging_face:EXPORT",
 )

@@ -1,8 +1,9 @@
 """Text to tokens and back, for prompts: by a tokenizer.json, a list of characters, or as bytes."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxtrain.types import Example
 from loaders.base import DataError
 from loaders.text import tokenizer as tokenizer_lib
 
@@ -43,6 +44,20 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, en
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     return Codec(lambda text: _not_empty(list(text.encode()), text), decode)
+
+
+def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+    """Decode the documents of each row, or write their tokens if the data name no tokenizer."""
+    c = config.model
+    try:
+        decode = make_codec(c.tokenizer, c.symbols, c.vocab).decode
+    except CodecError:
+        decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    found = []
+    for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+        documents = [decode(tokens[segments == k].tolist()) for k in range(1, segments.max(initial=0) + 1)]
+        found.append(Example(text="\n¶ ".join(documents)))
+    return found
 
 
 def _of_symbols(symbols: str) -> Codec:

@@ -49,11 +49,11 @@ def _predict(args: argparse.Namespace) -> int:
     cluster.use_compilation_cache()
     predictor = predict.load(args.run, args.folder, step=args.step, ema=args.ema, links=args.follow_links)
     brain = predict.read_brain(args.mask or args.folder, predictor.model.n_voxels, links=args.follow_links)
-    report = predict.write(predictor, brain, args.out, batch=args.batch)
+    n, r = predict.write(predictor, brain, args.out, batch=args.batch)
     if args.correlation:
-        predict.write_map(brain, report.r, args.correlation)
+        predict.write_map(brain, r, args.correlation)
     print(
-        f"{args.out}: {report.volumes} volumes of {len(report.r)} voxels; r with the viewers' mean: {report.r.mean():.3f} on "
-        f"average, {np.quantile(report.r, 0.9):.3f} at the 90 % quantile"
+        f"{args.out}: {n} volumes of {len(r)} voxels; r with the viewers' mean: {r.mean():.3f} on "
+        f"average, {np.quantile(r, 0.9):.3f} at the 90 % quantile"
     )
     return 0
