@@ -1,6 +1,4 @@
-"""Higgs Audio v2 (5.8 billion parameters), fine-tuned with adapters of rank 32.
-
-78.9 million parameters are trained.
+"""Higgs Audio v2 (5.8 billion parameters), with adapters of rank 32 (78.9 million) trained.
 
     python -m jaxtrain.main --config=configs/higgs.py:path/to/weights \
         --config.data.manifest=manifest.json \

@@ -1,6 +1,4 @@
-"""A language model on packed documents, from scratch at a published size or from given weights.
-
-The weights are in Hugging Face's format.
+"""A language model on packed documents, of a published size, or from weights of Hugging Face.
 
     python -m jaxtrain.main --config=configs/lm.py:qwen3-0.6b \
         "--config.data.sources=({'path': 'tokens'},)"

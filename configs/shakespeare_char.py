@@ -1,6 +1,4 @@
-"""Characters of Shakespeare with a small GPT-2, by the public recipe for a CPU.
-
-It has 4 layers, 4 heads, width 128, and rows of 64.
+"""Characters of Shakespeare with a GPT-2 of 4 layers, by the public recipe for a CPU.
 
     python -m jaxtrain.main --config=configs/shakespeare_char.py:/path/to/input.txt
 

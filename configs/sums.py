@@ -1,6 +1,4 @@
-"""Sums of two numbers by a language model of characters, in minutes on a CPU.
-
-The model is scored by what it writes.
+"""Sums of two numbers by a language model of characters, scored by its text, in CPU minutes.
 
     python -m jaxtrain.main --config=configs/sums.py
 

@@ -1,6 +1,4 @@
-"""Low-rank adapters (Hu et al.
-
-2022) as a transform of a task: of its parameter table and functions.
+"""Low-rank adapters (Hu et al. 2022): a transform of a task's parameter table and functions.
 
 `config.lora` sorts every parameter by path into one of three: ``adapt``, ``train``, ``freeze``. An
 adapted matrix W stays as it is, and W + alpha / rank × B A takes its place. The run trains

@@ -22,7 +22,7 @@ OTHERS = {
         "augment._add_background", "augment._crop", "classes.asymmetric_loss", "classes.counts", "log_mel", "views.as_picture",
         "views.unpatchify", "vit.axial_rope",
     },
-    "giblet": {"voxels.density", "voxels.r_squared", "voxels.shuffled"},
+    "giblet": {"loss._last_frames", "voxels.density", "voxels.r_squared", "voxels.shuffled"},
     "language": set(),
     "trm": {"boards.draw", "rollouts._numbers", "rollouts.views"},
 }  # fmt: skip

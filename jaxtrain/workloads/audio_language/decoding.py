@@ -1,6 +1,4 @@
-"""Continuations of prompts: text, and columns of codes inside an audio sample.
-
-They lie between the tokens that open and close it.
+"""Continuations of prompts: text, and columns of codes between tokens that open and close them.
 
 Shapes: as in `model`; N new places.
 """

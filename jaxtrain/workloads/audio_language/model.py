@@ -1,7 +1,5 @@
 """An audio language model (Higgs Audio v2): text and codec codes in one sequence.
 
-Each of the two has a feed-forward net.
-
 Every place of a row is a text token or a column of K codes, one of each codebook, delayed against
 each other (loaders/chat/chatml.py lays them out). All places share the causal attention. The norms
 before it, and the feed-forward net with its norm, are chosen by the kind of a place. The input of a
@@ -47,12 +45,8 @@ class Config(transformer.Decoder):
     codebooks: OfData[int] = OF_DATA  # [codebooks] of a column; None = as the data have
     codebook_size: OfData[int] = OF_DATA  # [codes] of each, without begin and end; None = as the data have
     average_codes: bool = False  # [bool] a column's input is the mean of its codes' embeddings, not their sum
-    audio_attention: bool = (
-        False  # [bool] before the shared attention, one of columns to columns alone, with weights of its own
-    )
-    buckets: tuple[tuple[int, int, int, int, float], ...] | None = (
-        None  # [S, A, N, M, share] of the rows; None = as the data have
-    )
+    audio_attention: bool = False  # [bool] before the shared attention, one of columns alone, with its own weights
+    buckets: tuple[tuple[int, int, int, int, float], ...] | None = None  # [S, A, N, M, share] of rows; None = the data's
     chunk: int = 1024  # [labels] of each device whose logits exist at the same time
 
     def problems(self) -> Iterator[tuple[str, str]]:

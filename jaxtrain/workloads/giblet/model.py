@@ -1,7 +1,5 @@
 """The Giblet autoencoder: a window of film in, the brain's response and the window out.
 
-Both pass a bottleneck.
-
 A row is one moment of one viewer: the frames, codec codes and text embeddings of the window before
 it, and the fMRI volume measured then. Three encoders of flattened vectors, a trunk to the
 bottleneck, a head to the voxels, a decoder with three heads. Every hidden layer is a matrix
@@ -20,7 +18,8 @@ train.accumulate), or, with ``groups``, of runs of the batch's rows, as the orig
 Shapes: B rows, I inputs of a layer, O outputs, F frames, V voxels, D any width, G groups.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,11 +271,29 @@ def forward(
 
     Without ``draws`` it normalises with ``running``, drops nothing and rounds the codes.
     """
-    table = layers(c)
+    table, dtype = layers(c), jnp.dtype(c.dtype)
 
     def run(part: str, branch: str, x_bi: Array) -> tuple[Array, PyTree]:
-        name, chain = f"{part}/{branch}", table[part][branch]
-        return run_chain(c, chain, name, params[part][branch], running[part][branch], x_bi, shard, draws)
+        """Return the layers of a branch, in turn: float32 [B, O], and running statistics."""
+        new, old = {}, running[part][branch]
+        for i, layer in enumerate(table[part][branch]):
+            path, w = f"{part}/{branch}/{i}", params[part][branch][str(i)]
+            with jax.named_scope(path):
+                # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
+                x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
+                y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
+                # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
+                y_bo = shard(y_bo, "rows", layer.axes[1])
+                y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
+                if layer.norm:
+                    norm = functools.partial(batch_norm, momentum=MOMENTUM, eps=EPS)
+                    y_bo, new[str(i)] = norm(y_bo, w["scale"], w["bias"], old[str(i)], draws.member_bg if draws else None)
+                if layer.relu:
+                    y_bo = jax.nn.relu(y_bo)
+                if draws and layer.rate and c.dropout:
+                    y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
+            x_bi = y_bo
+        return x_bi, new
 
     encoder, decoder = {}, {}  # the new running statistics
     # Bytes travel to the pixels' weights, and become floats there.
@@ -297,34 +314,6 @@ def forward(
     video = jax.nn.sigmoid(video)
     text, decoder["text"] = run("decoder", "text", shared)
     return Outputs(bottleneck, fmri, video, audio, text), {"encoder": encoder, "decoder": decoder}
-
-
-def run_chain(
-    c: Config, chain: Sequence[Layer], name: str, params: PyTree, running: PyTree, x_bi: Array, shard: Shard,
-    draws: Draws | None
-) -> tuple[Array, PyTree]:  # fmt: skip
-    """Return the layers of a branch ``name``, in turn: float32 [B, O], and running statistics."""
-    new, dtype = {}, jnp.dtype(c.dtype)
-    for i, layer in enumerate(chain):
-        path, w = f"{name}/{i}", params[str(i)]
-        with jax.named_scope(path):
-            # "rows", not "batch": a device has its slice of the inputs of all its group's rows.
-            x_bi = shard(x_bi.astype(dtype), "rows", layer.axes[0])
-            y_bo = jnp.dot(x_bi, w["w"].astype(dtype), preferred_element_type=jnp.float32)
-            # Whole over fsdp: its gradient too is gathered before it meets x, not the matrix.
-            y_bo = shard(y_bo, "rows", layer.axes[1])
-            y_bo += jnp.broadcast_to(w["b"].astype(jnp.float32), y_bo.shape)
-            if layer.norm:
-                member_bg = draws.member_bg if draws else None
-                y_bo, new[str(i)] = batch_norm(
-                    y_bo, w["scale"], w["bias"], running[str(i)], member_bg, momentum=MOMENTUM, eps=EPS
-                )
-            if layer.relu:
-                y_bo = jax.nn.relu(y_bo)
-            if draws and layer.rate and c.dropout:
-                y_bo = drop(y_bo, c.dropout * layer.rate, fold_in_path(draws.key, path), draws.row_b)
-        x_bi = y_bo
-    return x_bi, new
 
 
 def drop(x_bd: Array, rate: float, key: Key, row_b: Array) -> Array:

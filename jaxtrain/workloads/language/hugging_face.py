@@ -1,10 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: sizes, folders, and exports.
-
-Sizes are published ones, and a run may begin with a folder.
-
-`from_hugging_face` reads a folder with config.json and safetensors, and `EXPORT` lets `jaxtrain
-export` write one.
-"""
+"""Llama, Mistral, Qwen2 and Qwen3 as Hugging Face has them: sizes, folders, and exports."""
 
 import contextlib
 import json

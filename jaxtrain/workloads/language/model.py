@@ -108,11 +108,8 @@ class Config(transformer.Decoder):
         idle = whole - specs.count(transformer.decoder_specs(self, used))
         if 2 * idle > whole:
             share = min(round(100 * idle / whole), 99)
-            yield (
-                "vocab",
-                f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of "
-                "tokens that never come; --config.model.vocab=None takes the data's",
-            )
+            text = f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of"
+            yield "vocab", f"{text} tokens that never come; --config.model.vocab=None takes the data's"
 
     def _fewer(self, where: str) -> str:
         """Return the remedy for continuations of ``where`` that the context does not hold."""

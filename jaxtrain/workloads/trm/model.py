@@ -87,9 +87,7 @@ class Config(ModelSection):
     q_continue: bool = False  # [bool] halt by comparing with the value of another step, learned from one more forward pass
     rollouts: int = 1  # [passes] over a board in an evaluation, all but the first with noise or symmetry; the head chooses
     noise: float = 0.0  # [1] standard deviation added to both states before each supervision step of rollouts, whose size is 1
-    symmetry: bool = (
-        False  # [bool] each rollout sees the board in another order of lines, turned, or with other names of digits
-    )
+    symmetry: bool = False  # [bool] each rollout sees the board with lines in another order, turned, or other digits
     test_steps: int = 0  # [supervision steps] of an evaluation; 0 = halt_steps
     residual: float = 0.0  # [1] an evaluation stops a board at a smaller change of its state, as a fixed point; 0 = never
     loss: str = "stablemax"  # [name] of the cells' cross-entropy: stablemax or softmax
@@ -114,20 +112,19 @@ class Config(ModelSection):
         yield from self._contract_problems()
         explore = ("explore",) if self.explore_end is None else ("explore", "explore_end")
         yield from checks.within(self, "[0, 1]", *explore)
-        growths = ("growth", "growth" if self.growth_low is None else "growth_low", "growth_steps")
-        lasts = ("cycles_high", "cycles_low", "halt_steps")
-        for first, last, growth in zip(("first_high", "first_low", "first_steps"), lasts, growths, strict=True):
-            if getattr(self, first) and not getattr(self, growth):
-                yield (
-                    first,
-                    f"is {getattr(self, first)}, and {growth}=0 means no curriculum; set {growth} to its length in steps",
-                )
-            if getattr(self, first) > getattr(self, last):
-                yield first, f"is {getattr(self, first)}, more than {last}={getattr(self, last)}"
-        for growth in dict.fromkeys(growths):
-            grown = [
-                first for first, of in zip(("first_high", "first_low", "first_steps"), growths, strict=True) if of == growth
-            ]
+        curricula = (
+            ("first_high", "cycles_high", "growth"),
+            ("first_low", "cycles_low", "growth" if self.growth_low is None else "growth_low"),
+            ("first_steps", "halt_steps", "growth_steps"),
+        )
+        for first, last, growth in curricula:
+            n = getattr(self, first)
+            if n and not getattr(self, growth):
+                yield first, f"is {n}, and {growth}=0 means no curriculum; set {growth} to its length in steps"
+            if n > getattr(self, last):
+                yield first, f"is {n}, more than {last}={getattr(self, last)}"
+        for growth in dict.fromkeys(growth for *_, growth in curricula):
+            grown = [first for first, _, of in curricula if of == growth]
             if getattr(self, growth) and not any(getattr(self, first) for first in grown):
                 yield growth, f"is {getattr(self, growth)}, and nothing grows; set {' or '.join(grown)}, or {growth}=0"
 
@@ -153,11 +150,8 @@ class Config(ModelSection):
         for name, unused in (("q_continue", False), ("explore_end", None)):
             if getattr(self, name) != unused:
                 yield name, f"is {getattr(self, name)}, of contract='deep' alone: no row of contract='last' halts in training"
-        if self.least_steps > (self.first_steps or self.halt_steps):
-            yield (
-                "least_steps",
-                f"is {self.least_steps}, more than the {self.first_steps or self.halt_steps} steps that there are",
-            )
+        if self.least_steps > (most := self.first_steps or self.halt_steps):
+            yield "least_steps", f"is {self.least_steps}, more than the {most} steps that there are"
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("n_cells", "vocab", "n_puzzles", "n_difficulties"):
