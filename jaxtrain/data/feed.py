@@ -74,10 +74,7 @@ def local_values(x: jax.Array) -> list[Any]:
 
 
 class Feed:
-    """Iterates over (position after the batch, batch), made by a thread ``depth`` batches ahead.
-
-    ``waited`` is the number of seconds that the consumer has spent waiting for batches.
-    """
+    """Iterates over (position after, batch), ``depth`` ahead. ``waited``: [s] by the consumer."""
 
     def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):
         self.waited = 0.0

@@ -98,10 +98,7 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
-    """Read ``names`` and the fields of `Decoder` from an export of a workload, None if it is none.
-
-    Raises HuggingFaceError for an export of another workload, and for a damaged one.
-    """
+    """Read ``names`` and `Decoder` of an own export, or None. Raises HuggingFaceError."""
     path = pathlib.Path(folder).expanduser() / EXPORT_FILE
     if not path.is_file():
         return None
@@ -170,11 +167,7 @@ def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
-    """Read `transformer.Decoder` from a config.json of Llama's kind, by transformers 4 or 5.
-
-    Raises HuggingFaceError, also with the caller's ``problems``, for all fields that `Decoder`
-    lacks.
-    """
+    """Read `Decoder` from Llama's config.json. HuggingFaceError lists all that it lacks."""
     rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise HuggingFaceError(f"{path}: rope_scaling or rope_parameters is {str(rope)[:80]!r}; expected an object")

@@ -211,11 +211,7 @@ class Folder:
 
 
 class Lease:
-    """A context: this process holds ``folders`` (paths, and URLs of object stores) for its run.
-
-    Entering raises WorkdirError if another run holds one. ``leave`` is called while another lease
-    expires, and may raise. ``choose`` names a folder for the message.
-    """
+    """A context: this process holds ``folders`` (paths, URLs of stores), or raises WorkdirError."""
 
     def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):
         me, self._leave, self._closed = this_process(), leave, threading.Event()

@@ -26,11 +26,7 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
 
 
 class Streak:
-    """Steps skipped in a row, as the host reads them.
-
-    ``last_good`` is the newest accepted step before ``broken``: that guard.patience in a row were
-    skipped.
-    """
+    """Steps skipped in a row: ``broken`` after guard.patience, ``last_good`` the newest before."""
 
     def __init__(self, guard: Guard, *, step: int):
         self._patience = guard.patience

@@ -45,11 +45,7 @@ def make_abstract(
     task: Task, tx: Optimizer, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool,
     offload: bool = False
 ) -> Abstract:  # fmt: skip
-    """Plan a run of rows ``fields`` (name -> shape, dtype) without making an array.
-
-    Raises LayoutError for a dimension that does not divide, or an offload that devices cannot do,
-    and ValueError if loader and task disagree about the fields.
-    """
+    """Plan a run of rows ``fields`` (name -> shape, dtype). Raises LayoutError, ValueError."""
     if missing := sorted(set(task.axes) - set(fields)):
         raise ValueError(
             f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"

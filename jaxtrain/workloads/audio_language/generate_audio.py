@@ -37,10 +37,7 @@ class Answer(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
-    """Read a run, a step or an export, with the tokenizer and codec of its training, or others.
-
-    Raises StoredError (adapters alone, for one), WarmStartError, ConfigError or DataError.
-    """
+    """Read a model with its tokenizer and codec, or others. StoredError, ConfigError, DataError."""
     source = source_lib.find(run, step)
     run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)

@@ -131,11 +131,7 @@ def layer(
     *, angles: tuple[Array, Array], mix: transformer.Mix,
     audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]]
 ) -> tuple[Array, PyTree]:  # fmt: skip
-    """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
-
-    ``nets``: (text net, audio net, x) -> x. ``audio_attend``: (weights, x) -> x after the columns'
-    own attention, and keys and values to keep.
-    """
+    """Compute a layer by ``nets``, (text net, audio net, x) -> x, and what both attentions keep."""
     audio: dict[str, Array] = w["audio"]
     kept: tuple[Array, ...] = ()
     before = audio["scale_attention"]

@@ -36,10 +36,7 @@ class Predictor(NamedTuple):
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
-    """Read a run of jaxtrain.workloads.giblet for a film of `jaxtrain prepare-giblet`.
-
-    Raises StoredError, WarmStartError, ConfigError; DataError: the film has another shape.
-    """
+    """Read a run for a film of `prepare-giblet`. DataError if that has another shape."""
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)

@@ -25,11 +25,7 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Add r and R² of each voxel across moments, as means over voxels that vary, or nan.
-
-    "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null" the mean with shuffled
-    pairs.
-    """
+    """Add each voxel's r and R² over moments, as means over voxels that vary, or nan."""
     voxel, null = spread(record, "voxel"), spread(record, "null")
     r, r2 = correlation(voxel), 1 - voxel.residual / voxel.var_t
     return {

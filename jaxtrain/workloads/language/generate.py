@@ -80,11 +80,7 @@ def generate(
     writer: Writer, prompts: Sequence[str], *, tokens: int, temperature: float = 0.8, top_p: float = 0.95,
     seeds: Sequence[int] = (0,), batch: int = 16, first: int = 0
 ) -> Iterator[Continuation]:  # fmt: skip
-    """Continue each prompt once for each seed, in order, from continuation number ``first`` on.
-
-    One depends on prompt and seed alone, up to rounding in other shapes. Raises DataError for a
-    prompt too long for the model's context, or without tokens.
-    """
+    """Continue each prompt once a seed, from number ``first`` on. DataError if it does not fit."""
     c, codec = writer.model, writer.codec
     if not 0 < tokens < c.context:
         raise DataError(

@@ -355,11 +355,7 @@ def net_flops(c: Config) -> int:
 
 
 def train_flops(c: Config, cycles: Cycles) -> int:
-    """Count the FLOPs of one row in one training step.
-
-    The backward pass costs twice the forward one, and only the last cycle has one. Other
-    supervision steps of contract "last" (their mean) and that of ``q_continue`` are forward alone.
-    """
+    """Count the FLOPs of one row in one training step: only the last cycle has a backward pass."""
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
     step = high * (low + 1) * net_flops(c)

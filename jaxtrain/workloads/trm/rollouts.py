@@ -105,10 +105,7 @@ def search_of(c: Config) -> Search:
 def explore(
     c: Config, variables: Variables, rows: Mapping[str, Array], search: Search, noise: Array | float, key: Key, shard: Shard
 ) -> Found:
-    """Search boards of ``inputs`` [B, S] and ``puzzle`` [B], with ``noise`` in units of the states.
-
-    A row's noise and symmetry follow from the key, its board, its rollout and the step alone.
-    """
+    """Search boards. Noise and symmetry follow from the key, board, rollout and step alone."""
     n_boards, r = rows["inputs"].shape[0], search.rollouts
     given = {
         name: shard(jnp.repeat(rows[name], r, axis=0), "batch", *[None] * (rows[name].ndim - 1))
