@@ -1,9 +1,7 @@
 """The front end of an encoder: which spectrogram a waveform becomes.
 
-Kaldi's log-mel filter bank (rust/core/src/fbank/mod.rs, and on the device
-`jaxtrain.workloads.bird.log_mel`), at any rate, with any windows and
-bands. An encoder reads the spectrograms that it was trained on and no others: its run's config says
-which.
+Kaldi's log-mel filter bank (rust/core/src/fbank/mod.rs) at any rate, with any windows and bands. An
+encoder reads the spectrograms that its run's config names, and no others.
 """
 
 import dataclasses
@@ -41,8 +39,7 @@ class FrontEnd(checks.Section):
         for name, (least, most) in (("window_ms", WINDOWS), ("hop_ms", HOPS)):
             value = getattr(self, name)
             if not math.isfinite(value) or not least <= self._samples(value) <= most:
-                text = f"is {value}; at {rate} Hz it must lie in [{1e3 * least / rate:.4g}, {1e3 * most / rate:.4g}]"
-                yield name, text
+                yield name, f"is {value}; at {rate} Hz it must lie in [{1e3 * least / rate:.4g}, {1e3 * most / rate:.4g}]"
         yield from checks.within(self, f"[{MELS[0]}, {MELS[1]}]", "n_mels")
         if not 0 <= self.f_min < self.highest:
             yield "f_min", f"is {self.f_min}; it must lie in [0, {self.highest:g}), below the end of the highest band"
@@ -64,12 +61,11 @@ class FrontEnd(checks.Section):
 
     @property
     def highest(self) -> float:
-        """The upper end of the highest band, in Hz."""
+        """Upper end of the highest band [Hz]."""
         return float(self.f_max or self.sample_rate / 2)
 
     @property
     def scale(self) -> float:
-        """The divisor of a row's values."""
         return 2 * self.std
 
     @property
@@ -80,16 +76,8 @@ class FrontEnd(checks.Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The decisive values in samples and Hz, equal if two give the same spectrograms."""
-        return {
-            "sample_rate": self.sample_rate,
-            "window": self.window,
-            "hop": self.hop,
-            "n_mels": self.n_mels,
-            "f_min": float(self.f_min),
-            "f_max": self.highest,
-            "mean": float(self.mean),
-            "std": float(self.std),
-        }
+        whole = {name: getattr(self, name) for name in ("sample_rate", "window", "hop", "n_mels")}
+        return whole | {"f_min": float(self.f_min), "f_max": self.highest, "mean": float(self.mean), "std": float(self.std)}
 
     def n_clip_frames(self, n_samples: int) -> int:
         """Return the number of whole frames in a clip."""

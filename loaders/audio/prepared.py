@@ -13,9 +13,8 @@ A prepared recording is a FLAC file with a checksum for each 4,096 samples
 rate of the recording that it was made from, and so gives the same crops. A recording that cannot be
 decoded from end to end is copied as it is: the loader treats it as before.
 
-Shards and files take their names when they are whole, and depend on the source alone. So an
-interrupted command continues, several processes share the work, and all of them make the same
-bytes.
+Shards and files take their names when they are whole, and depend on the source alone: an
+interrupted command continues, and several processes share the work and make the same bytes.
 """
 
 import collections
@@ -24,7 +23,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
@@ -116,13 +114,11 @@ def prepare(
     Args:
       part: (k, n): of every n shards or recordings, this process makes number k.
 
-    Raises:
-      DataError: a source that is none, or an ``out`` that holds other things.
-      OSError: with the name of a file that could not be written.
+    Raises DataError: a source that is none, or an ``out`` that holds other things. Raises OSError.
     """
     found = pathlib.Path(shards.resolve(source)).expanduser()
-    if problem_of := next((f"{source} is prepared already" for at in (found, found.parent) if (at / NAME).is_file()), ""):
-        raise DataError(f"{problem_of}; name the data that it was made from")
+    if any((at / NAME).is_file() for at in (found, found.parent)):
+        raise DataError(f"{source} is prepared already; name the data that it was made from")
     is_index = (found / "index.json").is_file()
     splits = sorted(store.read(found)["splits"]) if is_index else (shards.splits_of(found) if found.is_dir() else [])
     opened: dict[str, tuple[list[pathlib.Path], _rust.Index]] = {}
@@ -133,12 +129,9 @@ def prepare(
     about = {"version": 1, "settings": settings._asdict(), "fingerprints": fingerprints, "complete": False}
     is_complete = _begin(out, about)
     counts = Counts()
-    with _Pool(threads or machine.cores()) as pool:
-        rows = None
-        if is_index:
-            rows = _index(out, opened, settings, part, pool, counts, note)
-        else:
-            _shards(out, opened, settings, part, pool, counts, note)
+    with _Pool(threads or machine.cores(), settings) as pool:
+        make: Callable[..., Any] = _index if is_index else _shards
+        rows = make(out, opened, settings, part, pool, counts, note)
         if not counts.missing and not is_complete:
             with contextlib.suppress(atomic_write.BusyError):  # then the other process completes the folder
                 if rows:
@@ -148,10 +141,7 @@ def prepare(
 
 
 def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
-    """Make the folder, or check that it is of the same data and settings.
-
-    Return whether all is prepared.
-    """
+    """Make the folder, or check its data and settings. Return whether all is prepared."""
     atomic_write.refuse_unwritable(out, folder=True)
     if (out / NAME).is_file():
         before = _read(out)
@@ -185,21 +175,22 @@ def _write_json(path: pathlib.Path, about: dict[str, Any]) -> None:
         file.write((json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-@contextlib.contextmanager
-def _whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def _whole(path: pathlib.Path) -> contextlib.AbstractContextManager[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write.file(path) as file:
-        yield file
+    return atomic_write.file(path)
 
 
-class _Pool(contextlib.AbstractContextManager["_Pool"]):
+class _Pool:
     """Threads that prepare recordings, and stop within a chunk of one if the block ends early."""
 
-    def __init__(self, threads: int):
-        self._threads, self._stop = threads, threading.Event()
+    def __init__(self, threads: int, settings: Settings):
+        self._threads, self._settings, self._stop = threads, settings, threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
 
-    def __exit__(self, *error: Any) -> None:
+    def __enter__(self) -> "_Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -210,57 +201,40 @@ class _Pool(contextlib.AbstractContextManager["_Pool"]):
             ahead.append(self._pool.submit(function, item))
             if len(ahead) > 2 * self._threads:
                 yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        yield from (future.result() for future in ahead)
 
-    def prepare(self, index: "_rust.Index", row: int, settings: Settings, **more: Any) -> tuple[bytes, int]:
-        """Return the prepared recording of a row and its clipped samples.
-
-        Raises ValueError for a broken one.
-        """
-        channel = more.pop("channel", settings.channel)
-        return index.prepare(
-            row,
-            rate=settings.sample_rate,
-            time_expansion=settings.time_expansion,
-            channel=None if channel < 0 else channel,
-            packed=settings.packed,
-            stop=self._stop.is_set,
-            **more,
-        )
-
-
-# -------------------------------------------------------------------------------
-# shards
+    def prepare(self, index: "_rust.Index", row: int, channel: int, **more: Any) -> tuple[bytes, int]:
+        """Return a row prepared, and its clipped samples. Raises ValueError for a broken one."""
+        settings = self._settings
+        form: dict[str, Any] = dict(rate=settings.sample_rate, time_expansion=settings.time_expansion, packed=settings.packed)
+        return index.prepare(row, channel=None if channel < 0 else channel, stop=self._stop.is_set, **form, **more)
 
 
 def _shards(
     out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
 ) -> None:
-    number = -1
-    for split, (places, index) in opened.items():
-        for k, place in enumerate(places):
-            number += 1
-            path = out / split / f"data-{k:05d}-of-{len(places):05d}.arrow"
-            if path.is_file():
-                counts.found += 1
-            elif number % part[1] != part[0]:
+    places = [(split, k, place) for split, (of_it, _) in opened.items() for k, place in enumerate(of_it)]
+    for number, (split, k, place) in enumerate(places):
+        of_it, index = opened[split]
+        path = out / split / f"data-{k:05d}-of-{len(of_it):05d}.arrow"
+        if path.is_file():
+            counts.found += 1
+        elif number % part[1] != part[0]:
+            counts.missing += 1
+        else:
+            try:
+                with _whole(path) as file:
+                    _shard(place, index, int(index.first_rows[k]), settings.channel, pool, counts, file)
+                counts.made += 1
+                note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
+            except atomic_write.BusyError:
                 counts.missing += 1
-            else:
-                first = int(index.first_rows[k])
-                try:
-                    with _whole(path) as file:
-                        _shard(place, index, first, settings, pool, counts, file)
-                    counts.made += 1
-                    note(f"{path}: {path.stat().st_size / 1e6:,.0f} MB")
-                except atomic_write.BusyError:
-                    counts.missing += 1
-            if path.is_file():
-                counts.bytes += path.stat().st_size
+        if path.is_file():
+            counts.bytes += path.stat().st_size
 
 
 def _shard(
-    place: pathlib.Path, index: "_rust.Index", first: int, settings: Settings, pool: _Pool, counts: Counts, file: IO[bytes]
+    place: pathlib.Path, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts, file: IO[bytes]
 ) -> None:
     """Write a shard with the same rows."""
     writer = None
@@ -268,7 +242,7 @@ def _shard(
         for batch in _batches(place, closing):
             writer = writer or closing.enter_context(pa.ipc.new_stream(file, batch.schema))
             for group in (batch.slice(at, GROUP) for at in range(0, len(batch), GROUP)):
-                for some in _prepared_batches(group, index, first, settings, pool, counts):
+                for some in _prepared_batches(group, index, first, channel, pool, counts):
                     writer.write_batch(some)
                 first += len(group)
 
@@ -288,7 +262,7 @@ def _batches(place: pathlib.Path, closing: contextlib.ExitStack) -> Iterator[pa.
 
 
 def _prepared_batches(
-    group: pa.RecordBatch, index: "_rust.Index", first: int, settings: Settings, pool: _Pool, counts: Counts
+    group: pa.RecordBatch, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows with prepared recordings, in one batch, or one each if they are too large."""
     number = group.schema.get_field_index("audio")
@@ -297,7 +271,7 @@ def _prepared_batches(
 
     def one(k: int) -> tuple[bytes | None, int, str]:
         try:
-            return (*pool.prepare(index, first + k, settings), "")
+            return (*pool.prepare(index, first + k, channel), "")
         except ValueError as error:
             return audio[k].as_py()["bytes"] if audio[k].is_valid else None, 0, str(error)
 
@@ -316,10 +290,6 @@ def _prepared_batches(
         yield some.set_column(number, group.schema.field(number), prepared)
 
 
-# -------------------------------------------------------------------------------
-# index
-
-
 def _index(
     out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
 ) -> tuple[dict[pathlib.Path, pa.Table], dict[tuple[str, int], _Item]]:
@@ -327,25 +297,20 @@ def _index(
     tables = {place: pq.read_table(place) for places, _ in opened.values() for place in places}
     items = _items(opened, tables, settings)
     folder = out / "audio"
-    todo = []
 
     def is_there(item: _Item) -> bool:
         return any((folder / name).is_file() for name in (item.name, item.path))
 
-    for number, item in enumerate(items.values()):
-        if is_there(item):
-            counts.found += 1
-        elif number % part[1] == part[0]:
-            todo.append(item)
-        else:
-            counts.missing += 1
+    absent = [(number, item) for number, item in enumerate(items.values()) if not is_there(item)]
+    todo = [item for number, item in absent if number % part[1] == part[0]]
+    counts.found, counts.missing = len(items) - len(absent), len(absent) - len(todo)
 
     def one(item: _Item) -> tuple[int, str] | None:
         if is_there(item):
             return None
         try:
             with _whole(files.inside(folder, item.name)) as file:
-                return pool.prepare(item.shards, item.row, settings, channel=item.channel, out=file.name)[1], ""
+                return pool.prepare(item.shards, item.row, item.channel, out=file.name)[1], ""
         except ValueError as error:
             with _whole(files.inside(folder, item.path)) as file:
                 file.write(item.shards.encoded(item.row))
@@ -372,7 +337,12 @@ def _index(
 def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings) -> dict[tuple[str, int], _Item]:
     """List the recordings of an index, each named channel apart, in the order of its rows."""
     items: dict[tuple[str, int], _Item] = {}
-    pairs = [(pair, index, row) for places, index in opened.values() for pair, row in _pairs(places, tables, index)]
+    pairs = [
+        (pair, index, int(first) + k)
+        for places, index in opened.values()
+        for first, place in zip(index.first_rows, places, strict=True)
+        for k, pair in enumerate(_names(tables[place]))
+    ]
     originals, taken = {path for (path, _), _, _ in pairs}, set[str]()
     for (path, channel), index, row in pairs:
         if (path, channel) in items:
@@ -387,28 +357,21 @@ def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings
     return items
 
 
-def _pairs(places: Any, tables: dict[pathlib.Path, pa.Table], index: Any) -> Iterator[tuple[tuple[str, int], int]]:
-    for first, place in zip(index.first_rows, places, strict=True):
-        for k, pair in enumerate(_names(tables[place])):
-            yield pair, int(first) + k
-
-
-def _names(table: pa.Table) -> Iterator[tuple[str, int]]:
-    """Yield the recording and the channel of each row, -1 if it names none."""
+def _names(table: pa.Table) -> list[tuple[str, int]]:
+    """Return the recording and the channel of each row, -1 if it names none."""
     paths = table["audio"].combine_chunks().field("path").to_pylist()
     channels = table["channel"].to_pylist() if "channel" in table.column_names else [None] * len(paths)
-    yield from ((path, -1 if channel is None else channel) for path, channel in zip(paths, channels, strict=True))
+    return [(path, -1 if channel is None else channel) for path, channel in zip(paths, channels, strict=True)]
 
 
 def _rows(source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa.Table], items: Any) -> None:
     """Write the index of the prepared recordings: the same rows, which name other files."""
     prepared = {pair: item.name for pair, item in items.items() if _is_prepared(out / "audio" / item.name)}
     for place, table in tables.items():
-        pairs = list(_names(table))
+        pairs = _names(table)
         paths = pa.array([prepared.get(pair, pair[0]) for pair in pairs], pa.string())
         nothing = pa.nulls(len(pairs), pa.binary())
-        audio = pa.StructArray.from_arrays([nothing, paths], fields=list(table.schema.field("audio").type))
-        columns = {"audio": audio}
+        columns = {"audio": pa.StructArray.from_arrays([nothing, paths], fields=list(table.schema.field("audio").type))}
         if "channel" in table.column_names:
             channels = [-1 if pair in prepared else pair[1] for pair in pairs]
             columns["channel"] = pa.array(channels, table.schema.field("channel").type)
@@ -420,8 +383,8 @@ def _rows(source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa
     about = store.read(source)
     _write_json(out / "index.json", {**about, "root": "audio"})
     if (errors := source / "mistakes.csv").is_file():
-        with _whole(out / errors.name) as file, errors.open("rb") as opened:
-            shutil.copyfileobj(opened, file)
+        with _whole(out / errors.name) as file:
+            file.write(errors.read_bytes())
 
 
 def _is_prepared(path: pathlib.Path) -> bool:

@@ -1,16 +1,12 @@
 """Shards in object stores and on the web, through fsspec, with a bounded cache on disk.
 
-Addresses begin with gs://, s3://, hf:// or https://.
-
-Files are copied in parts, several at once, first the parts that a reader waits for. Training begins
-with the headers of Arrow shards, but waits for whole Parquet shards. An interrupted copy resumes at
-its end, unless the
-file has another tag since. A part that comes short is requested again. An MD5 or SHA-256 of the
-store is compared when the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or
-~/.cache/jaxtrain/shards), a folder for each address. The limit is $JAXTRAIN_SHARDS_GB, 200 by
-default: as bytes come beyond it, the address that was not used for longest is removed first, and
-none that a process uses. Private stores need credentials in the usual places of fsspec's file
-systems.
+Addresses begin with gs://, s3://, hf:// or https://. Files are copied in parts, several at once,
+first the parts that a reader waits for. Training begins with the headers of Arrow shards, but waits
+for whole Parquet shards. An interrupted copy resumes at its end, unless the file has another tag
+since. An MD5 or SHA-256 of the store is compared when the file is whole. Copies lie in
+$JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. Beyond
+$JAXTRAIN_SHARDS_GB, 200 by default, the address that was not used for longest is removed first, and
+none that a process uses. Credentials are those of fsspec's file systems.
 """
 
 import base64
@@ -81,9 +77,8 @@ def is_complete(address: str) -> bool:
 def fetch(address: str, *, wait: bool = True) -> str:
     """Copy the missing shards at an address. Return the folder, glob or file of the copies.
 
-    Args:
-      wait: until all is there. Else copies come while the process works, and an index that is
-        opened with ``copying`` (`is_copying`) waits for the parts that it reads.
+    Without ``wait`` copies come while the process works, and an index that is opened with
+    ``copying`` (`is_copying`) waits for the parts that it reads.
 
     Raises DataError: no file system for it is installed, there are no shards, they are larger than
     the cache may be, or a file cannot be copied after several tries.
@@ -150,7 +145,6 @@ def _hold(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
-    """One process at a time."""
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -176,18 +170,15 @@ def _list(address: str) -> tuple[Any, list[File]]:
             paths = _linked(system, root) if on_web else system.find(root)
         about = {path: system.info(path) for path in sorted(paths) if path.endswith(SUFFIXES)}
     except ImportError as error:
-        raise DataError(
-            f"{address} needs {EXTRAS[scheme]}: pip install 'jaxtrain[remote]' {EXTRAS[scheme]} ({error})"
-        ) from error
+        extra = EXTRAS[scheme]
+        raise DataError(f"{address} needs {extra}: pip install 'jaxtrain[remote]' {extra} ({error})") from error
     except DataError:
         raise
     except Exception as error:  # file systems raise many kinds
         raise DataError(f"{address} cannot be listed: {type(error).__name__}: {str(error)[:300]}") from error
     if not about:
         raise DataError(f"{address} holds no Arrow or Parquet shards")
-    above = (
-        os.path.commonpath([os.path.dirname(path) for path in about]) if len(about) > 1 else os.path.dirname(next(iter(about)))
-    )
+    above = os.path.commonpath([os.path.dirname(path) for path in about])
     files = []
     for path, info in about.items():
         name = os.path.relpath(path, above)
@@ -337,8 +328,7 @@ class _Copy:
                     out.seek(start)
                     out.write(data)
                     out.flush()
-                    # Before it is noted, so that it holds after a crash of the machine. macOS has
-                    # fsync alone.
+                    # Before it is noted, for a crash of the machine. macOS has fsync alone.
                     getattr(os, "fdatasync", os.fsync)(out.fileno())
                 with self._lock:
                     self._parts[file][first:last] = THERE
@@ -353,18 +343,12 @@ class _Copy:
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():
-                    for first in np.flatnonzero(parts == state).tolist():
-                        if (file, first) in self._taken:
-                            continue
-                        last = first + 1
-                        while (
-                            last < min(first + TOGETHER, len(parts))
-                            and parts[last] == state
-                            and (file, last) not in self._taken
-                        ):
-                            last += 1
-                        self._taken |= {(file, part) for part in range(first, last)}
-                        return file, first, last
+                    free = [part for part in np.flatnonzero(parts == state).tolist() if (file, part) not in self._taken]
+                    if free:
+                        first = free[0]
+                        n = next((k for k, part in enumerate(free[:TOGETHER]) if part != first + k), len(free[:TOGETHER]))
+                        self._taken |= {(file, part) for part in range(first, first + n)}
+                        return file, first, first + n
         return None
 
     def _end(self, file: File, place: pathlib.Path) -> None:
@@ -377,9 +361,8 @@ class _Copy:
                 self._parts[file][:] = FAILED  # for its readers
                 for path in (note, place, parts):
                     path.unlink()
-                raise DataError(
-                    f"{file.path} came with the {file.digest[0]} {found}, and the store says {file.digest[1]}; rerun"
-                )
+                kind, stated = file.digest
+                raise DataError(f"{file.path} came with the {kind} {found}, and the store says {stated}; rerun")
         parts.unlink()
 
     def _fail(self, error: Exception) -> None:

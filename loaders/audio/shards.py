@@ -2,24 +2,17 @@
 
 A path is one of
 
-    a folder that ``datasets.save_to_disk`` wrote      its shards, in the order that state.json
-                                                       gives
-    such a folder of several splits                    its train/; and its test/, unless ``test``
-                                                       names another
-    a folder that `jaxtrain index` wrote               its data/; recordings are files below the
-                                                       root that index.json names
-    a folder of ``*.arrow``, as in the datasets cache  by name, and with several splits
-                                                       (``name-train-00000-of-00007.arrow``), those
-                                                       of the split that is asked for
-    a folder of ``*.parquet``, as the Hub stores them  the same, also in its data/
-    a glob, or one file                                by name
-    an address gs://, s3://, hf://, https://           of any of these, copied first: see
-                                                       `loaders.audio.remote`
-    "demo"                                             the built-in corpus, made at its first use
+    a folder of ``datasets.save_to_disk``    its shards, in the order of state.json
+    such a folder of several splits          its train/, and test/ unless ``test`` names another
+    a folder that `jaxtrain index` wrote     its data/; index.json names the root of recordings
+    a folder of ``*.arrow``, ``*.parquet``   by name, also in its data/; of several splits
+                                             (``name-train-00000-of-00007.arrow``) the one wanted
+    a glob, or one file                      by name
+    an address gs://, s3://, hf://, https:// of any of these, copied first: `remote`
+    "demo"                                   the built-in corpus, made at its first use
 
-Paths, labels and class names are kept for corpora of 16 shards or more in $JAXTRAIN_CACHE/index (or
-~/.cache/jaxtrain/index) until a shard's name, size or time changes (docs/results/loader.md has the
-times).
+Paths, labels and class names of 16 shards or more are kept in $JAXTRAIN_CACHE/index (or
+~/.cache/jaxtrain/index) until a shard's name, size or time changes.
 """
 
 import contextlib
@@ -32,7 +25,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,10 +56,7 @@ class ClassLists(NamedTuple):
 
 
 def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.Path]:
-    """Return the shards of a split at a path, in order. See the module's docstring.
-
-    Args:
-      links: whether links in a folder may lead out of it.
+    """Return the shards of a split at a path, in order; ``links`` in a folder may lead out of it.
 
     Raises DataError: there are none, or one is no regular file, or lies outside of its folder.
     """
@@ -123,9 +113,8 @@ def _checked(folder: pathlib.Path, shards: Sequence[pathlib.Path], links: bool) 
         try:
             is_regular = stat.S_ISREG(shard.stat().st_mode)
         except OSError as error:
-            raise DataError(
-                f"has {str(shard)[:200]}, which cannot be read: {(error.strerror or str(error)).lower()}"
-            ) from error
+            why = (error.strerror or str(error)).lower()
+            raise DataError(f"has {str(shard)[:200]}, which cannot be read: {why}") from error
         if not is_regular:
             raise DataError(f"has {shard}, which is no regular file; remove it, or name the shards with a glob")
     return list(shards)
@@ -232,12 +221,10 @@ def label_column(shards: Sequence[pathlib.Path], label: str, multilabel: bool) -
 
 
 def resolve(path: str, *, make: bool = True, wait: bool = True) -> str:
-    """Return a path on disk: of the built-in corpus for "demo", or of a copy of an address.
-
-    The corpus is made at its first use. The address is a store's.
+    """Return a path on disk: of the corpus for "demo", or of a copy of a store's address.
 
     Args:
-      make: whether to make a missing built-in corpus. If not, its outline without sound is used.
+      make: whether to make a missing corpus. If not, its outline without sound is used.
       wait: until all of an address is copied. If not, only `open_index` may read it, as it comes.
 
     Raises DataError: an address whose shards cannot be copied (`loaders.audio.remote`).
@@ -261,8 +248,7 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
         empty = the root that index.json names, or each shard's own folder.
       links: whether links may lead out of that folder.
 
-    Raises:
-      DataError: shards that cannot be used.
+    Raises DataError: shards that cannot be used.
     """
     try:
         return _index_once(_stats(shards), label, _root(shards, audio_root), links)
@@ -277,9 +263,8 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
 
 def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
-    if not audio_root and (file := index_file(shards[0])):
-        audio_root = str(index_root(file))
-    return os.path.expanduser(audio_root) or None
+    file = None if audio_root else index_file(shards[0])
+    return str(index_root(file)) if file else os.path.expanduser(audio_root) or None
 
 
 def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:
@@ -322,17 +307,16 @@ def _class_lists_once(stats: tuple[tuple[str, int, int], ...], label: str) -> Cl
 
     from loaders.io import columnar
 
-    columns, names = [], None
+    lists, names = [], None
     for path, _, _ in stats:
         column, names = columnar.read(pathlib.Path(path), label)
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise DataError(f"{path}: column {label!r} has classes without names; cast it to a list of ClassLabel again")
         if not columnar.is_list(column.type):
             raise DataError(f"{path}: column {label!r} holds {column.type}; data.multilabel=true needs lists of int64 classes")
-        columns.append(column)
+        lists += column.chunks
     if names is None:
         raise DataError(f"{stats[0][0]}: column {label!r} names no classes; cast it to a list of ClassLabel and save it again")
-    lists = [chunk for column in columns for chunk in column.chunks]
     lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False) for chunk in lists]
     parts = [pc.list_flatten(chunk) for chunk in lists]
     if any(part.null_count for part in parts):
@@ -353,7 +337,5 @@ def _index_once(stats: tuple[tuple[str, int, int], ...], label: str, root: str |
     large = index_file(pathlib.Path(stats[0][0])) and sum(size for _, size, _ in stats) >= CACHED_BYTES
     cache = machine.cache_folder("index") if large or len(stats) >= CACHED_SHARDS else None
     paths = [path for path, _, _ in stats]
-    options: dict[str, Any] = dict(label=label or None, root=root, cache=cache, links=links)
-    if any(remote.is_copying(pathlib.Path(path)) for path in paths):
-        options["copying"] = True
-    return _rust.Index(paths, **options)
+    copying = any(remote.is_copying(pathlib.Path(path)) for path in paths)
+    return _rust.Index(paths, label=label or None, root=root, cache=cache, links=links, copying=copying)

@@ -1,6 +1,4 @@
-"""Log-mel spectrograms of recordings in shards: the Python face of the Rust pipeline.
-
-The shards are Arrow or Parquet.
+"""Log-mel spectrograms of recordings in Arrow or Parquet shards, of the Rust pipeline.
 
 One row of a batch is one crop of one recording: float32 [n_frames, n_mels], Kaldi log-mel, padded
 with its minimum and normalised as (x - mean) / (2 std); `loaders.audio.front_end` has its options.
@@ -15,21 +13,11 @@ device.
 
 With ``form="waveform"`` a row is the crop itself, int16 [160000] of 5 s: the samples that the
 filter bank would take, times 32768, rounded to nearest even and clipped. The model makes the
-spectrogram on the device (`jaxtrain.workloads.bird.log_mel`): less work for the cores, and 1.2
-times the bytes of a float32 row. Sound below the resolution of 16 bits differs.
-
-`front_end` does the same for one waveform: it returns the spectrogram that a test split would hold,
-byte for byte.
+spectrogram on the device. Sound below the resolution of 16 bits differs.
 
 A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it,
 and one that is longer than the part is laid around it (``around``). If a whole recording is shorter
 than a crop, ``short`` decides its place.
-
-With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has
-"labels" instead of "label". With ``background`` a training row also has as many crops of another
-recording, of noise, drawn in an independent order.
-
-`loaders.audio.shards` says which files a path names.
 """
 
 import contextlib
@@ -39,7 +27,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -73,9 +61,11 @@ from loaders.io import checks, files, machine
 
 log = logging.getLogger("jaxtrain")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-FORMS = ("spectrogram", "waveform")
-ORDERS = ("global", "block")
-SHORT = ("random", "centre", "start", "origin")
+CHOICES = {
+    "short": ("random", "centre", "start", "origin"), "short_fill": ("silence", "repeat"),
+    "around": ("recording", "silence"), "form": ("spectrogram", "waveform"), "dtype": tuple(DTYPES),
+    "order": ("global", "block"),
+}  # fmt: skip
 BACKGROUND = 0x6E6F697365  # domain of the hash: the background's order is independent of the recordings'
 
 
@@ -157,19 +147,12 @@ class Config(FrontEnd, checks.DataSection):
             yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
         elif not front_end and not 1 <= (frames := self.n_clip_frames(self.clip_samples)) <= self.n_frames:
             longest = (self.window + (self.n_frames - 1) * self.hop) / self.sample_rate
-            yield (
-                "clip_seconds",
-                f"is {self.clip_seconds}, which makes {frames} frames; n_frames={self.n_frames} holds "
-                f"{self.window / self.sample_rate:g} s to {longest:g} s",
-            )
-        yield from checks.choice(self, SHORT, "short")
-        yield from checks.choice(self, ("silence", "repeat"), "short_fill")
-        yield from checks.choice(self, ("recording", "silence"), "around")
+            holds = f"n_frames={self.n_frames} holds {self.window / self.sample_rate:g} s to {longest:g} s"
+            yield "clip_seconds", f"is {self.clip_seconds}, which makes {frames} frames; {holds}"
         yield from checks.at_least(self, -1, "channel")
         yield from checks.not_negative(self, "exclude_of")
-        yield from checks.choice(self, FORMS, "form")
-        yield from checks.choice(self, DTYPES, "dtype")
-        yield from checks.choice(self, ORDERS, "order")
+        for name, allowed in CHOICES.items():
+            yield from checks.choice(self, allowed, name)
         if self.form == "waveform" and self.dtype != "float32":
             yield "dtype", f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of int16: unset it"
         if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
@@ -183,11 +166,8 @@ class Config(FrontEnd, checks.DataSection):
         if bad := [row for row in self.exclude if row < 0]:
             yield "exclude", f"holds {bad[0]}; rows are counted from 0"
         if _rust.build_profile() != "release" and not self.allow_debug_build:
-            yield (
-                "allow_debug_build",
-                f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower; "
-                "say `make train` in the checkout, or pip install its wheel",
-            )
+            slow = f"is False, but the extension is a {_rust.build_profile()} build, which is many times slower"
+            yield "allow_debug_build", f"{slow}; say `make train` in the checkout, or pip install its wheel"
 
     def exists(self) -> bool:
         """Return False when reading the facts would first have to copy the data."""
@@ -277,11 +257,9 @@ class Spectrograms(Loader):
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
                 views=config.views,
-                form=cast(
-                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
-                ),
+                form=cast(Any, "waveform" if config.form == "waveform" else config.dtype),
                 channel=config.channel if config.channel >= 0 else None,
-                short=cast(Literal["random", "centre", "start", "origin"], config.short),
+                short=cast(Any, config.short),
                 repeat=config.short_fill == "repeat",
                 silence=config.around == "silence",
                 block=(config.block_rows, config.block_window) if config.order == "block" else None,
@@ -298,7 +276,6 @@ class Spectrograms(Loader):
             pipeline.seek(position)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Those of the pipeline (`loaders._rust.Pipeline.diagnostics`)."""
         return self._pipelines[0].diagnostics() if self._pipelines else {}
 
     def close(self) -> None:
@@ -326,24 +303,20 @@ class Spectrograms(Loader):
 
 def filter_bank(of: FrontEnd) -> "_rust.FilterBank":
     """Return the tables of a front end. Raises ValueError for what its ``problems`` report."""
-    return _filter_bank(tuple(of.settings.items()))
+    return _filter_bank(**of.settings)
 
 
-@functools.lru_cache(maxsize=16)
-def _filter_bank(settings: tuple[tuple[str, Any], ...]) -> "_rust.FilterBank":
-    return _rust.FilterBank(**dict(settings))
+_filter_bank = functools.lru_cache(maxsize=16)(_rust.FilterBank)
 
 
 def front_end(
     wave: np.ndarray, rate: int = 32_000, *, clip_seconds: float = 5.0, n_frames: int = 512, of: FrontEnd = DEFAULT
 ) -> np.ndarray:
-    """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder sees it: [n_frames, n_mels].
+    """Return mono sound, float32 [n] at ``rate`` Hz, as an encoder with front end ``of`` sees it.
 
-    The encoder has the front end ``of``. The result is float32.
-
-    It is resampled, then cut to its centre or put between zeros to the length of the clip. Then
-    Kaldi log-mel, padded with the minimum, and normalised: the bytes that the pipeline gives for
-    the same samples in a test split. `decode` makes such a waveform from the bytes of a file.
+    Float32 [n_frames, n_mels], byte for byte what the pipeline gives for the same samples in a test
+    split: resampled, cut to its centre or put between zeros to the clip's length, then Kaldi
+    log-mel, padded with the minimum and normalised. `decode` makes such a waveform from a file.
 
     Raises ValueError: a rate of 0, a clip that makes no frame or more than ``n_frames``, samples
     that are not finite.
@@ -358,11 +331,10 @@ decode = _rust.decode
 def fields(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
+    is_wave = config.form == "waveform"
+    shape = (config.clip_samples,) if is_wave else (config.n_frames, config.n_mels)
     views = () if config.views == 1 else (config.views,)
-    if config.form == "waveform":
-        clip = Field((*views, config.clip_samples), np.dtype(np.int16))
-    else:
-        clip = Field((*views, config.n_frames, config.n_mels), DTYPES[config.dtype])
+    clip = Field((*views, *shape), np.dtype(np.int16) if is_wave else DTYPES[config.dtype])
     data = {config.form: clip, "label": scalar}
     if config.background:
         data["background"] = clip
@@ -373,9 +345,7 @@ def fields(config: Config) -> dict[str, Field]:
 
 
 def facts(config: Config) -> Facts:
-    """Return the facts of the recordings, read without decoding.
-
-    The built-in ones need not be made for it.
+    """Return the facts of the recordings, read without decoding. "demo" need not be made for it.
 
     - n_train, n_test: recordings of each split.
     - n_recordings: rows of train's index, excluded ones included: one more than the largest
@@ -389,26 +359,16 @@ def facts(config: Config) -> Facts:
     """
     splits = _splits(config, make=False)
     train, test = splits["train"], splits["test"]
-    facts = {
+    labelled = config.label and not config.multilabel
+    facts: Facts = {
         "n_train": len(train.rows),
         "n_test": len(test.rows),
         "n_recordings": train.index.n_rows if train.index else 0,
-        "n_unlabelled": sum(
-            int((s.index.labels[s.rows] < 0).sum())
-            for s in splits.values()
-            if s.index and config.label and not config.multilabel
-        ),
-        "views": config.views,
-        "n_frames": config.n_frames,
-        "n_mels": config.n_mels,
-        "front_end": config.front_end,
-        "form": config.form,
-        "multilabel": config.multilabel,
+        "n_unlabelled": sum(int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and labelled),
         "background": bool(config.background),
     }
-    if names := train.names:
-        facts |= {"n_classes": len(names), "class_names": names}
-    return facts
+    facts |= {name: getattr(config, name) for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")}
+    return facts | ({"n_classes": len(names), "class_names": names} if (names := train.names) else {})
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
@@ -423,14 +383,9 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 
 def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
-    # A digest of the rows and their order.
     fold = int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0)))
-    found: dict[str, Any] = {
-        "version": _rust.ORDER_VERSION,
-        "batch": batch,
-        "n_rows": len(chosen),
-        "rows": f"{int(order.hash_of(len(chosen), fold)[0]):016x}",  # covers exclude and test_share
-    }
+    rows = f"{int(order.hash_of(len(chosen), fold)[0]):016x}"  # a digest of the rows and their order
+    found: dict[str, Any] = {"version": _rust.ORDER_VERSION, "batch": batch, "n_rows": len(chosen), "rows": rows}
     if config.order == "block":
         found["block"] = [config.block_rows, config.block_window]
     # Older fields of a row are not named, so that older runs resume.
@@ -469,41 +424,30 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
         test_shards = shards_of_split(folder, config.test_split, links=config.follow_links)
     if test_shards:
         test, test_lists = _open(test_shards, config)
-        splits = {
-            "train": Split(train, rows, train_lists, train_shards),
-            "test": Split(test, np.arange(test.n_rows), test_lists, test_shards),
-        }
-        train_names, test_names = (splits[name].names for name in ("train", "test"))
-        if test_names != train_names:
+        of_train = Split(train, rows, train_lists, train_shards)
+        of_test = Split(test, np.arange(test.n_rows), test_lists, test_shards)
+        if of_test.names != of_train.names:
             raise DataError(
-                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(test_names)} and "
-                f"{len(train_names)} names; both must name the same ones in the same order"
+                f"{test_path or folder / 'test'} has other classes than {train_path}: {len(of_test.names)} and "
+                f"{len(of_train.names)} names; both must name the same ones in the same order"
             )
     else:
         is_test = order.held_out(rows, config.test_share)
-        splits = {
-            name: Split(train, chosen, train_lists, train_shards)
-            for name, chosen in (("train", rows[~is_test]), ("test", rows[is_test]))
-        }
-    if not len(splits["train"].rows):
+        of_train, of_test = (Split(train, rows[which], train_lists, train_shards) for which in (~is_test, is_test))
+    if not len(of_train.rows):
         raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
-    if not len(splits["test"].rows):
-        splits["test"] = Split(None, np.arange(0), None)
-    return splits
+    return {"train": of_train, "test": of_test if len(of_test.rows) else Split(None, np.arange(0), None)}
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
     """Return names of recordings, those in each "@file" among them. Raises DataError."""
-    excluded: set[str] = set()
-    for name in names:
-        if name.startswith("@"):
-            try:
-                lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MAX_JSON))
-            except (OSError, files.FileError) as error:
-                raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
-            excluded.update(line.strip() for line in lines if line.strip())
-        else:
-            excluded.add(name)
+    excluded = {name for name in names if not name.startswith("@")}
+    for name in set(names) - excluded:
+        try:
+            lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MAX_JSON))
+        except (OSError, files.FileError) as error:
+            raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
+        excluded.update(line.strip() for line in lines if line.strip())
     return excluded
 
 
@@ -521,9 +465,6 @@ def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, s
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):
         return
-    yield (
-        field,
-        f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and {names[1]!r}): the loader "
-        "would read the centre of each recording instead. Of BirdSet, score test_split='test_5s'; make an index of other "
-        "events with jaxtrain index",
-    )
+    rows = f"leads to {shards[0]}, whose rows are events of long recordings (columns {names[0]!r} and {names[1]!r})"
+    remedy = "Of BirdSet, score test_split='test_5s'; make an index of other events with jaxtrain index"
+    yield field, f"{rows}: the loader would read the centre of each recording instead. {remedy}"

@@ -1,5 +1,7 @@
 """Recordings below a folder, and the file that a table's name means."""
 
+import errno
+import functools
 import os
 import pathlib
 import re
@@ -14,16 +16,19 @@ from loaders.audio.recordings.annotations import Mistakes
 SYSTEM = {"$recycle.bin", "recycler", "@eadir", "#recycle", "@recycle", "__macosx", "system volume information", "lost+found"}
 SUFFIXES = (".wav .flac .mp3 .ogg .oga .opus .aif .aiff .aifc .au .caf .m4a .mp4 .rf64 .bw64 .w64 .wave").split()
 
+_one_form = functools.partial(unicodedata.normalize, "NFC")
+
 
 def is_audio(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
-    """Yield every file below a folder, by name, links followed.
+    """Yield every file below a folder, by name, links followed. What is not entered is counted."""
 
-    Folders that cannot be entered, and recordings in hidden ones, are mistakes.
-    """
+    def wrong(path: str, error: OSError) -> None:
+        kind = {errno.EACCES: "no-permission", errno.EPERM: "no-permission", errno.ELOOP: "link-circle"}
+        mistakes.add(kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}")
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         try:
@@ -33,18 +38,14 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
                 mistakes.add("link-circle", f"{path} leads to a folder that it lies in")
                 return
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except PermissionError:
-            mistakes.add("no-permission", f"{path}: permission denied")
-            return
         except OSError as error:
-            kind = "link-circle" if error.errno == 40 else "missing-file"
-            mistakes.add(kind, f"{path}: {error.strerror}")
+            wrong(path, error)
             return
         for entry in entries:
             try:
                 inside, is_file = entry.is_dir(), entry.is_file()
             except OSError as error:
-                mistakes.add("link-circle" if error.errno == 40 else "missing-file", f"{entry.path}: {error.strerror}")
+                wrong(entry.path, error)
                 continue
             if not inside and not is_file and entry.is_symlink():
                 mistakes.add("missing-file", f"{entry.path} is a link to no file or folder")
@@ -66,7 +67,6 @@ class Names:
     """Recordings by their names below a folder. A name is compared in one Unicode form."""
 
     def __init__(self, names: Iterable[str]):
-        """names: of recordings, relative to a folder, "/" between."""
         self.all: set[str] = set()
         self.folders: set[str] = set()  # their names, in lower case
         self._by_last: dict[str, list[str]] = {}
@@ -81,9 +81,7 @@ class Names:
                 self._any_case.setdefault(key.casefold(), []).append(name)
 
     def match(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the recordings that a name may mean, and others whose folders contradict it.
-
-        The others have the same file name.
+        """Return the recordings that a name may mean, and namesakes whose folders contradict it.
 
         Folders are compared from the right, as far as both names have some. Of several that agree,
         those count that agree longest. The file name may lack its ending, or have another one.
@@ -110,10 +108,6 @@ class Names:
         """Return an earlier name of a recording whose folders contradict a new one, or ""."""
         before = self._meant.setdefault(recording, name)
         return "" if Names([before]).match(name)[0] else before
-
-
-def _one_form(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
 
 
 def _parts(name: str) -> list[str]:
@@ -162,15 +156,12 @@ class Finder:
             self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
             return None
         if not paths:
-            text = f"{where} names {name!r}, which is not below {folder}"
-            if others:
-                text += f"; {others[0]!r} has its file name, in a folder that contradicts the table's"
-            self._mistakes.add("missing-file", text)
+            near = f"; {others[0]!r} has its file name, in a folder that contradicts the table's" if others else ""
+            self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}{near}")
             return None
         if before := self._of(folder).contradicted(found[0], name):
-            self._mistakes.add(
-                "ambiguous-name", f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
-            )
+            text = f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
+            self._mistakes.add("ambiguous-name", text)
             return None
         return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
 
@@ -185,12 +176,8 @@ class Finder:
         if ".." not in theirs and os.path.isfile(there):
             self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
             return True
-        kept = (
-            name.startswith("/")
-            or re.match("[A-Za-z]:", name)
-            or self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}")
-        )
-        return not kept
+        is_whole = re.match("/|[A-Za-z]:", name)
+        return not (is_whole or self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}"))
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """Return the recording of a table without file names: the one whose name it begins with."""
@@ -213,19 +200,17 @@ class Finder:
             if part.isdecimal() and not rest.endswith("Table"):
                 break  # a number is a part of the recording's name
             stem = rest
+        text = f"{where}: no recording has the name that the table begins with; name it in a column"
         if not quiet:
-            text = f"{where}: no recording has the name that the table begins with; name it in a column"
             self._mistakes.add("missing-file", text)
         return None
 
     def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
         """Return the recordings in a folder named like a table, or all without such a folder."""
-        own = table.parent.name.casefold()
+        own, top = table.parent.name.casefold(), os.path.abspath(folder)
         if own not in self._of(folder).folders:
             return names
-        return [
-            name for name in names if own in map(str.casefold, pathlib.PurePath(os.path.abspath(folder), name).parent.parts)
-        ]
+        return [name for name in names if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)]
 
     def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
         """Whether recordings below a folder lie in a place itself."""
@@ -233,7 +218,6 @@ class Finder:
         return any(os.path.dirname(name) == ("" if where == "." else where) for name in self._of(folder).all)
 
     def _of(self, folder: pathlib.Path) -> Names:
-        """Return the recordings below a folder."""
         if folder not in self._names:
             top = os.path.abspath(folder)
             self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Mistakes()) if is_audio(path))

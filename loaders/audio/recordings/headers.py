@@ -55,15 +55,13 @@ def read_all(
                 mistakes.add(*outcome)
                 continue
             n_read += outcome is not known.get(path)
-            promised = outcome.stated / outcome.rate
+            promised = f"its header states {outcome.stated / outcome.rate:.3f} s"
             if outcome.stated > outcome.frames:
-                why = ", inside a page or frame" if outcome.stated == MORE else f"; its header states {promised:.3f} s"
-                text = f"{path} ends after {outcome.seconds:.3f} s{why}"
-                if not mistakes.add("truncated-file", text):
+                why = ", inside a page or frame" if outcome.stated == MORE else f"; {promised}"
+                if not mistakes.add("truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"):
                     continue
             elif 0 < outcome.stated < outcome.frames:
-                text = f"{path} holds {outcome.seconds:.3f} s; its header states {promised:.3f} s"
-                if not mistakes.add("stale-header", text):
+                if not mistakes.add("stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"):
                     continue
             if outcome.cancels and not mistakes.add("opposite-channels", path):
                 continue
@@ -117,9 +115,7 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
     for path, header in headers.items():
         candidates[header.size, header.digest].append(path)
     groups = []
-    for paths in candidates.values():
-        if len(paths) == 1:
-            continue
+    for paths in (paths for paths in candidates.values() if len(paths) > 1):
         whole: dict[str, list[str]] = defaultdict(list)
         for path in paths:
             with open(path, "rb") as file:
@@ -171,13 +167,9 @@ def _chunks(file: BinaryIO, size: int) -> dict[str, str]:
 def from_guano(text: str) -> dict[str, str]:
     """Return date and place of a GUANO chunk (https://guano-md.org): "Timestamp: 2023-05-01T…"."""
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in files.lines(text))}
-    about: dict[str, str] = {}
-    if stamp := fields.get("Timestamp"):
-        about |= recorders.stamp(stamp.replace(" ", "T", 1))
+    about = recorders.stamp(fields.get("Timestamp", "").replace(" ", "T", 1))
     place = fields.get("Loc Position", "").split()
-    if len(place) == 2:
-        about |= recorders.place(*place)
-    return about
+    return about | (recorders.place(*place) if len(place) == 2 else {})
 
 
 def from_audiomoth(text: str) -> dict[str, str]:
@@ -185,12 +177,6 @@ def from_audiomoth(text: str) -> dict[str, str]:
     found = re.search(r"Recorded at (\d\d:\d\d:\d\d)(?:\.\d+)? (\d\d)/(\d\d)/(\d{4}) \(UTC([+-]\d+(?::\d\d)?)?\)", text)
     if not found:
         return {}
-    time, day, month, year, zone = found.groups()
-    return recorders.stamp(f"{year}-{month}-{day}T{time}{_zone(zone)}")
-
-
-def _zone(zone: str | None) -> str:
-    if not zone:
-        return "+00:00"
+    time, day, month, year, zone = found.groups(default="+0")
     hours, _, minutes = zone[1:].partition(":")
-    return f"{zone[0]}{int(hours):02d}:{minutes or '00'}"
+    return recorders.stamp(f"{year}-{month}-{day}T{time}{zone[0]}{int(hours):02d}:{minutes or '00'}")

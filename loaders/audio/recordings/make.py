@@ -61,10 +61,8 @@ def make(
     store.refuse_other(out)
     atomic_write.refuse_unwritable(out, folder=True)
     splitter = Splitter(options.split, options.seed)
-    if splitter.column and not reading.split_column:
-        reading = dataclasses.replace(reading, split_column=splitter.column)
-    elif splitter.kind and not reading.split_column:
-        reading = dataclasses.replace(reading, split_column="none")
+    if splitter.kind and not reading.split_column:
+        reading = dataclasses.replace(reading, split_column=splitter.column or "none")
     _check(options)
     known = classes.read(class_file) if class_file else None
     annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
@@ -133,8 +131,8 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
 
 def _check(options: Options) -> None:
     """Raise DataError for numbers that make no sense."""
-    for name, flag in (("windows", "--windows"), ("hop", "--hop"), ("min_overlap", "--min-overlap")):
-        value = getattr(options, name)
+    for name in ("windows", "hop", "min_overlap"):
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if not 0 <= value < float("inf"):
             raise DataError(f"{flag} is {value}; it must be a number of seconds, at least 0")
         if value and name != "min_overlap" and value < SHORTEST:
@@ -142,9 +140,7 @@ def _check(options: Options) -> None:
     if options.hop and not options.windows:
         raise DataError("--hop is given without --windows, whose distance it is")
     if options.windows and options.channels == "table":
-        raise DataError(
-            "--channels table is for rows of a table, and windows have no channel; say --channels each, or a number"
-        )
+        raise DataError("--channels table is for rows of a table, and windows have none; say --channels each, or a number")
     if options.min_count < 1:
         raise DataError(f"--min-count is {options.min_count}; it must be at least 1")
     if not re.fullmatch(r"mean|each|table|\d{1,4}", options.channels):
@@ -152,10 +148,8 @@ def _check(options: Options) -> None:
 
 
 def _root(given: Sequence[str], reading: columns.Options, root: str, paths: set[str]) -> str:
-    if root:
-        return os.path.abspath(os.path.expanduser(root))
-    if reading.audio:
-        return os.path.abspath(os.path.expanduser(reading.audio))
+    if named := root or reading.audio:
+        return os.path.abspath(os.path.expanduser(named))
     if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
         return os.path.abspath(sources.root_of(pathlib.Path(folder)) or folder)
     return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()

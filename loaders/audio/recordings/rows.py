@@ -88,6 +88,8 @@ class Splitter:
         self.kind, _, value = text.partition("=")
         self.value, self.seed = value, seed
         self.shares: list[tuple[str, float]] = []
+        column, _, wanted = value.partition(":") if self.kind == "column" else ("", "", "")
+        self.column, self.wanted = column, values.split_of(wanted)  # its value that is "test"; empty: it names splits
         if text and self.kind not in SPLITS:
             raise DataError(f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2")
         if self.kind in ("recording", "site"):
@@ -104,16 +106,6 @@ class Splitter:
         if self.kind == "column" and not value:
             raise DataError(f"--split {text!r} names no column; write column=NAME")
 
-    @property
-    def column(self) -> str:
-        """The column that names the split; empty: none."""
-        return self.value.partition(":")[0] if self.kind == "column" else ""
-
-    @property
-    def wanted(self) -> str:
-        """The value of that column that is the test split; empty: it holds names of splits."""
-        return values.split_of(self.value.partition(":")[2]) if self.kind == "column" else ""
-
     def refuse_missed(self, stated: Iterable[str]) -> None:
         """Raise DataError if no line has the value that is the test split."""
         found = sorted(set(stated))
@@ -123,8 +115,9 @@ class Splitter:
     def of(self, path: str, stated: str, about: Mapping[str, str]) -> str | None:
         """Return the split of a recording by its name, or None if the value is unknown."""
         if self.kind == "column":
-            wanted = self.wanted
-            return stated or None if not wanted else "test" if stated == wanted else "train" if stated else None
+            if not self.wanted or not stated:
+                return stated or None
+            return "test" if stated == self.wanted else "train"
         if self.kind == "folder":
             return path.split("/")[0] if "/" in path else None
         if self.kind == "date":
@@ -162,26 +155,24 @@ def plan(
     outside: set[str] = set()  # recordings that are left out, and counted once
     for each in annotations:
         header = headers.get(each.path)
-        if not each.path.startswith(below):
-            if each.path not in outside:
-                outside.add(each.path)
-                mistakes.add("outside-root", f"{each.path} is not below {root}")
+        wrong = ("outside-root", f"{each.path} is not below {root}") if not each.path.startswith(below) else None
+        if not wrong and options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
+            text = f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0"
+            wrong = ("bad-row", text)
+        if wrong and each.path not in outside:
+            outside.add(each.path)
+            mistakes.add(*wrong)
+        if wrong or header is None:
             continue
-        if options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
-            if each.path not in outside:
-                outside.add(each.path)
-                mistakes.add("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
-            continue
-        if header is not None and each.nothing:
-            events[each.path] += []
+        if each.nothing:
             nothing.setdefault(each.path, each)
-        elif header is not None and (checked := _checked(each, header, classes, options, mistakes)):
+            events[each.path] += []
+        elif checked := _checked(each, header, classes, options, mistakes):
             events[each.path].append(checked)
     for path, each in nothing.items():
         if not events[path]:
             mistakes.add("no-events", each.where)
-    for path in events:
-        events[path] = _without_doubles(path, events[path], options, mistakes)
+    events = {path: _without_doubles(path, found, options, mistakes) for path, found in events.items()}
     for group in same_bytes({path: headers[path] for path in events}):
         if not mistakes.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
             for path in group[1:]:
@@ -218,11 +209,8 @@ def plan(
     if unknown:
         what = {"site": "a site", "date": "a date", "column": "a split in its column", "folder": "a folder"}[splitter.kind]
         raise DataError(f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example {unknown[0]}")
-    for split in set(splits.values()):
-        if not re.fullmatch(r"[A-Za-z]\w*", split):
-            raise DataError(
-                f"the split {split!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5"
-            )
+    if odd := next((split for split in splits.values() if not re.fullmatch(r"[A-Za-z]\w*", split)), None):
+        raise DataError(f"the split {odd!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5")
     splitter.refuse_missed(each.split for found in events.values() for each in found)
     return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
 
@@ -237,34 +225,35 @@ def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
     """Return an annotation whose times lie in its recording, with classes, or None."""
+    where = each.where or each.path
     if each.start is not None and each.end is not None:
-        times = f"{each.where or each.path}: [{each.start:g}, {each.end:g}) s"
+        times = f"{where}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:
             mistakes.add("reversed-times", times)
             return None
         if -ROUNDING < each.start < 0:
             each.start = 0.0
+        times += f" of a recording of {header.seconds:.3f} s"
         if each.start < 0 or each.start >= header.seconds:
-            mistakes.add("outside-recording", f"{times} of a recording of {header.seconds:.3f} s")
+            mistakes.add("outside-recording", times)
             return None
-        if each.end > header.seconds + TOLERANCE:
-            if not mistakes.add("beyond-end", f"{times} of a recording of {header.seconds:.3f} s"):
-                return None
+        if each.end > header.seconds + TOLERANCE and not mistakes.add("beyond-end", times):
+            return None
         each = dataclasses.replace(each, end=min(each.end, header.seconds))
     labels = []
     for label in each.labels:
         name = classes.of(label) if classes else label
         if name is None:
-            mistakes.add("unknown-label", f"{each.where or each.path}: {label!r}")
+            mistakes.add("unknown-label", f"{where}: {label!r}")
         else:
             labels.append(name)
     if each.labels and not labels:
         return None
     if options.channels == "table" and each.channel is None and header.channels > 1:
-        if not mistakes.add("no-channel", f"{each.where or each.path}: a recording with {header.channels}"):
+        if not mistakes.add("no-channel", f"{where}: a recording with {header.channels}"):
             return None
-    if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
-        mistakes.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
+    if options.channels == "table" and (each.channel or 0) >= header.channels:
+        mistakes.add("bad-row", f"{each.where}: channel {(each.channel or 0) + 1} of a recording with {header.channels}")
         return None
     return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
 
@@ -336,16 +325,11 @@ def _classes(events: dict[str, list[Annotation]], classes: Classes | None, optio
     """Return the classes' names in order, without rare ones and events of only such."""
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
-    dropped = {
-        label
-        for label in sorted(rare)
-        if not mistakes.add("rare-label", f"{label!r} has {counts[label]}, of {options.min_count}")
-    }
-    if dropped:
-        for path in events:
-            labelled = [each for each in events[path] if not each.labels or set(each.labels) - dropped]
-            events[path] = labelled
-        for path in [path for path, found in events.items() if not found and not options.windows]:
+    about = {label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)}
+    dropped = {label for label, text in about.items() if not mistakes.add("rare-label", text)}
+    for path, found in list(events.items()) if dropped else ():
+        events[path] = [each for each in found if not each.labels or set(each.labels) - dropped]
+        if not events[path] and not options.windows:
             del events[path]
     names: Sequence[str] = classes.names if classes else sorted(counts)
     return [name for name in names if name not in dropped]
@@ -355,9 +339,7 @@ def _rows(
     path: str, events: list[Annotation], header: Header, numbers: Mapping[str, int], root: str, options: Options
 ) -> Iterator[Row]:
     name = os.path.relpath(path.partition("\0")[0], root).replace(os.sep, "/")
-    about = dict(header.about)
-    for each in events[:1]:
-        about |= {key: value for key, value in each.about.items() if value}
+    about = header.about | {key: value for each in events[:1] for key, value in each.about.items() if value}
 
     def part(each: Annotation) -> Part:
         end = header.seconds if each.end is None else each.end

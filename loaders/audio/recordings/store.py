@@ -7,11 +7,12 @@ DIR/
   mistakes.csv                    every mistake: kind, text
 """
 
+import itertools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,26 +31,18 @@ GROUP_ROWS = 100_000  # of a row group, which are in memory together
 VERSION = "1"  # equals that of rust/core/src/source/parts.rs
 TEXTS = ("recording", "site", "date", "time")
 PLACES = ("latitude", "longitude")
+OF_ROW = ("start", "end", "channel", "labels", "low", "high")
+OF_HEADER = ("rate", "frames", "channels")
 
 
 def schema(names: list[str]) -> pa.Schema:
-    """Return the columns of an index, with its classes' names as Hugging Face declares them."""
+    """Return the columns of an index, its classes' ``names`` as Hugging Face declares them."""
     audio = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    fields = {
-        "audio": audio,
-        "start": pa.float64(),
-        "end": pa.float64(),
-        "channel": pa.int32(),
-        "label": pa.int64(),
-        "labels": pa.list_(pa.int64()),
-        "low": pa.float64(),
-        "high": pa.float64(),
-        "rate": pa.int32(),
-        "frames": pa.int64(),
-        "channels": pa.int32(),
-        **dict.fromkeys(TEXTS, pa.string()),
-        **dict.fromkeys(PLACES, pa.float64()),
-    }
+    numbers = {
+        "start": pa.float64(), "end": pa.float64(), "channel": pa.int32(), "label": pa.int64(), "labels": pa.list_(pa.int64()),
+        "low": pa.float64(), "high": pa.float64(), "rate": pa.int32(), "frames": pa.int64(), "channels": pa.int32(),
+    }  # fmt: skip
+    fields = {"audio": audio, **numbers, **dict.fromkeys(TEXTS, pa.string()), **dict.fromkeys(PLACES, pa.float64())}
     label = {"names": names, "_type": "ClassLabel"}
     features: dict[str, Any] = {
         name: {"dtype": str(kind).replace("double", "float64"), "_type": "Value"} for name, kind in fields.items()
@@ -61,11 +54,7 @@ def schema(names: list[str]) -> pa.Schema:
 
 
 def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write an index into a folder next to ``out`` and rename it. Return its index.json.
-
-    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk
-    is full.
-    """
+    """Write an index in place of ``out`` at once. Return index.json. Raises DataError, OSError."""
     refuse_other(out)
     with atomic_write.folder(out, replace=True) as fresh:
         (fresh / "data").mkdir()
@@ -105,7 +94,11 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, "index.json"))
         splits, names = about.get("splits"), about.get("classes")
-        if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
+        counts = ("rows", "recordings", "hours", "hours_of_recordings")
+        if not isinstance(splits, dict) or not all(
+            isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in counts)
+            for split in splits.values()
+        ):
             raise TypeError("it has no splits, or one without its rows and hours")
         if not isinstance(about.get("mistakes", {}), dict):
             raise TypeError("its mistakes are no counts")
@@ -116,11 +109,6 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         return about
     except (ValueError, TypeError) as error:
         raise DataError(f"{folder} is not an index of jaxtrain index: {error}") from error
-
-
-def _is_counted(split: Any) -> bool:
-    numbers = ("rows", "recordings", "hours", "hours_of_recordings")
-    return isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in numbers)
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
@@ -150,23 +138,13 @@ def _write_recordings(file: pathlib.Path, plan: Plan) -> None:
     headers = {path.partition("\0")[0]: header for path, header in plan.headers.items()}
     names = {path: os.path.relpath(path, plan.root).replace(os.sep, "/") for path in sorted(headers)}
     kinds = {
-        "path": pa.string(),
-        "size": pa.int64(),
-        "mtime": pa.int64(),
-        "rate": pa.int32(),
-        "frames": pa.int64(),
-        "channels": pa.int32(),
-        "slow": pa.bool_(),
-        "stated": pa.int64(),
-        "cancels": pa.bool_(),
-        "digest": pa.string(),
-        "about": pa.map_(pa.string(), pa.string()),
-    }
-    columns: dict[str, Any] = {"path": list(names.values())}
-    for name in list(kinds)[1:-1]:
-        columns[name] = [getattr(headers[path], name) for path in names]
-    columns["about"] = [sorted(headers[path].about.items()) for path in names]
-    table = pa.table({name: pa.array(columns[name], kind) for name, kind in kinds.items()})
+        "size": pa.int64(), "mtime": pa.int64(), "rate": pa.int32(), "frames": pa.int64(), "channels": pa.int32(),
+        "slow": pa.bool_(), "stated": pa.int64(), "cancels": pa.bool_(), "digest": pa.string(),
+    }  # fmt: skip
+    columns = {"path": pa.array(names.values(), pa.string())}
+    columns |= {name: pa.array([getattr(headers[path], name) for path in names], kind) for name, kind in kinds.items()}
+    about = [sorted(headers[path].about.items()) for path in names]
+    table = pa.table({**columns, "about": pa.array(about, pa.map_(pa.string(), pa.string()))})
     with file.open("wb") as opened:  # closed also on a full disk: pyarrow leaves that to the collector
         pq.write_table(table, opened)
 
@@ -178,7 +156,8 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     writer: pq.ParquetWriter | None = None
     lengths: list[np.ndarray] = []
     n_rows, several, empty = 0, 0, 0
-    for group in _groups(plan.rows(split)):
+    rows = plan.rows(split)
+    while group := list(itertools.islice(rows, GROUP_ROWS)):
         if writer is None or n_rows >= SHARD_ROWS * len(files):
             if writer:
                 writer.close()
@@ -206,17 +185,6 @@ def write_split(folder: pathlib.Path, split: str, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    group = []
-    for row in rows:
-        group.append(row)
-        if len(group) == GROUP_ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 def _table(rows: list[Row], kind: pa.Schema) -> pa.Table:
     def number(text: str | None) -> float | None:
         try:
@@ -224,25 +192,13 @@ def _table(rows: list[Row], kind: pa.Schema) -> pa.Table:
         except ValueError:
             return None
 
-    paths = pa.array([row.path for row in rows], pa.string())
-    nothing = pa.nulls(len(rows), pa.binary())
-    columns = {
-        "audio": pa.StructArray.from_arrays([nothing, paths], ["bytes", "path"]),
-        "start": [row.start for row in rows],
-        "end": [row.end for row in rows],
-        "channel": [row.channel for row in rows],
-        "label": [row.labels[0] if len(row.labels) == 1 else None for row in rows],
-        "labels": [row.labels for row in rows],
-        "low": [row.low for row in rows],
-        "high": [row.high for row in rows],
-        "rate": [row.header.rate for row in rows],
-        "frames": [row.header.frames for row in rows],
-        "channels": [row.header.channels for row in rows],
-        **{name: [row.about.get(name) for row in rows] for name in TEXTS},
-        **{name: [number(row.about.get(name)) for row in rows] for name in PLACES},
-    }
+    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in OF_ROW}
+    columns |= {name: [getattr(row.header, name) for row in rows] for name in OF_HEADER}
+    columns |= {name: [row.about.get(name) for row in rows] for name in TEXTS}
+    columns |= {name: [number(row.about.get(name)) for row in rows] for name in PLACES}
+    columns["label"] = [row.labels[0] if len(row.labels) == 1 else None for row in rows]
     columns["recording"] = [row.about.get("recording") or row.path for row in rows]
-    arrays = [
-        column if isinstance(column, pa.Array) else pa.array(column, kind.field(name).type) for name, column in columns.items()
-    ]
-    return pa.Table.from_arrays(arrays, schema=kind)
+    arrays = {name: pa.array(column, kind.field(name).type) for name, column in columns.items()}
+    paths = pa.array([row.path for row in rows], pa.string())
+    arrays["audio"] = pa.StructArray.from_arrays([pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"])
+    return pa.table([arrays[name] for name in kind.names], schema=kind)
