@@ -65,8 +65,6 @@ class Counts:
 
 
 class _Item(NamedTuple):
-    """A recording of an index, or one channel of it."""
-
     path: str  # in the index
     channel: int
     name: str  # of the prepared file
@@ -236,7 +234,6 @@ def _shards(
 def _shard(
     place: pathlib.Path, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts, file: IO[bytes]
 ) -> None:
-    """Write a shard with the same rows."""
     writer = None
     with contextlib.ExitStack() as closing:
         for batch in _batches(place, closing):
@@ -335,7 +332,6 @@ def _index(
 
 
 def _items(opened: Any, tables: dict[pathlib.Path, pa.Table], settings: Settings) -> dict[tuple[str, int], _Item]:
-    """List the recordings of an index, each named channel apart, in the order of its rows."""
     items: dict[tuple[str, int], _Item] = {}
     pairs = [
         (pair, index, int(first) + k)

@@ -104,7 +104,6 @@ def reasons() -> str:
 
 
 def _begin(address: str, folder: pathlib.Path) -> None:
-    """List an address, and begin to copy missing parts. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / ".begin"):
         _hold(folder)
@@ -155,7 +154,6 @@ def _folder(address: str) -> pathlib.Path:
 
 
 def _list(address: str) -> tuple[Any, list[File]]:
-    """Return the file system of an address, and its shards. Raises DataError."""
     scheme = address.partition("://")[0]
     try:
         import fsspec
@@ -339,7 +337,6 @@ class _Copy:
             self._fail(error)
 
     def _next(self) -> tuple[File, int, int] | None:
-        """Return the parts [first, last) of a file that come next, or None."""
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():
@@ -352,7 +349,6 @@ class _Copy:
         return None
 
     def _end(self, file: File, place: pathlib.Path) -> None:
-        """Compare a whole copy with the store's checksum. Raises DataError."""
         note, parts = neighbours(place)
         if file.digest[0]:
             with open(place, "rb") as copied:

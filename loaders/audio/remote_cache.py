@@ -72,10 +72,9 @@ def neighbours(place: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def _last_use(folder: pathlib.Path) -> float:
-    try:
+    with contextlib.suppress(OSError):
         return (folder / ".use").stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _lock(use: IO[str]) -> None:
@@ -89,7 +88,6 @@ def _lock(use: IO[str]) -> None:
 
 
 def _in_use(folder: pathlib.Path) -> bool:
-    """Whether a process, this one too, has a copy mapped."""
     try:
         with open(folder / ".use") as use:
             _lock(use)
@@ -107,9 +105,8 @@ def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
         with contextlib.suppress(OSError):  # of another process, which removes it
             if path.is_file():
                 size, (_, parts) = path.stat().st_size, neighbours(path)
-                total += size if claimed or not parts.is_file() else min(size, _there(parts.read_bytes()))
+                if not claimed and parts.is_file():
+                    there = parts.read_bytes()
+                    size = min(size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(THERE))
+                total += size
     return total
-
-
-def _there(parts: bytes) -> int:
-    return int.from_bytes(parts[:HEAD], "little") * parts[HEAD:].count(THERE)

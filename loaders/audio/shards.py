@@ -136,7 +136,6 @@ def _in_data(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the shards directly in a folder, by state.json or by name."""
     state = folder / "state.json"
     if state.is_file():
         try:
@@ -294,7 +293,6 @@ def read_class_lists(shards: Sequence[pathlib.Path], label: str) -> ClassLists:
 
 
 def _stats(shards: Sequence[pathlib.Path]) -> tuple[tuple[str, int, int], ...]:
-    """By this a process knows that it has read these files before."""
     try:
         return tuple((str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in shards)
     except OSError as error:

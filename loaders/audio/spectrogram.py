@@ -360,7 +360,7 @@ def facts(config: Config) -> Facts:
     splits = _splits(config, make=False)
     train, test = splits["train"], splits["test"]
     labelled = config.label and not config.multilabel
-    facts: Facts = {
+    facts: dict[str, Any] = {
         "n_train": len(train.rows),
         "n_test": len(test.rows),
         "n_recordings": train.index.n_rows if train.index else 0,
@@ -440,7 +440,6 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
-    """Return names of recordings, those in each "@file" among them. Raises DataError."""
     excluded = {name for name in names if not name.startswith("@")}
     for name in set(names) - excluded:
         try:
@@ -452,7 +451,6 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
 
 
 def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index", ClassLists | None]:
-    """Return the index of shards, and with ``multilabel`` the classes. Raises DataError."""
     column = label_column(shards, config.label, config.multilabel)
     label = "" if config.multilabel else column
     index = open_index(shards, label=label, audio_root=config.audio_root, links=config.follow_links)

@@ -111,9 +111,7 @@ class Annotation:
 
 
 def shown(text: str) -> str:
-    """Return a text in one line, its odd characters escaped.
-
-    They are accents of their own, odd blanks and invisible characters.
+    """Return a text in one line: lone accents, odd blanks and invisible characters escaped.
 
     Two names that differ then look different, although a terminal shows them alike.
     """
@@ -194,9 +192,5 @@ class Mistakes:
         if refused := self.refused():
             n = sum(self.counts[kind] for kind in refused)
             remedy = " ".join(f"--on {kind}=drop" for kind in refused)
-            what = (
-                "1 mistake in the sources, and nothing was written; correct it"
-                if n == 1
-                else (f"{n} mistakes in the sources, and nothing was written; correct them")
-            )
-            raise IndexMistakes(f"{what}, or add {remedy}")
+            what, them = ("1 mistake", "it") if n == 1 else (f"{n} mistakes", "them")
+            raise IndexMistakes(f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}")

@@ -87,10 +87,11 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
             alike = all(map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)) and (between != " " or any(own))
             if all(parts) and len(parts) > 1 and (enough(own) or alike or recurring[between] & set(parts)):
                 numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
-                number = numbers[0] if 0 < len(numbers) < len(parts) else None
-                remedy = f"write {number} into a column of its own" if number else f"split it with --separator {between!r}"
-                if f"{where}: {name!r}; {remedy}" not in told:
-                    mistakes.add("joined-labels", f"{where}: {name!r}; {remedy}")
+                remedy = f"split it with --separator {between!r}"
+                if 0 < len(numbers) < len(parts):
+                    remedy = f"write {numbers[0]} into a column of its own"
+                if (text := f"{where}: {name!r}; {remedy}") not in told:
+                    mistakes.add("joined-labels", text)
                 break
 
 

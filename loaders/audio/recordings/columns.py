@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from loaders.audio.recordings import file_columns, split_columns, values, wide
+from loaders.audio.recordings import column_values, values
 from loaders.audio.recordings.column_names import (
     COUNTS,
     DENYING,
@@ -111,14 +111,14 @@ def find(table: Table, options: Options) -> Layout:
     """Return a table's columns. Raises DataError: one is missing, or times or labels are lost."""
     used, scales = _by_names(table)
     classes = _as_named(table, options, used, scales)
-    file_columns.choose(table, used, bool(options.file_column))
+    column_values.choose_files(table, used, bool(options.file_column))
     if options.whole:
         used = {"file": used["file"], "folder": used.get("folder", []), "start": [], "label": []}
         return Layout(table, used, scales, [], [name for name in table.columns if name not in used["file"]], {})
     _choose_labels(table, used, options)
     is_about = bool(used["file"] or used.get("start"))  # else it is no table of recordings
     if is_about and not classes and not options.label_column:
-        classes = wide.classes(table, used, options.optional)
+        classes = column_values.classes(table, used, options.optional)
         for several in used.values():
             several[:] = [name for name in several if name not in classes]
     _choose_times(table, used, options, scales)
@@ -128,7 +128,7 @@ def find(table: Table, options: Options) -> Layout:
     if options.date_column == "none":
         used |= {"date": [], "time": [], "datetime": []}
     if not options.split_column:
-        split_columns.choose(table, used, classes)
+        column_values.choose_split(table, used, classes)
     taken = {name for several in used.values() for name in several} | set(classes)
     rest = [name for name in table.columns if name not in taken]
     unused = {name: like for name in rest if (like := _looks_like(table, name, used))}
@@ -142,7 +142,6 @@ def find(table: Table, options: Options) -> Layout:
 
 
 def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
-    """Return the columns of each meaning, the best name first, and the scales of their values."""
     places: dict[str, list[tuple[int, str]]] = {}
     scales: dict[str, float] = {}
     for name in table.columns:
@@ -153,7 +152,6 @@ def _by_names(table: Table) -> tuple[Used, dict[str, float]]:
 
 
 def _as_named(table: Table, options: Options, used: Used, scales: dict[str, float]) -> list[str]:
-    """Put the columns that options name into their places. Return those that are classes."""
     classes: list[str] = []
     for meaning, flag in FLAGS.items():
         if option := getattr(options, f"{meaning}_column"):
@@ -162,7 +160,7 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
                 each[:] = [name for name in each if name not in columns]
             several = len(columns) > 1 and not _are_words(table, columns)
             if several:
-                wide.refuse_no_answers(table, columns)
+                column_values.refuse_no_answers(table, columns)
             if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
                 several = values.are_answers(table.values(columns[0]), both=True)
             used[meaning] = [] if several else columns
@@ -179,7 +177,6 @@ def fixed_length(table: Table, options: Options) -> float | None:
 
 
 def _are_words(table: Table, names: Sequence[str]) -> bool:
-    """Whether all named columns hold labels, as species 1 and species 2, not 0 and 1."""
     texts = {text for name in names for text in table.values(name) if values.given(text)}
     return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
@@ -249,7 +246,6 @@ def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
 
 
 def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float]) -> bool:
-    """Whether two columns say the same in their units."""
     pairs = list(zip(table.values(first), table.values(second), strict=True))
     try:
         return all(
@@ -432,7 +428,6 @@ def _is_position(layout: Layout, name: str) -> bool:
 
 
 def _is_before(table: Table, first: str, second: str) -> bool:
-    """Whether one column of numbers is less than another in every line, and varies against it."""
     if not values.are_numbers(table.values(first)) or not values.are_numbers(table.values(second)):
         return False
     pairs = [(values.number(a), values.number(b)) for a, b in zip(table.values(first), table.values(second), strict=True)]

@@ -111,7 +111,6 @@ class Names:
 
 
 def _parts(name: str) -> list[str]:
-    """Return the parts of a path of any system."""
     parts = [part for part in _one_form(name).replace("\\", "/").split("/") if part not in ("", ".")]
     return parts[1:] if parts and re.fullmatch(r"[A-Za-z]:", parts[0]) else parts
 
@@ -213,7 +212,6 @@ class Finder:
         return [name for name in names if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)]
 
     def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:
-        """Whether recordings below a folder lie in a place itself."""
         where = os.path.relpath(os.path.abspath(place), os.path.abspath(folder))
         return any(os.path.dirname(name) == ("" if where == "." else where) for name in self._of(folder).all)
 

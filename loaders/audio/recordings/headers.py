@@ -74,7 +74,6 @@ def read_all(
 
 
 def _read(path: str, before: Header | None) -> Header | tuple[str, str]:
-    """Return the header of a recording, or the kind of mistake and its text."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -125,7 +124,6 @@ def same_bytes(headers: Mapping[str, Header]) -> list[list[str]]:
 
 
 def _look(path: str, size: int) -> tuple[str, dict[str, str]]:
-    """Return a digest of a few bytes, and date and place."""
     with open(path, "rb") as file:
         digest = hashlib.blake2b(digest_size=16)
         first = file.read(SAMPLE)

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 
-from loaders.audio.recordings import column_names, file_columns, values
+from loaders.audio.recordings import column_names, column_values, values
 from loaders.audio.recordings.annotations import Mistakes
 from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.base import DataError
@@ -103,8 +103,6 @@ class _WrongLine(ValueError):
 
 
 class _Labels:
-    """The labels of lines: names of classes, genus and species, or labels of a field."""
-
     def __init__(self, layout: Layout, options: Options):
         self._layout = layout
         its = layout.used["label"]
@@ -112,9 +110,8 @@ class _Labels:
         self._numbered = values.are_numbers(texts)
         # 5.0, but not 1.0 and 1.1
         self._counted = self._numbered and all(map(re.compile(r"-?\d+(\.0*)?|\D*").fullmatch, texts))
-        self._separator = options.separator or (
-            "," if any(column_names.plain(name) == "positivelabels" for name in its) else ""
-        )
+        listed = any(column_names.plain(name) == "positivelabels" for name in its)
+        self._separator = options.separator or ("," if listed else "")
         self._several = its if len(its) > 1 and options.label_column else []
         self._told: set[str] = set()
         last = (column_names.words(its[0]) if its else [""])[-1]
@@ -156,11 +153,8 @@ def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
     view, selection = layout.column("view"), layout.column("selection")
     if not view or not selection or len(set(layout.table.values(view))) < 2:
         return list(layout.table.rows())
-    places = [
-        name
-        for meaning in ("selection", "start", "end", "duration", "file", "channel")
-        for name in layout.used.get(meaning, ())
-    ]
+    meanings = ("selection", "start", "end", "duration", "file", "channel")
+    places = [name for meaning in meanings for name in layout.used.get(meaning, ())]
     found: dict[tuple[str, ...], list[tuple[int, dict[str, str]]]] = {}
     for number, row in layout.table.rows():
         several = found.setdefault(tuple(row[name] for name in places), [])
@@ -202,9 +196,7 @@ class _Channels:
 
 @functools.lru_cache(1 << 14)
 def labels(text: str | None, separator: str) -> tuple[str, ...]:
-    """Return the labels of a field: one, several in brackets, or several in one line.
-
-    Separators are between those in one line.
+    """Return the labels of a field: one, or several in brackets or between separators.
 
     Lines and tabs of a cell are shown with | between them, and refused as one label. Marks alone,
     such as -, are no label. ???? is one, of published sets.
@@ -220,9 +212,8 @@ def labels(text: str | None, separator: str) -> tuple[str, ...]:
     elif separator:
         parts = text.split(separator)
     found = (unquoted(part.strip()) for part in parts)
-    return tuple(
-        dict.fromkeys(part for part in found if values.given(part) and not re.fullmatch(r"[-\u2013\u2014.*_/#+!]+", part))
-    )
+    marks = re.compile(r"[-\u2013\u2014.*_/#+!]+")
+    return tuple(dict.fromkeys(part for part in found if values.given(part) and not marks.fullmatch(part)))
 
 
 def _parts(text: str) -> list[str]:
@@ -241,8 +232,6 @@ def unquoted(text: str) -> str:
 
 
 class _Times:
-    """The start and the end of lines."""
-
     def __init__(self, layout: Layout, options: Options):
         self._length = fixed_length(layout.table, options)
         self._names = [layout.column(meaning) for meaning in ("start", "end", "duration", "file offset")]
@@ -264,25 +253,22 @@ class _Times:
     def of(self, row: Row) -> tuple[float | None, float | None]:
         """Start and end, each None if the line has no times. Raises _WrongLine."""
         if self._days:
-            raise _WrongLine(
-                f"has {row[self._names[0] or '']!r} as its {self._names[0]!r}, a spreadsheet's part of a day; format it in s"
-            )
+            cell = f"{row[self._names[0] or '']!r} as its {self._names[0]!r}"
+            raise _WrongLine(f"has {cell}, a spreadsheet's part of a day; format it in s")
         if self._spans:
             return values.span(row[self._names[0] or ""]) or (None, None)
         found: list[float | None] = []
         for name, scale in zip(self._names, self._scales, strict=True):
-            if name in self._grouped and re.fullmatch(self._grouped[name], row[name]):
-                mark = "," if "," in row[name] else "."
-                raise _WrongLine(
-                    f"has {row[name]!r} as its {name!r}, which may be thousands or a fraction; write it without {mark}"
-                )
+            text = row[name] if name else ""
+            if name in self._grouped and re.fullmatch(self._grouped[name], text):
+                mark = "," if "," in text else "."
+                raise _WrongLine(f"has {text!r} as its {name!r}, which may be thousands or a fraction; write it without {mark}")
             try:
-                clock = name in self._minutes and ":" in row[name or ""]
-                seconds = values.minutes if clock else functools.partial(values.seconds, scale=scale, comma=self._comma)
-                found.append(seconds(row[name]) if name else None)
+                is_clock = name in self._minutes and ":" in text
+                found.append(values.minutes(text) if is_clock else values.seconds(text, scale, self._comma))
             except ValueError:
-                hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name" if ":" in row[name or ""] else ""
-                raise _WrongLine(f"has {row[name or '']!r} as its {name!r}, which is no number of seconds{hint}") from None
+                hint = "; write 0:00:12 for 0:12, or (mm:ss) into the column's name" if ":" in text else ""
+                raise _WrongLine(f"has {text!r} as its {name!r}, which is no number of seconds{hint}") from None
         start, end, duration, offset = found
         if self._offsets and offset is None and start is not None:
             raise _WrongLine(f"has no {self._names[3]!r}, which other lines have, so its start counts over all files")
@@ -307,29 +293,29 @@ def _are_days(texts: Iterable[str]) -> bool:
     if not all(re.fullmatch(number, text) for text in found):
         return False
     days = [float(text.replace(",", ".")) for text in found]
-    return any(days) and max(days) < 1e-3 or any(days) and all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days)
+    return any(days) and (max(days) < 1e-3 or all(abs(day * 86400 - round(day * 86400)) < 1e-3 for day in days))
 
 
 def _frequency(layout: Layout, row: Row, meaning: str) -> float | None:
-    name = layout.column(meaning)
+    if not (name := layout.column(meaning)):
+        return None
     try:
-        value = values.number(row[name]) if name else None
+        value = values.number(row[name])
     except ValueError:
         return None  # of a figure that nothing depends on
-    return None if value is None else value * layout.scales.get(name or "", 1.0)
+    return None if value is None else value * layout.scales.get(name, 1.0)
 
 
 def _file(layout: Layout, row: Row) -> str:
     """Return the recording's name, after folders that the table names in other columns."""
     name = values.whole(layout.text(row, "file")).replace("\\", "/")  # 64760.0, as pandas writes a number
     folders = [row[column] for column in layout.used.get("folder", ()) if values.given(row[column])]
-    return file_columns.joined(folders, name) if name and folders else name
+    return column_values.joined(folders, name) if name and folders else name
 
 
 def _answer(layout: Layout, row: Row, letters: bool) -> str:
     """Return the answer about a label, of a column of P and A if ``letters``. Raises _WrongLine."""
-    text = layout.text(row, "answer")
-    if not text:
+    if not (text := layout.text(row, "answer")):
         return ""
     name = layout.column("answer") or ""
     absent = column_names.is_absent(name, text)
@@ -341,8 +327,6 @@ def _answer(layout: Layout, row: Row, letters: bool) -> str:
 
 
 class _About:
-    """Date, time, site and place of the recordings of a table."""
-
     def __init__(self, layout: Layout, options: Options, mistakes: Mistakes):
         self._layout, self._mistakes = layout, mistakes
         self._given = [key for key in column_names.ABOUT if layout.used.get(key)]

@@ -130,7 +130,6 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
 
 
 def _check(options: Options) -> None:
-    """Raise DataError for numbers that make no sense."""
     for name in ("windows", "hop", "min_overlap"):
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if not 0 <= value < float("inf"):

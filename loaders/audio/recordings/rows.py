@@ -224,7 +224,6 @@ def leads_out(path: str, root: str) -> str:
 def _checked(
     each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
 ) -> Annotation | None:
-    """Return an annotation whose times lie in its recording, with classes, or None."""
     where = each.where or each.path
     if each.start is not None and each.end is not None:
         times = f"{where}: [{each.start:g}, {each.end:g}) s"
@@ -300,7 +299,6 @@ def _is_same(one: Annotation, other: Annotation) -> bool:
 
 
 def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:
-    """Yield the annotations; those of the same times and other labels are one with all labels."""
     places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
     for each in events:
         places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
@@ -322,7 +320,6 @@ def _order(each: Annotation) -> tuple[Any, ...]:
 
 
 def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
-    """Return the classes' names in order, without rare ones and events of only such."""
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
     about = {label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)}

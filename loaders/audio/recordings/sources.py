@@ -32,6 +32,7 @@ TABLES = (
     ".csv .tsv .txt .xls .xlsx .ods .data .textgrid .eaf .svl .json .jsonl .geojson .xml .parquet .feather .arrow .sqlite "
     ".sqlite3 .db .mdb .accdb .rds .rda .rdata .mat .lab .mlf .antx .cha"
 ).split()  # that people annotate in, of which the first three hold other texts, too
+STATED = ("recording", "site", "date", "time", "latitude", "longitude")  # groups of --labels
 OWN = ("index.json", "detect.json", "embeddings.json")  # in the folders that jaxtrain makes
 
 
@@ -52,7 +53,6 @@ def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda 
 
 
 def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) -> Iterator[Annotation]:
-    """Yield the annotations of a source with the labels that it states."""
     path = pathlib.Path(source).expanduser()
     if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
         raise DataError(f"--audio={options.audio} is not a folder; name the folder of the recordings{shards.nearest(named)}")
@@ -84,13 +84,8 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
     with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
     made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
     for path in names:
-        above = (str(folder) for folder in pathlib.PurePath(path).parents)
-        if (
-            is_audio(path)
-            or path in used
-            or made.intersection(above)
-            or os.path.basename(path) in ("index.json", "mistakes.csv")
-        ):
+        above, last = map(str, pathlib.PurePath(path).parents), os.path.basename(path)
+        if is_audio(path) or path in used or made.intersection(above) or last in ("index.json", "mistakes.csv"):
             continue
         first = _begin(path)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
@@ -100,7 +95,6 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
 
 
 def _begin(path: str) -> bytes:
-    """Return the first bytes of a file, none of one that cannot be read."""
     try:
         with files.regular(pathlib.Path(path)) as file:
             return file.read(4096)
@@ -122,7 +116,6 @@ def unnamed(given: Iterable[str], options: Options, named: Collection[str], mist
 
 
 def _is_table(path: str, first: bytes) -> bool:
-    """Whether a file may hold annotations, by its ending and its first line."""
     ending = os.path.splitext(path)[1].lower()
     if ending not in TABLES or not first or os.path.basename(path).lower() == "thumbs.db":
         return False
@@ -186,31 +179,24 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
             raise DataError(f"--labels {label!r} is no pattern: {error}") from error
         if "label" not in pattern.groupindex:
             raise DataError(f"--labels {label!r} has no group (?P<label>…); use folder, none, or a pattern with that group")
-    last = {os.path.basename(os.path.dirname(path)) for path in audio if os.path.dirname(path) != top}
-    if label == "folder" and len(last) > 1 and values.are_splits(sorted(last), train=True):
+    last = sorted({os.path.basename(os.path.dirname(path)) for path in audio if os.path.dirname(path) != top})
+    if label == "folder" and len(last) > 1 and values.are_splits(last, train=True):
         raise DataError(
-            f"{folder}: its recordings lie in {', '.join(sorted(last))}, which are splits and would be labels; take the folder "
+            f"{folder}: its recordings lie in {', '.join(last)}, which are splits and would be labels; take the folder "
             "above as the label: --labels '(?P<label>[^/]+)/[^/]+/[^/]+$', or no label: --labels none"
         )
     for path in audio:
-        labels: tuple[str, ...] = ()
-        stated: dict[str, str] = {}
         inside = os.path.relpath(path, top).replace(os.sep, "/")
+        found = pattern.search(inside) if pattern else None
+        if pattern and not found:
+            mistakes.add("bad-row", f"{path} does not match the pattern {label!r}")
+            continue
+        groups = {key: value for key, value in found.groupdict().items() if value} if found else {}
+        its = groups.pop("label", "")
         if label == "folder" and "/" in inside:
-            labels = (unicodedata.normalize("NFC", inside.split("/")[-2]),)
-        elif pattern:
-            found = pattern.search(inside)
-            if not found:
-                mistakes.add("bad-row", f"{path} does not match the pattern {label!r}")
-                continue
-            groups = {key: value for key, value in found.groupdict().items() if value is not None}
-            labels = tuple(filter(None, [groups.pop("label", "")]))
-            stated = {
-                key: value
-                for key, value in groups.items()
-                if key in ("recording", "site", "date", "time", "latitude", "longitude")
-            }
-        yield Annotation(path, labels=labels, where=path, about=stated)
+            its = unicodedata.normalize("NFC", inside.split("/")[-2])
+        stated = {key: value for key, value in groups.items() if key in STATED}
+        yield Annotation(path, labels=(its,) if its else (), where=path, about=stated)
 
 
 def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
@@ -243,7 +229,6 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
 
 
 def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
-    """Yield a list of recordings, one a line."""
     for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
         if line.startswith("#") and not is_audio(line.strip()):
@@ -253,7 +238,6 @@ def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> 
 
 
 def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
-    """Yield a table with a recording, or a part of one, a line."""
     layout = columns.find(table, options)
     for text in layout.describe():
         note(text)
@@ -262,9 +246,8 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
             yield Annotation(found, where=str(table.path), nothing=True)
             return
     for line in lines.read(layout, options, mistakes):
-        found = (
-            finder.find(line.file, table.path, line.where) if layout.used["file"] else finder.next_to(table.path, line.where)
-        )
+        named = bool(layout.used["file"])
+        found = finder.find(line.file, table.path, line.where) if named else finder.next_to(table.path, line.where)
         if line.answer == "skip" and not line.labels:
             mistakes.add("unanswered", line.where)
         elif found:
@@ -296,16 +279,17 @@ def _audacity(
             numbers = [values.number(field) for field in (fields[1:3] if fields[0] == "\\" else fields[:2])]
         except ValueError:
             numbers = []
-        text = fields[2].strip() if len(fields) > 2 else ""
+        text, is_band = fields[2].strip() if len(fields) > 2 else "", fields[0] == "\\"
+        shown = f"{path}:{number}: {line[:60]!r}"
         if values.is_sheet_error(text):
             mistakes.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
-        elif len(fields) > 3 and fields[0] != "\\" and values.are_numbers([text]):
-            mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has a number for its label; expected start, end and label")
-        elif len(fields) == 4 and fields[0] != "\\" and re.fullmatch(r"0*(\.0*)?", fields[3]) and fields[3]:
-            mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} has the weight 0, so its label is absent; remove the line")
+        elif len(fields) > 3 and not is_band and values.are_numbers([text]):
+            mistakes.add("bad-row", f"{shown} has a number for its label; expected start, end and label")
+        elif len(fields) == 4 and not is_band and re.fullmatch(r"0*(\.0*)?", fields[3]) and fields[3]:
+            mistakes.add("bad-row", f"{shown} has the weight 0, so its label is absent; remove the line")
         elif len(numbers) < 2 or None in numbers:
-            mistakes.add("bad-row", f"{path}:{number}: {line[:60]!r} is no label; expected start, end and label between tabs")
-        elif fields[0] == "\\":
+            mistakes.add("bad-row", f"{shown} is no label; expected start, end and label between tabs")
+        elif is_band:
             if last:
                 last.low, last.high = (value if value and value > 0 else None for value in numbers)
         else:
@@ -320,7 +304,6 @@ def _audacity(
 
 
 def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
-    """Whether a JSON file inside the folder, links followed, holds xeno-canto's metadata."""
     if led := leads_out(path, str(folder)):
         mistakes.add("link-outside", f"{path} leads to {led}")
         return False
@@ -342,13 +325,13 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
         if not found and not (found := finder.find(str(each.get("file-name") or f"XC{each.get('id')}"), path, where)):
             continue
         species = " ".join(str(each.get(key) or "") for key in ("gen", "sp")).strip()
-        place = {"latitude": each.get("lat"), "longitude": each.get("lng", each.get("lon")), "site": each.get("loc")}
         time = str(each.get("time") or "")
-        about = {"recording": f"XC{each.get('id')}", "date": each.get("date"), "time": f"{time}:00" if len(time) == 5 else time}
-        about |= place
-        yield Annotation(
-            found, labels=(species,) if species else (), where=where, about={k: str(v) for k, v in about.items() if v}
-        )
+        about = {
+            "recording": f"XC{each.get('id')}", "date": each.get("date"), "time": f"{time}:00" if len(time) == 5 else time,
+            "latitude": each.get("lat"), "longitude": each.get("lng", each.get("lon")), "site": each.get("loc"),
+        }  # fmt: skip
+        stated = {key: str(value) for key, value in about.items() if value}
+        yield Annotation(found, labels=(species,) if species else (), where=where, about=stated)
 
 
 def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
@@ -364,9 +347,7 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
     columns = set(table.column_names)
     file = next((name for name in ("filepath", "__index_level_0__") if name in columns), None)
     if not file or not columns & {"ebird_code", "ebird_code_multilabel"}:
-        raise DataError(
-            f"{path} is no metadata of BirdSet: it has no filepath, or neither ebird_code nor ebird_code_multilabel"
-        )
+        raise DataError(f"{path} is no metadata of BirdSet: it lacks filepath, or ebird_code and ebird_code_multilabel")
     numbers = ("start_time", "end_time", "low_freq", "high_freq")
     kinds: dict[str, tuple[type, ...]] = {"ebird_code_multilabel": (str, list), **dict.fromkeys(numbers, (int, float))}
     for n, row in enumerate(rows):
@@ -376,21 +357,11 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
         found = finder.find(str(row[file] or ""), path, where)
         if not found:
             continue
-        several = row.get("ebird_code_multilabel")
-        several = (
-            lines.labels(several, "") if isinstance(several, str) else tuple(map(str, several if several is not None else ()))
-        )
+        several = row.get("ebird_code_multilabel") or ()
+        several = lines.labels(several, "") if isinstance(several, str) else tuple(map(str, several))
         single = (str(row["ebird_code"]),) if row.get("ebird_code") else ()
-        start, end = (row.get("start_time"), row.get("end_time")) if split == "test" else (None, None)
+        names = several if split == "test_5s" else single or several
+        start, end, low, high = (row.get(name) if split == "test" else None for name in numbers)
         about = {"latitude": row.get("lat"), "longitude": row.get("long"), "time": row.get("local_time")}
-        yield Annotation(
-            found,
-            start,
-            end,
-            several if split == "test_5s" else single or several,
-            row.get("low_freq") if split == "test" else None,
-            row.get("high_freq") if split == "test" else None,
-            split=split,
-            where=where,
-            about={key: str(value) for key, value in about.items() if value not in (None, "")},
-        )
+        about = {key: str(value) for key, value in about.items() if value not in (None, "")}
+        yield Annotation(found, start, end, names, low, high, split=split, where=where, about=about)

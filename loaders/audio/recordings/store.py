@@ -123,7 +123,6 @@ def read_recordings(folder: pathlib.Path) -> dict[str, Header]:
 
 
 def _is_header(header: Header) -> bool:
-    """Whether the values of a header are of their kinds: an index may come from anyone."""
     numbers = (header.size, header.mtime, header.rate, header.frames, header.channels, header.stated)
     texts = (header.digest, *header.about, *header.about.values())
     return (

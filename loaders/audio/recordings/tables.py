@@ -127,7 +127,6 @@ class Table:
         self._rows = list(self._read(lines[after:], after))
 
     def _reader(self, lines: Sequence[str], before: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of each line, and its cells."""
         text = io.StringIO("\n".join(lines))
         reader = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
         begins = before + 1

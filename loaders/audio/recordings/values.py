@@ -183,7 +183,6 @@ def verdict(text: str, letters: bool = False) -> str | None:
 
 
 def _words(texts: Iterable[str]) -> set[str]:
-    """Return a column's different cells in lower case, or none if they are too many for answers."""
     found = set(texts)
     return {text.casefold() for text in found if given(text)} if len(found) <= WORDS else set()
 

@@ -71,22 +71,15 @@ class Windows:
 
     def write(self, folder: pathlib.Path) -> None:
         """Write the index that the loader reads them by, into a folder that is new or empty."""
-        plan = rows.Plan(
-            names=[],
-            events={self._path(each): [Annotation(self._path(each))] for each in self.recordings},
-            splits={self._path(each): "train" for each in self.recordings},
-            headers={self._path(each): each.header for each in self.recordings},
-            root=self.root,
-            options=rows.Options(windows=self.seconds, hop=self.hop),
-        )
+        at = {os.path.join(self.root, each.name): each.header for each in self.recordings}
+        whole = {path: [Annotation(path)] for path in at}
+        options = rows.Options(windows=self.seconds, hop=self.hop)
+        plan = rows.Plan([], whole, dict.fromkeys(at, "train"), at, self.root, options)
         (folder / "data").mkdir(parents=True)
         about = store.write_split(folder / "data", "train", plan)
         root = os.path.relpath(self.root, os.path.realpath(folder))
         text = json.dumps({"version": store.VERSION, "root": root, "classes": [], "splits": {"train": about}})
         (folder / "index.json").write_text(text)
-
-    def _path(self, each: Recording) -> str:
-        return os.path.join(self.root, each.name)
 
 
 def clock(date: str | None, time: str | None, seconds: float) -> str:
@@ -115,22 +108,16 @@ def cut(
     Args:
       root: the folder that names are relative to; empty = a folder or index that is alone given, or
         the nearest that holds all.
-      reading: the columns of tables.
       links: whether links may lead out of the root.
-      mistakes: takes every recording that cannot be read.
 
     Raises DataError: something given that is none of these, or nothing that can be read.
     """
     if hop < rows.SHORTEST:
         raise DataError(f"windows would begin every {hop:g} s; at least {rows.SHORTEST:g} s apart: give less overlap")
     known: dict[str, Header] = {}
-    paths: set[str] = set()
-    roots: list[str] = []
-    for each in given:
-        folder, found = _recordings_of(each, root, known, reading or columns.Options(), mistakes)
-        paths |= found
-        roots.append(folder)
-    common = root or (roots[0] if len(roots) == 1 else "") or (os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"]))
+    several = [_recordings_of(each, root, known, reading or columns.Options(), mistakes) for each in given]
+    roots, paths = [folder for folder, _ in several], set[str]().union(*(found for _, found in several))
+    common = root or (roots[0] if len(roots) == 1 else "") or os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"])
     root = os.path.abspath(os.path.expanduser(common))
     for path in sorted(paths):
         if not path.startswith(os.path.join(root, "")):

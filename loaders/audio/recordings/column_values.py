@@ -1,6 +1,8 @@
-"""The columns of a wide table that are classes: they hold 0 and 1, or yes and no."""
+"""The columns of a table by their values: names of recordings, splits, and classes of 0 and 1."""
 
-from collections.abc import Mapping, Sequence
+import re
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
 
 from loaders.audio.recordings import values
 from loaders.audio.recordings.column_names import (
@@ -15,9 +17,11 @@ from loaders.audio.recordings.column_names import (
     what,
     words,
 )
+from loaders.audio.recordings.find import is_audio
 from loaders.audio.recordings.tables import Table
 from loaders.base import DataError
 
+PATHS = {"path", "filepath", "dir", "folder"}  # words in the name of a column that may hold folders
 # Meanings whose columns may be a class if they hold 0 and 1: `fin`, `low`, `view`.
 SOFT = ("end", "low", "high", "view")
 # Meanings that no class has.
@@ -26,6 +30,97 @@ HARD = (
     "split", "date", "time",
 )  # fmt: skip
 PLACES = ("recording", "site", "latitude", "longitude", "score", "clock", "datetime")  # none has, unless next to another
+
+
+def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
+    """Keep the columns that name the recording, the best first, and those of folders.
+
+    Args:
+      named: an option names the column.
+
+    Raises DataError: two columns name different recordings.
+    """
+    files = used.setdefault("file", [])
+    if named or not table.rows():
+        return
+    files[:] = [name for name in files if not any("://" in value for value in table.values(name))] or files
+    if not files:
+        files[:] = [name for name in table.columns if not meaning_of(name) and not is_other(name) and are_audio(table, name)]
+    ended = [name for name in files if are_audio(table, name)]
+    best = (ended or files)[:1]
+    for name in [name for name in files if name not in best]:
+        if not _differ(table, best[0], name):
+            continue
+        if name in ended or not _are_folders(table, name):
+            if name not in ended and ended and (values.are_numbers(table.values(name)) or not used.get("start")):
+                files.remove(name)  # the number or title of a recording, whose file another column names
+                continue
+            raise DataError(
+                f"{table.path} has {best[0]!r} and {name!r}, which name different recordings; say which: "
+                f"--file-column {best[0]!r} or {name!r}"
+            )
+        files.remove(name)
+        used.setdefault("folder", []).insert(0, name)
+    files.sort(key=lambda name: name not in best)
+
+
+def are_audio(table: Table, name: str) -> bool:
+    """Whether every cell that is not empty has the ending of a recording."""
+    given = list(filter(values.given, table.values(name)))
+    return bool(given) and all(map(is_audio, given)) and "://" not in given[0]
+
+
+def joined(folders: Sequence[str], name: str) -> str:
+    """Return a recording's name after its folders. Parts that both state are there once."""
+    parts = re.split(r"[/\\]+", name)
+    if not parts[0] or re.fullmatch("[A-Za-z]:", parts[0]):
+        return "/".join(parts)  # a whole path
+    for folder in reversed(folders):
+        above = [part for n, part in enumerate(re.split(r"[/\\]+", folder)) if part not in ("", ".") or n == 0]
+        most = min(len(above), len(parts) - 1)
+        shared = next((n for n in range(most, 0, -1) if above[-n:] == parts[:n]), 0)
+        parts = above + parts[shared:]
+    return "/".join(parts)
+
+
+def _last(text: str) -> str:
+    last = unicodedata.normalize("NFC", re.split(r"[/\\]+", text)[-1]).casefold()
+    return last.rpartition(".")[0] if is_audio(last) else last
+
+
+def _differ(table: Table, first: str, second: str) -> bool:
+    pairs = [(row[first], row[second]) for _, row in table.rows() if values.given(row[first]) and values.given(row[second])]
+    return any(_last(a) != _last(b) for a, b in pairs)
+
+
+def _are_folders(table: Table, name: str) -> bool:
+    return bool(PATHS & set(words(name))) or all(re.search(r"[/\\]", text) for text in filter(values.given, table.values(name)))
+
+
+def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[str]) -> None:
+    """Keep a column of splits, by its name or its values.
+
+    Raises DataError: a column tells test lines apart in other words: they would be trained on.
+    """
+    taken = {name for meaning, several in used.items() if meaning != "split" for name in several} | set(classes)
+    named = used.get("split", [])
+    others = [name for name in table.columns if name not in taken and name not in named and not meaning_of(name)]
+    texts = {name: list(filter(values.given, table.values(name))) for name in (*named, *others)}
+    fits = [name for name, its in texts.items() if values.are_splits(its, train=name not in named)]
+    used["split"] = fits[:1] or [name for name in named if plain(name) == "split"]
+    for name, its in texts.items() if not used["split"] else ():
+        if name in named and any(text.casefold() in values.SPLITS for text in its):
+            odd = next(text for text in its if text.casefold() not in values.SPLITS)
+            raise DataError(
+                f"{table.path}: {name!r} holds splits, and {odd!r}; to split by it: --split-column {name!r}, or "
+                "--split-column none"
+            )
+        if SPLIT & set(words(name)) and values.are_answers(its, both=True):
+            of_test = next((text for text in its if values.answer(text) != bool({"train", "training"} & set(words(name)))), "1")
+            raise DataError(
+                f"{table.path}: {name!r} may tell recordings to test on; to split by it: --split column={name}:{of_test}, or "
+                "--split-column none"
+            )
 
 
 def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list[str]:
@@ -90,7 +185,6 @@ def _is_about(name: str) -> bool:
 
 
 def _are_frequencies(table: Table, used: Mapping[str, list[str]], name: str) -> bool:
-    """Whether 0 and 1 are frequencies: the other bound holds more than that."""
     other = {"low": "high", "high": "low"}.get(what(name), "")
     return any(not values.are_answers(table.values(each)) for each in used.get(other, ()))
 
