@@ -78,25 +78,18 @@ class Layout:
 
     def text(self, row: Mapping[str, str], meaning: str) -> str:
         """Return the value of a row, "" if it has none."""
-        for name in self.used.get(meaning, ()):
-            if row[name] not in values.MISSING:
-                return row[name]
-        return ""
+        return next((row[name] for name in self.used.get(meaning, ()) if values.given(row[name])), "")
 
     def describe(self) -> list[str]:
         """Return the columns that were found, a meaning a line."""
-        units = {1e-3: "ms", 60.0: "min", 3600.0: "h", 1e3: "kHz"}
-        lines = [f"{self.table.path}: {len(self.table.rows())} lines, {self.table.encoding}"]
+        units = {1e-3: " [ms]", 60.0: " [min]", 3600.0: " [h]", 1e3: " [kHz]"}
         found = {
-            meaning: ", ".join(self._shown(name, units) for name in names) for meaning, names in self.used.items() if names
+            meaning: [name + units.get(self.scales.get(name, 1.0), "") for name in names]
+            for meaning, names in self.used.items()
         }
-        found |= {"classes": ", ".join(self.classes)} if self.classes else {}
-        found |= {"ignored": ", ".join(name for name in self.ignored if name)} if self.ignored else {}
-        return lines + [f"    {meaning:12} {text}" for meaning, text in found.items()]
-
-    def _shown(self, name: str, units: Mapping[float, str]) -> str:
-        unit = units.get(self.scales.get(name, 1.0))
-        return f"{name} [{unit}]" if unit else name
+        found |= {"classes": self.classes, "ignored": list(filter(None, self.ignored))}
+        lines = [f"{self.table.path}: {len(self.table.rows())} lines, {self.table.encoding}"]
+        return lines + [f"    {meaning:12} {', '.join(names)}" for meaning, names in found.items() if names]
 
 
 FLAGS = {
@@ -208,10 +201,8 @@ def _choose_times(table: Table, used: Used, options: Options, scales: Mapping[st
             raise DataError(f"{table.path} has {names}, which differ; name the {meaning}: {FLAGS[meaning]}{hint}")
         del columns[1:]
         if columns and (counted := counting(columns[0])):
-            raise DataError(
-                f"{table.path}: {columns[0]!r} is in {counted}, and no command reads those as times; write seconds into a "
-                f"column of its own, or say {FLAGS[meaning]} none"
-            )
+            remedy = f"write seconds into a column of its own, or say {FLAGS[meaning]} none"
+            raise DataError(f"{table.path}: {columns[0]!r} is in {counted}, and no command reads those as times; {remedy}")
     offset, by_file = used.pop("offset", []), used.setdefault("file offset", [])
     if offset and not used["start"] and options.start_column != "none" and (used["duration"] or used["end"]):
         used["start"] = offset
@@ -246,26 +237,21 @@ def _refuse_joined_files(table: Table, used: Used, options: Options) -> None:
 
 
 def _are_equal(table: Table, first: str, second: str, scales: Mapping[str, float]) -> bool:
-    pairs = list(zip(table.values(first), table.values(second), strict=True))
+    pairs = zip(table.values(first), table.values(second), strict=True)
     try:
-        return all(
-            one == two or values.seconds(one, scales[first]) == values.seconds(two, scales[second]) for one, two in pairs
-        )
+        return all(a == b or values.seconds(a, scales[first]) == values.seconds(b, scales[second]) for a, b in pairs)
     except ValueError:
         return False
 
 
 def _choose_labels(table: Table, used: Used, options: Options) -> None:
-    """Keep one column of labels, or Kaleidoscope's: the label of a person counts first.
-
-    Raises DataError: the best column is blank in lines in which another one is not.
-    """
+    """Keep one column of labels. Raises DataError: it is blank in lines in which another is not."""
     columns = used.setdefault("label", [])
     genus, epithet = used.pop("genus", []), used.pop("epithet", [])
     if options.label_column:
         return
     programs = [name for name in columns if plain(name) in ("manualid", "autoid", "top1match")]
-    if programs and programs[0] == columns[0]:
+    if programs and programs[0] == columns[0]:  # Kaleidoscope's: the label of a person counts first
         columns[:] = programs
         return
     filled = [name for name in columns if any(map(values.given, table.values(name)))]
@@ -297,17 +283,13 @@ def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
     if len(set(numbers)) < 2 or not values.are_numbers(numbers):
         return []
     texts = {name: table.values(name) for name in names if not is_other(name) and not meaning_of(name)}
-    return [
-        name
-        for name, its in texts.items()
-        if len(set(numbers)) == len(set(its)) == len(set(zip(numbers, its, strict=True))) and not values.are_numbers(its)
-    ]
+    texts = {name: its for name, its in texts.items() if not values.are_numbers(its)}
+    pairs = {name: set(zip(numbers, its, strict=True)) for name, its in texts.items()}
+    return [name for name, its in texts.items() if len(set(numbers)) == len(set(its)) == len(pairs[name])]
 
 
 def _are_epithets(table: Table, genus: str, species: str) -> bool:
-    """Whether species are single words in lower case, such as major, or have their genus.
-
-    Parus major is one that has it in front.
+    """Whether species are single words in lower case, such as major, or begin with their genus.
 
     Raises DataError: one species has two genera, and may be a common name.
     """
@@ -359,20 +341,17 @@ def _refuse_lost_times(layout: Layout, options: Options) -> None:
     table, used = layout.table, layout.used
     if used["start"] or used["file offset"]:
         start = (used["start"] or used["file offset"])[0]
-        spans = values.are_spans(table.values(start))
-        if not used["end"] and not used["duration"] and options.end_column != "none" and not spans:
-            if any(map(values.given, table.values(start))) and not fixed_length(table, options):
-                raise DataError(
-                    f"{table.path} has starts ({start!r}), and no end or duration that is known; it has "
-                    f"{', '.join(table.columns)[:200]}; name one: --end-column or --duration-column, "
-                    "or the length of all: --duration-column 5s"
-                )
+        its = table.values(start)
+        has_end = used["end"] or used["duration"] or options.end_column == "none" or fixed_length(table, options)
+        if not has_end and any(map(values.given, its)) and not values.are_spans(its):
+            raise DataError(
+                f"{table.path} has starts ({start!r}), and no end or duration that is known; it has "
+                f"{', '.join(table.columns)[:200]}; name one: --end-column or --duration-column, "
+                "or the length of all: --duration-column 5s"
+            )
         return
-    if (
-        options.start_column == "none"
-        or (used["end"] and fixed_length(table, options))
-        or any(plain(name) in ELSEWHERE for name in used["file"])
-    ):
+    elsewhere = any(plain(name) in ELSEWHERE for name in used["file"])
+    if options.start_column == "none" or (used["end"] and fixed_length(table, options)) or elsewhere:
         return
     ends = [name for name in used["end"] if any(map(values.given, table.values(name)))]
     if times := [name for name in table.columns if name in ends or _is_position(layout, name)]:
@@ -395,9 +374,8 @@ def _is_position(layout: Layout, name: str) -> bool:
         return False
     numbers, clocks = values.are_numbers(its), values.are_clocks(its)
     files = table.values(layout.column("file") or name)
-    seen: dict[str, str] = {}
-    pairs = [(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)]
-    varies = any(seen.setdefault(file, text) != text for file, text in pairs)
+    of_files = {(file, text) for file, text in zip(files, table.values(name), strict=True) if values.given(text)}
+    varies = len(of_files) > len({file for file, _ in of_files})  # in a recording
     named = says_time(name) or bool(parts & MINUTES)
     if not numbers and not clocks and not values.are_spans(its):
         if all(map(values.has_day, its)):  # of a recording, if it says so, and of an event otherwise
@@ -419,11 +397,8 @@ def _is_position(layout: Layout, name: str) -> bool:
         labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
         return bool(parts & {"seconds", "time"}) and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
     if numbers:
-        return (
-            named
-            or varies
-            or any(_is_before(table, *pair) for n in layout.unused for pair in ((name, n), (n, name)) if n != name)
-        )
+        pairs = ((a, b) for other in layout.unused if other != name for a, b in ((name, other), (other, name)))
+        return named or varies or any(_is_before(table, *pair) for pair in pairs)
     return named or varies or any(":" in text for text in its) or clocks
 
 
@@ -439,8 +414,7 @@ def _refuse_lost_labels(layout: Layout, options: Options) -> None:
     if used["label"] or used.get("genus") or layout.classes or options.label_column == "none" or options.optional:
         return
     rest = [*layout.unused, *(n for n in layout.ignored if not is_other(n) and not meaning_of(n) or plain(n) == "en")]
-    labels = [name for name in rest if any(map(values.given, layout.table.values(name)))]
-    if labels:
+    if labels := [name for name in rest if any(map(values.given, layout.table.values(name)))]:
         raise DataError(
             f"{layout.table.path} has no column of labels that is known, and {', '.join(map(repr, labels[:4]))} may be one; "
             "name it: --label-column, or --label-column none"
@@ -460,12 +434,8 @@ def _refuse_denials(layout: Layout, options: Options) -> None:
             letters = values.are_letters(texts)
             found = [(text, values.verdict(text, letters)) for text in texts]
             mixed = any(each for _, each in found)  # else it is no column of verdicts
-            denied = [text for text, each in found if each == wrong or (each is None and mixed)]
-            if denied:
-                raise DataError(
-                    f"{layout.table.path}: {name!r} holds {denied[0]!r} in {len(denied)} lines, whose labels are denied or not "
-                    f"checked yet; say which: --answer-column {name!r} leaves their labels out, --answer-column none keeps them"
-                )
+            if denied := [text for text, each in found if each == wrong or (each is None and mixed)]:
+                _refuse_doubtful(layout, name, denied, "are denied or not checked yet")
 
 
 def _refuse_absences(layout: Layout) -> None:
@@ -477,8 +447,11 @@ def _refuse_absences(layout: Layout) -> None:
         absent = [is_absent(name, text) for text in texts]
         is_weight = plain(name) in WEIGHTS and all(map(values.is_share, texts)) and not all(absent)
         if (is_weight or plain(name) in COUNTS) and None not in absent and any(absent):
-            raise DataError(
-                f"{layout.table.path}: {name!r} holds {texts[absent.index(True)]!r} in {sum(map(bool, absent))} lines, whose "
-                f"labels are then absent; say which: --answer-column {name!r} leaves their labels out, --answer-column none "
-                "keeps them"
-            )
+            _refuse_doubtful(layout, name, [text for text, each in zip(texts, absent, strict=True) if each], "are then absent")
+
+
+def _refuse_doubtful(layout: Layout, name: str, texts: Sequence[str], why: str) -> None:
+    raise DataError(
+        f"{layout.table.path}: {name!r} holds {texts[0]!r} in {len(texts)} lines, whose labels {why}; say which: "
+        f"--answer-column {name!r} leaves their labels out, --answer-column none keeps them"
+    )

@@ -19,6 +19,7 @@ NO_CALL = set("none nocall nocalls nocalling noid nobird nobirds nobat nobats no
               "nichts rien nada".split())  # fmt: skip
 UNKNOWN = set("unknown unk unid unidentified undetermined unidentifiable unknownbird unknownbat unknownspecies unknowncall "
               "unbekannt inconnu inconnue desconocido desconocida indet".split())  # fmt: skip
+SLASHED = re.compile(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)")
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok", "agree",
@@ -40,7 +41,6 @@ MONTHS |= {"janv": 1, "f\u00e9vr": 2, "fevr": 2, "mars": 3, "avri": 4, "avr": 4,
 
 
 def given(text: str) -> bool:
-    """Whether a cell holds anything."""
     return text not in MISSING
 
 
@@ -155,7 +155,6 @@ def are_nearly_answers(texts: Sequence[str]) -> bool:
 
 
 def is_share(text: str) -> bool:
-    """Whether a text is a number in [0, 1]."""
     try:
         return 0 <= (number(text) or 0) <= 1
     except ValueError:
@@ -233,10 +232,9 @@ def is_sheet_error(text: str) -> bool:
 
 
 def degrees(text: str, negative: str) -> float:
-    """Return degrees of 51.1, 51,1, 51.1N or 51°06'36"N. Raises ValueError.
+    """Return degrees of 51.1, 51,1, 51.1N or 51°06'36"N. Below 0: ``negative``, S or W.
 
-    Args:
-      negative: the hemispheres that are below 0: "S", or "W".
+    Raises ValueError: it is no number of degrees, or no place on Earth.
     """
     if re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text):
         text = f"{float(text):f}"
@@ -264,24 +262,19 @@ class Dates:
 
     def __init__(self, texts: Sequence[str], order: str = ""):
         """Find the order of days and months, or ``order``. Raises ValueError: nothing tells."""
-        pairs = [(int(found[1]), int(found[2])) for text in texts if (found := self._slashed(text))]
-        day_first, month_first = any(a > 12 for a, _ in pairs), any(b > 12 for _, b in pairs)
+        found = [(text, int(each[1]), int(each[2])) for text in texts if (each := SLASHED.match(text))]
+        day_first = next((text for text, first, _ in found if first > 12), None)
+        month_first = next((text for text, _, second in found if second > 12), None)
         if day_first and month_first:
-            one = next(text for text in texts if (found := self._slashed(text)) and int(found[1]) > 12)
-            two = next(text for text in texts if (found := self._slashed(text)) and int(found[2]) > 12)
-            raise ValueError(f"{one!r} has its day first, and {two!r} its month; write 2024-05-23")
-        if not (day_first or month_first or order) and (odd := next((p for p in pairs if p[0] != p[1]), None)):
-            text = next(text for text in texts if (found := self._slashed(text)) and (int(found[1]), int(found[2])) == odd)
-            raise ValueError(f"{text!r} and all others may have day or month first; say --dates day-first or month-first")
+            raise ValueError(f"{day_first!r} has its day first, and {month_first!r} its month; write 2024-05-23")
+        odd = next((text for text, first, second in found if first != second), None)
+        if odd and not (day_first or month_first or order):
+            raise ValueError(f"{odd!r} and all others may have day or month first; say --dates day-first or month-first")
         stated = "day-first" if day_first else "month-first" if month_first else order
         if order and stated != order:
             raise ValueError(f"--dates is {order}, and the column is {stated}")
         self._dots_day_first = order != "month-first"
         self._day_first = stated != "month-first"
-
-    @staticmethod
-    def _slashed(text: str) -> re.Match[str] | None:
-        return re.match(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)", text)
 
     def read(self, text: str) -> tuple[str, str]:
         """Return date "2024-05-23" and time of day of a text, "" for none. Raises ValueError."""
@@ -295,17 +288,16 @@ class Dates:
         return day.isoformat(), time_of_day(rest) if rest else ""
 
     def _split(self, text: str) -> tuple[date, str]:
-        clock = r"(?:[T ,]+(.*))?"
-        if found := re.fullmatch(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})" + clock, text):
-            return date(int(found[1]), int(found[3]), int(found[4])), found[5] or ""
-        if found := re.fullmatch(r"((?:19|20)\d\d)(\d\d)(\d\d)" + clock, text):
-            return date(int(found[1]), int(found[2]), int(found[3])), found[4] or ""
-        if found := re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{4})" + clock, text):
-            day, month = (found[1], found[2]) if self._dots_day_first else (found[2], found[1])
-            return date(int(found[3]), int(month), int(day)), found[4] or ""
-        if found := re.fullmatch(r"(\d{1,2})([/-])(\d{1,2})\2(\d{4})" + clock, text):
-            day, month = (found[1], found[3]) if self._day_first else (found[3], found[1])
-            return date(int(found[4]), int(month), int(day)), found[5] or ""
+        clock = r"(?:[T ,]+(?P<clock>.*))?"
+        dots, slashes = ("d", "m") if self._dots_day_first else ("m", "d"), ("d", "m") if self._day_first else ("m", "d")
+        for form in (
+            r"(?P<y>\d{4})(?P<mark>[-/.])(?P<m>\d{1,2})(?P=mark)(?P<d>\d{1,2})",
+            r"(?P<y>(?:19|20)\d\d)(?P<m>\d\d)(?P<d>\d\d)",
+            r"(?P<{}>\d{{1,2}})\.(?P<{}>\d{{1,2}})\.(?P<y>\d{{4}})".format(*dots),
+            r"(?P<{}>\d{{1,2}})(?P<mark>[/-])(?P<{}>\d{{1,2}})(?P=mark)(?P<y>\d{{4}})".format(*slashes),
+        ):
+            if found := re.fullmatch(form + clock, text):
+                return date(int(found["y"]), int(found["m"]), int(found["d"])), found["clock"] or ""
         for form in (
             r"(?P<d>\d{1,2})\.?[ -]+(?P<m>[^\W\d_]{3,10})\.?[ ,-]+(?P<y>\d{4})",
             r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})",
@@ -313,7 +305,7 @@ class Dates:
             found = re.fullmatch(form + clock, text)
             name = found["m"].casefold() if found else ""
             if found and (month := MONTHS.get(name[:4]) or MONTHS.get(name[:3])):
-                return date(int(found["y"]), month, int(found["d"])), found[4] or ""
+                return date(int(found["y"]), month, int(found["d"])), found["clock"] or ""
         raise ValueError(f"{text!r} is no date; write 2024-05-23")
 
 
