@@ -12,8 +12,7 @@ from loaders.io import atomic_write, checks
 REFUSE, DROP, KEEP = "refuse", "drop", "keep"
 SHOWN = 3  # examples of a kind that are printed
 
-# Kind -> what it is, what is done about it unless an option says otherwise, and whether it may be
-# kept.
+# Kind -> what it is, what is done about it without an option, and whether it may be kept.
 KINDS: Mapping[str, tuple[str, str, bool]] = {
     "absent-recording": ("a line about a recording, or a part of one, that the embeddings do not have", DROP, False),
     "missing-file": ("a table names a recording that is not there", REFUSE, False),
@@ -28,11 +27,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "unreadable-file": ("a recording that no decoder reads", REFUSE, False),
     "truncated-file": ("a recording that ends before its header says; kept: as far as it goes", REFUSE, True),
     "stale-header": ("a recording longer than its header says; kept: all of it", KEEP, True),
-    "opposite-channels": (
-        "two channels that cancel; kept: their mean is almost silence, so name one: --channels 0",
-        KEEP,
-        True,
-    ),
+    "opposite-channels": ("two channels that cancel; kept: their mean, almost silence; name one: --channels 0", KEEP, True),
     "bad-row": ("no number or name where one belongs, a name that --labels does not match, or no such channel", REFUSE, False),
     "bad-date": ("a date or a time of day that is none", REFUSE, False),
     "no-times": ("a line without times in a table that has some; kept: the whole recording has its label", REFUSE, True),
@@ -50,18 +45,10 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "no-label": ("a line without a label, or whose label says that there is none: nocall; kept: without a class", KEEP, True),
     "open-label": ("a label that says unknown, such as ????; kept: as a class", KEEP, True),
     "joined-labels": ("a label that may be several; kept: as one", REFUSE, True),
-    "similar-labels": (
-        "labels that differ in case, blanks or marks alone, or were read in a wrong encoding; --classes makes them one",
-        KEEP,
-        True,
-    ),
+    "similar-labels": ("labels that differ in case, blanks or marks, or in a wrong encoding; --classes joins them", KEEP, True),
     "open-class": ("a line that says unknown of one of its classes; kept: as if it were absent", KEEP, True),
     "odd-channel": ("a channel that is no number, L or R; kept: of the mean of all", KEEP, True),
-    "no-channel": (
-        "a line without a channel, with --channels table; kept: of the mean; name its column: --channel-column",
-        REFUSE,
-        True,
-    ),
+    "no-channel": ("a line without a channel, with --channels table; kept: of the mean; or say --channel-column", REFUSE, True),
     "odd-place": ("a latitude or longitude that is none; kept: without it", KEEP, True),
     "no-split": ("a line without a split in a table that has some; kept: in train; or say --split-column none", REFUSE, True),
     "unused-column": ("a column that looks like times or labels, and is not used", KEEP, True),
@@ -71,11 +58,7 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
     "no-events": ("a table without events: windows of its recording have no class", KEEP, True),
     "no-table": ("a recording next to tables, none of which is about it", DROP, False),
     "hidden-file": ("a recording in a hidden folder or a bin, or whose name begins with a point", DROP, False),
-    "unread-table": (
-        "annotations next to recordings; name the table, or a CSV exported from another format, as a source",
-        DROP,
-        False,
-    ),
+    "unread-table": ("annotations next to recordings; name the table, or its export as CSV, as a source", DROP, False),
     "unread-sound": ("a file that looks like sound, an archive or a project; convert, rename or unpack it", DROP, False),
     "other-file": ("a file next to recordings that is neither sound nor a table", DROP, False),
     "leaking-recording": ("one recording in several splits; dropped: from train", REFUSE, True),

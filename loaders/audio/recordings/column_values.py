@@ -35,10 +35,7 @@ PLACES = ("recording", "site", "latitude", "longitude", "score", "clock", "datet
 def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
     """Keep the columns that name the recording, the best first, and those of folders.
 
-    Args:
-      named: an option names the column.
-
-    Raises DataError: two columns name different recordings.
+    ``named``: an option names the column. Raises DataError: two name different recordings.
     """
     files = used.setdefault("file", [])
     if named or not table.rows():
@@ -49,9 +46,11 @@ def choose_files(table: Table, used: dict[str, list[str]], named: bool) -> None:
     ended = [name for name in files if are_audio(table, name)]
     best = (ended or files)[:1]
     for name in [name for name in files if name not in best]:
-        if not _differ(table, best[0], name):
+        its = [(row[best[0]], row[name]) for _, row in table.rows() if values.given(row[best[0]]) and values.given(row[name])]
+        if all(_last(a) == _last(b) for a, b in its):
             continue
-        if name in ended or not _are_folders(table, name):
+        texts = filter(values.given, table.values(name))
+        if name in ended or not (PATHS & set(words(name)) or all(re.search(r"[/\\]", text) for text in texts)):
             if name not in ended and ended and (values.are_numbers(table.values(name)) or not used.get("start")):
                 files.remove(name)  # the number or title of a recording, whose file another column names
                 continue
@@ -86,15 +85,6 @@ def joined(folders: Sequence[str], name: str) -> str:
 def _last(text: str) -> str:
     last = unicodedata.normalize("NFC", re.split(r"[/\\]+", text)[-1]).casefold()
     return last.rpartition(".")[0] if is_audio(last) else last
-
-
-def _differ(table: Table, first: str, second: str) -> bool:
-    pairs = [(row[first], row[second]) for _, row in table.rows() if values.given(row[first]) and values.given(row[second])]
-    return any(_last(a) != _last(b) for a, b in pairs)
-
-
-def _are_folders(table: Table, name: str) -> bool:
-    return bool(PATHS & set(words(name))) or all(re.search(r"[/\\]", text) for text in filter(values.given, table.values(name)))
 
 
 def choose_split(table: Table, used: dict[str, list[str]], classes: Collection[str]) -> None:
@@ -140,9 +130,8 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
         return []
     odd = [name for name in found if _is_about(name)]
     if odd and len(odd) < len(found):
-        _refuse_doubt(
-            table, [name for name in found if name not in odd], odd[0], "0 and 1, too, about the recording or the line"
-        )
+        sure = [name for name in found if name not in odd]
+        _refuse_doubt(table, sure, odd[0], "0 and 1, too, about the recording or the line")
     again = [name for name in found if name.rpartition(".")[0] in found and name.rpartition(".")[2].isdigit()]
     if again:
         once = ",".join(name for name in found if name not in again)
@@ -153,10 +142,9 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
         value = next(value for value in rows[numbers[0]] if values.given(value) and values.answer(value) is None)
         _refuse_doubt(table, found, numbers[0], value)
     hard = HARD if found else (*HARD, *PLACES)
-    others = [
-        name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in hard and plain(name) not in NUMBERS
-    ]
-    others = [name for name in others if name and (values.are_answers(rows[name], both=True) or values.are_posneg(rows[name]))]
+    others = [name for name in rows if (is_other(name) or meaning_of(name)) and what(name) not in hard]
+    others = [name for name in others if name and plain(name) not in NUMBERS]
+    others = [name for name in others if values.are_answers(rows[name], both=True) or values.are_posneg(rows[name])]
     if not found:  # DCASE's has a column Q
         found = [name for name in others if values.are_posneg(rows[name])]
     if not found and others and not optional and not _are_frequencies(table, used, others[0]):
@@ -176,12 +164,8 @@ def classes(table: Table, used: Mapping[str, list[str]], optional: bool) -> list
 def _is_about(name: str) -> bool:
     """Whether 0 and 1 are about a line or recording by the name: is_test, has_audio, usable."""
     parts = words(name)
-    return (
-        bool(SPLIT & set(parts))
-        or may_deny(name)
-        or parts[0] in ("is", "has", "was")
-        or parts[-1] in ("usable", "total", "any")
-    )
+    about = parts[0] in ("is", "has", "was") or parts[-1] in ("usable", "total", "any")
+    return about or bool(SPLIT & set(parts)) or may_deny(name)
 
 
 def _are_frequencies(table: Table, used: Mapping[str, list[str]], name: str) -> bool:
@@ -203,6 +187,5 @@ def refuse_no_answers(table: Table, names: Sequence[str]) -> None:
         for number, row in table.rows():
             text = row[name]
             if values.given(text) and values.answer(text) is None and text.casefold() not in values.OPEN:
-                raise DataError(
-                    f"{table.path}:{number}: {name!r} holds {text!r}; a column of a class holds 0 and 1, or yes and no"
-                )
+                wrong = f"{table.path}:{number}: {name!r} holds {text!r}"
+                raise DataError(f"{wrong}; a column of a class holds 0 and 1, or yes and no")

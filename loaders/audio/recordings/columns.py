@@ -151,7 +151,9 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
             columns = [] if meaning == "duration" and fixed_length(table, options) else _named(table, option, flag)
             for each in used.values():
                 each[:] = [name for name in each if name not in columns]
-            several = len(columns) > 1 and not _are_words(table, columns)
+            texts = {text for name in columns for text in table.values(name) if values.given(text)}
+            are_words = texts and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
+            several = len(columns) > 1 and not are_words  # species 1 and species 2 hold labels, not 0 and 1
             if several:
                 column_values.refuse_no_answers(table, columns)
             if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
@@ -167,11 +169,6 @@ def fixed_length(table: Table, options: Options) -> float | None:
     """Return the length of all events, if --duration-column gives one, such as 5s."""
     fixed = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
     return float(fixed[1]) if fixed and not table.find(options.duration_column) else None
-
-
-def _are_words(table: Table, names: Sequence[str]) -> bool:
-    texts = {text for name in names for text in table.values(name) if values.given(text)}
-    return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
 
 def _named(table: Table, option: str, flag: str) -> list[str]:

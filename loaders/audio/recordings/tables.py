@@ -54,9 +54,8 @@ def read_text(path: pathlib.Path, stated: str = "") -> tuple[str, str]:
         try:
             text = data.decode(name)
         except LookupError:
-            raise DataError(
-                f"--encoding {name!r} is none that Python knows; for example cp1250, mac-roman, shift-jis"
-            ) from None
+            known = "for example cp1250, mac-roman, shift-jis"
+            raise DataError(f"--encoding {name!r} is none that Python knows; {known}") from None
         except UnicodeDecodeError as error:
             line = data[: error.start].count(b"\n") + 1
             wrong = f"{path}:{line} holds the byte {data[error.start : error.start + 1].hex()}"
@@ -122,7 +121,7 @@ class Table:
             after += 1
         header = " ".join(lines[n:after]).lstrip("# ")
         self.separator = stated or separator(header)
-        self.columns = _unique(_shown(name.strip().strip('"')) for name in next(self._reader([header], 0), (0, []))[1])
+        self.columns = _unique(next(self._reader([header], 0), (0, []))[1])
         self.wrong: list[str] = []  # lines with too many or too few cells
         self._rows = list(self._read(lines[after:], after))
 
@@ -181,15 +180,10 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFC", name)).casefold()
 
 
-def _shown(name: str) -> str:
-    """Return the name of a column in the form that labels have: a class of a wide table is one."""
-    return " ".join(unicodedata.normalize("NFC", name).split())
-
-
 def _unique(names: Iterable[str]) -> list[str]:
-    """Names of columns, of which the later ones of one name get a number, as pandas gives it."""
+    """Names of columns in the form of labels. Later ones of one name get a number, as of pandas."""
     found: list[str] = []
-    for name in names:
-        n = sum(each == name for each in found)
+    for name in (" ".join(unicodedata.normalize("NFC", name.strip().strip('"')).split()) for name in names):
+        n = found.count(name)
         found.append(f"{name}.{n}" if n and name else name if not n else f"unnamed.{len(found)}")
     return found
