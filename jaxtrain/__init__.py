@@ -27,56 +27,21 @@ if sys.version_info < (3, 11):  # noqa: UP036  # a checkout is not asked by pip;
     sys.stderr.write(f"error: jaxtrain needs Python 3.11 or newer, and this is {sys.version_info[0]}.{sys.version_info[1]}\n")
     sys.exit(2)
 
-_PUBLIC = {
-    "train": "jaxtrain.api:train",
-    "load": "jaxtrain.api:load",
-    "Trained": "jaxtrain.api:Trained",
-    "Model": "jaxtrain.api:Model",
-    "Config": "jaxtrain.config:Config",
-    "read_config": "jaxtrain.config:load",
-    "ConfigError": "jaxtrain.config:ConfigError",
-    "Preempted": "jaxtrain.loop:Preempted",
-    "Task": "jaxtrain.types:Task",
-    "LossOut": "jaxtrain.types:LossOut",
-    "Mean": "jaxtrain.types:Mean",
-    "Spec": "jaxtrain.types:Spec",
-    "Variables": "jaxtrain.types:Variables",
-    "ModelSection": "jaxtrain.config:ModelSection",
-    "Workload": "jaxtrain.workload:Workload",
-    "Command": "jaxtrain.workload:Command",
-    "Entry": "jaxtrain.telemetry.glossary:Entry",
-    "Export": "jaxtrain.types:Export",
-    "Hub": "jaxtrain.types:Hub",
-    "Loader": "loaders.base:Loader",
-    "DataSection": "jaxtrain.config:DataSection",
-    "Field": "loaders.base:Field",
-    "Rows": "loaders.base:Rows",
+_MODULES = {
+    "jaxtrain.api": "train load Trained Model",
+    "jaxtrain.config": "Config read_config ConfigError ModelSection DataSection",
+    "jaxtrain.loop": "Preempted",
+    "jaxtrain.types": "Task LossOut Mean Spec Variables Export Hub",
+    "jaxtrain.workload": "Workload Command",
+    "jaxtrain.telemetry.glossary": "Entry",
+    "loaders.base": "Loader Field Rows",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = [
-    "train",
-    "load",
-    "Trained",
-    "Model",
-    "Config",
-    "read_config",
-    "ConfigError",
-    "Preempted",
-    "Task",
-    "LossOut",
-    "Mean",
-    "Spec",
-    "Variables",
-    "ModelSection",
-    "Workload",
-    "Command",
-    "Entry",
-    "Export",
-    "Hub",
-    "Loader",
-    "DataSection",
-    "Field",
-    "Rows",
-]
+    "train", "load", "Trained", "Model", "Config", "read_config", "ConfigError", "Preempted",
+    "Task", "LossOut", "Mean", "Spec", "Variables", "ModelSection", "Workload", "Command", "Entry",
+    "Export", "Hub", "Loader", "DataSection", "Field", "Rows",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from jaxtrain.api import Model, Trained, load, train
@@ -92,8 +57,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")
-    module, _, attribute = _PUBLIC[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_PUBLIC[name]), "load" if name == "read_config" else name)
 
 
 def __dir__() -> list[str]:

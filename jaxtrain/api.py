@@ -62,9 +62,9 @@ def _resolve(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, A
     if isinstance(config, str):
         return config_lib.load(config, [(path, str(value)) for path, value in overrides.items()])
     if isinstance(config, Config):
-        tree = json.loads(config_lib.to_json(config)) if overrides else None
-        if tree is None:
+        if not overrides:
             return config
+        tree = json.loads(config_lib.to_json(config))
     else:
         tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)  # a ConfigDict has the method
     for path, value in overrides.items():

@@ -33,7 +33,6 @@ class Assembly:
     _traces: dict[Hashable, jax.stages.Traced] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def stages(self) -> dict[Hashable, int]:
-        """Stage -> its first step."""
         starts: dict[Hashable, int] = {}
         for step in range(self.config.train.steps):
             starts.setdefault(self.task.stage(step), step)
@@ -64,7 +63,6 @@ class Assembly:
         return self._traces[stage]
 
     def with_batch(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> "Assembly":
-        """Return the same run for a batch of another bucket."""
         if batch == self.abstract.batch:
             return self
         return dataclasses.replace(self, abstract=self.abstract._replace(batch=dict(batch)), _traces={})

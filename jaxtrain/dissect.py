@@ -29,7 +29,7 @@ from jaxtrain.step import update
 from jaxtrain.step.accumulate import gradients
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import with_rows
-from jaxtrain.types import Array, Batch, Example, Mean, PyTree, Variables
+from jaxtrain.types import Array, Batch, Example, Mean, PyTree, Spec, Variables
 from loaders.io.checks import UserError
 
 ROW = "row:"  # begins the name of an example by its place in the batch
@@ -65,9 +65,7 @@ class Step(NamedTuple):
     loss: float  # of the batch
     sum_of_rows: float  # the same from the rows alone: another number if the loss has statistics of the batch
     params: dict[str, tuple[float, float, float]]  # path -> norms of the parameter, its gradient, its update
-    activations: list[
-        tuple[str, float]
-    ]  # scope, with the number of the layer -> largest magnitude; in the order of the program
+    activations: list[tuple[str, float]]  # scope, with the layer's number, and largest magnitude; in order
     variants: list[Variant]
 
 
@@ -132,10 +130,8 @@ class _Parts:
         variants = [variant for variant, _ in made]
         total, weight, norm = self._rows()
         with np.errstate(all="ignore"):
-            rows = [
-                Row(i, float(w), float(t / w), float(g), e)
-                for i, t, w, g, e in zip(ids, total, weight, norm, shown, strict=True)
-            ]
+            each = zip(ids, weight, total / weight, norm, shown, strict=True)
+            rows = [Row(i, float(w), float(loss), float(g), e) for i, w, loss, g, e in each]
             alone = float(total.sum() / weight.sum())
         return Step(rows, variants[0].numbers["loss"], alone, params, self._activations(), variants)
 
@@ -144,17 +140,15 @@ class _Parts:
         n = self._batch["row"].shape[0]
         if show is None:
             return [Example()] * n
-        found = show(self._config, jax.device_get(self._state.variables.carry), jax.device_get(dict(self._batch)), position)
-        return list(found)
+        return list(show(self._config, *jax.device_get((self._state.variables.carry, dict(self._batch))), position))
 
     def _some(self, variables: Variables, batch: Batch, rows: Array) -> tuple[Variables, Batch]:
         """Return the variables and the batch of some rows."""
-        carry = jax.tree.map(
-            lambda spec, x: x[rows] if "batch" in spec.axes else x,
-            self._task.specs.carry,
-            variables.carry,
-            is_leaf=specs.is_spec,
-        )
+
+        def chosen(spec: Spec, x: Array) -> Array:
+            return x[rows] if "batch" in spec.axes else x
+
+        carry = jax.tree.map(chosen, self._task.specs.carry, variables.carry, is_leaf=specs.is_spec)
         return variables._replace(carry=carry), {name: x[rows] for name, x in batch.items()}
 
     def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,18 +160,15 @@ class _Parts:
             return out.loss.total, out.loss.weight, optim.global_norm(grads)
 
         each = jax.jit(lambda v, b: jax.lax.map(functools.partial(alone, v, b), jnp.arange(b["row"].shape[0])))
-        total, weight, norm = jax.device_get(each(self._state.variables, self._batch))
-        return total, weight, norm
+        return tuple(jax.device_get(each(self._state.variables, self._batch)))
 
     def _moved(
         self, tx: Optimizer, state: TrainState, batch: Batch, kept: np.ndarray
     ) -> tuple[PyTree, PyTree, dict[str, Mean]]:
         """Gradients, new parameters and metrics of a step of the rows ``kept``."""
         variables, batch = self._some(state.variables, batch, jnp.asarray(kept))
-        accumulate = self._config.train.accumulate
-        grads, out = gradients(
-            self._task, self._layout, variables, batch, self._key, accumulate=1 if len(kept) % accumulate else accumulate
-        )
+        n = self._config.train.accumulate
+        grads, out = gradients(self._task, self._layout, variables, batch, self._key, accumulate=1 if len(kept) % n else n)
         given = update.Gradients(grads, jnp.ones((), bool), out.sparse_rows)
         moved = update.update(tx, given, state.opt_state, variables.params)
         after = self._task.loss(variables._replace(params=moved.params), batch, self._key).loss
@@ -226,13 +217,10 @@ class _Parts:
         return optim.make_optimizer(changed, self._assembly.task.specs.params, steps=config.train.steps)
 
     def _activations(self) -> list[tuple[str, float]]:
-        variables = self._state.variables
-        found = jax.device_get(jax.jit(lambda *a: largest(self._task.loss, *a))(variables, dict(self._batch), self._key))
-        return [
-            (name + "".join(f" [{i}]" for i in place), float(x))
-            for name, values in found.items()
-            for place, x in np.ndenumerate(values)
-        ]
+        arguments = self._state.variables, dict(self._batch), self._key
+        found = jax.device_get(jax.jit(functools.partial(largest, self._task.loss))(*arguments))
+        every = ((name, place, x) for name, values in found.items() for place, x in np.ndenumerate(values))
+        return [(name + "".join(f" [{i}]" for i in place), float(x)) for name, place, x in every]
 
 
 def largest(function: Callable[..., Any], *arguments: Any) -> dict[str, Array]:

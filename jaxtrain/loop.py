@@ -16,6 +16,7 @@ from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.config import Config
 from jaxtrain.data.stream import Data
 from jaxtrain.evaluate import Evaluator, is_missed
+from jaxtrain.parallel import cluster
 from jaxtrain.process_context import Preempted, ProcessContext
 from jaxtrain.schedule import Schedule
 from jaxtrain.step.state import TrainState
@@ -94,7 +95,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             verify = Verifier(assembly, data, programs, metrics_logger)
             evaluate = Evaluator(assembly, data, programs, metrics_logger, checkpoints, process)
         with process.phase(goodput.OTHERS):
-            process.meet("compiled")
+            cluster.barrier("compiled")
         metrics_logger.start_clock(step)
         end = min(due.steps, replay.until) if replay else due.steps
 

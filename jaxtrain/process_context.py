@@ -55,20 +55,11 @@ class ProcessContext:
             except cluster.Stopped as error:
                 raise Preempted(f"ended by {self._signals.reason}: {error}") from error
             self._signals.install()  # jax.distributed takes SIGTERM for itself
-            self._watchdog = cluster.Watchdog(
-                logs,
-                process=membership.process,
-                processes=membership.processes,
-                timeout=config.distributed.step_timeout,
-                start_timeout=config.distributed.start_timeout,
-            )
+            bounds, place = config.distributed, {"process": membership.process, "processes": membership.processes}
+            self._watchdog = cluster.Watchdog(logs, **place, timeout=bounds.step_timeout, start_timeout=bounds.start_timeout)
+            self.beat, self.starting = self._watchdog.beat, self._watchdog.starting
             stack.callback(self._watchdog.close)
-            self.clock.open(
-                config.workdir,
-                process=membership.process,
-                processes=membership.processes,
-                facts=self._facts() if membership.process == 0 else {},
-            )
+            self.clock.open(config.workdir, **place, facts=self._facts() if membership.process == 0 else {})
             self.clock.switch(goodput.MODEL)
             self._closing = stack.pop_all()
         return self
@@ -111,12 +102,10 @@ class ProcessContext:
             raise Preempted(f"ended by {self._signals.reason} while it waited for {self._config.workdir}")
 
     def stopping(self) -> bool:
-        """Whether this process was asked to stop. Raises KeyboardInterrupt after Ctrl-C."""
         return self._signals.check()
 
     @property
     def has_lost(self) -> bool:
-        """Whether this process knows that the workdir is lost: nothing more is written."""
         return self._lost is not None
 
     def lose(self, error: WorkdirError) -> None:
@@ -159,7 +148,6 @@ class ProcessContext:
 
     @property
     def reason(self) -> str:
-        """Who asked to stop."""
         return self._signals.reason
 
     @contextlib.contextmanager
@@ -169,18 +157,6 @@ class ProcessContext:
             self.starting(doing)
         with self.clock.during(owner):
             yield
-
-    def beat(self, doing: str) -> None:
-        """Report progress to the watchdog before a wait, and that ``doing`` comes next."""
-        self._watchdog.beat(doing)
-
-    def starting(self, doing: str) -> None:
-        """Like `beat`, before the first step. The limit is config.distributed.start_timeout."""
-        self._watchdog.starting(doing)
-
-    def meet(self, name: str) -> None:
-        """Return when every process has come here."""
-        cluster.barrier(name)
 
 
 def _in_words(error: BaseException | None) -> str:

@@ -6,23 +6,18 @@ from jaxtrain.config import Config
 
 
 class Due(NamedTuple):
-    """The work that is due after a step."""
-
     save: bool
     evaluate: bool
     resumable: bool  # the checkpoint can be resumed; if not, it holds the final weights alone
 
 
 class Schedule:
-    """The steps of a run, and the work that is due after each."""
-
     def __init__(self, config: Config, *, tests: bool, also: int = 0):
         """Note whether there is a test split to evaluate on, and a step to save besides."""
         self._config, self._tests, self._also = config, tests, also
         self.steps = config.train.steps
 
     def at(self, step: int) -> Due:
-        """Return the work that is due after ``step`` batches."""
         last, every = step == self.steps, self._config.train.eval_every
         return Due(
             save=is_save_due(self._config, step) or step == self._also,

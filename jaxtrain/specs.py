@@ -28,7 +28,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def paths(tree: PyTree) -> list[str]:
-    """Return the path of every leaf (spec or array), in tree order."""
     return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_spec)]
 
 

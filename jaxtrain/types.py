@@ -222,6 +222,4 @@ class Task(NamedTuple):
     terms: tuple[str, ...] = ()  # metrics of a training step that add up to its loss, for the console; () = it has one term
     tokens: float = 0  # places of a sequence model's global step, on average; 0 = it has none
     full_flops: int = 0  # the same with the places that a causal mask or a window leaves out; 0 = there are none
-    predict: Callable[[Variables, Batch], Any] | None = (
-        None  # named arrays, rows first -> outputs of the model: `jaxtrain.load`
-    )
+    predict: Callable[[Variables, Batch], Any] | None = None  # named arrays, rows first -> outputs: `jaxtrain.load`

@@ -51,7 +51,6 @@ class Outcome(NamedTuple):
     mesh: Any  # its own, of real devices
 
     def devices(self, right: "Outcome") -> list[str]:
-        """List the devices whose parts differ from those of ``right``."""
         wrong = (self.parts != right.parts).any((1, 2))
         return [f"{d.device_kind} {d.id} of process {d.process_index}" for d in self.mesh.devices.reshape(-1)[wrong]]
 
@@ -71,8 +70,7 @@ class Verifier:
         self._paths = specs.paths(saved_parts(assembly.abstract.state))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self.steps = self.wrong = 0
-        mesh = assembly.layout.mesh
-        self._there = assembly
+        mesh, self._there = assembly.layout.mesh, assembly
         if self._guard.verify_every and mesh.size > 1:
             turned = np.roll(mesh.devices.reshape(-1), -1).reshape(mesh.devices.shape)
             self._there = assembly_lib.assemble(assembly.config, Mesh(turned, mesh.axis_names, axis_types=mesh.axis_types))
@@ -141,7 +139,6 @@ class Verifier:
         log.error("%s. The run continues with the right result", text)
 
     def _second(self, step: Step, state: TrainState, item: Item, stop: Array) -> Outcome:
-        """Compute the step in the other placement."""
         there = self._there
         if there is self._assembly:
             return self._outcome(there, step(self._copy(state), item.arrays, stop)[0])
@@ -155,8 +152,7 @@ class Verifier:
         return self._programs.compile(there.with_batch(batch).trace(stage).lower())
 
     def _outcome(self, assembly: Assembly, state: TrainState) -> Outcome:
-        mesh = assembly.layout.mesh
-        parts = saved_parts(state)
+        mesh, parts = assembly.layout.mesh, saved_parts(state)
         return Outcome(np.asarray(jax.device_get(_digests(mesh, *_partitions(parts))(parts))), mesh)
 
 

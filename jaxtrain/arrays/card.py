@@ -17,19 +17,30 @@ SPLITS = ("test", "train")  # in this order: how good the model is comes first
 MAX_METRICS = 1 << 30  # [bytes] of metrics.jsonl
 MAX_ROWS = 8  # of a split, if the workload names no metrics
 KNOWN = {"accuracy", "perplexity"}  # the Hub's own names of metrics
+CONFIG_AND_FILES = """## Config
+
+<details><summary>of the run</summary>
+
+```json
+{}
+```
+
+</details>
+
+## Files
+
+`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to
+this folder; `jaxtrain export --reverse` makes a checkpoint of it.
+"""
 
 
 class LeftOut(NamedTuple):
-    """The arrays of the model that an export leaves out."""
-
     only: str = ""  # [regex] of the paths that are exported
     n: int = 0  # arrays left out
     is_part: bool = False  # whether a library that loads the model needs one of them
 
 
 class Model(NamedTuple):
-    """The exported model."""
-
     name: str  # of the run
     step: int | None
     group: str  # params or ema
@@ -64,7 +75,7 @@ def last_metrics(source: Source, step: int | None) -> dict[str, dict[str, Any]]:
 
 def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the card with `last_metrics`. Raises StoredError: config.card is no section."""
-    step, config = model.step, model.config
+    step, config, only, n_left_out = model.step, model.config, model.left_out.only, model.left_out.n
     kinds = sorted({e.dtype.name for e in model.entries})
     numbers = sum(math.prod(e.shape) for e in model.entries)
     what = "the average of the parameters" if model.group == "ema" else "the parameters"
@@ -89,10 +100,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             f"{numbers:,} numbers in {len(model.entries)} arrays ({', '.join(kinds)}): {what} of a run of {name or 'a model'} "
             f"at step {step}.",
-            *(
-                [f"Only parameters whose path matches `{model.left_out.only}`: {model.left_out.n} arrays are left out."]
-                * bool(model.left_out.n)
-            ),
+            *([f"Only parameters whose path matches `{only}`: {n_left_out} arrays are left out."] if n_left_out else []),
             f"Trained with {versions or 'versions that were not recorded'}.",
             "",
             *_example(model.hub.example),
@@ -111,21 +119,7 @@ def text(model: Model, metrics: Mapping[str, Mapping[str, Any]]) -> str:
                 for split in ([] if model.left_out.is_part else others)
             ),
             "",
-            "## Config",
-            "",
-            "<details><summary>of the run</summary>",
-            "",
-            "```json",
-            json.dumps(config, indent=2, sort_keys=True),
-            "```",
-            "",
-            "</details>",
-            "",
-            "## Files",
-            "",
-            "`sha256sum --check SHA256SUMS` checks them. To warm-start a run from them, set `config.warm_start.source` to",
-            "this folder; `jaxtrain export --reverse` makes a checkpoint of it.",
-            "",
+            CONFIG_AND_FILES.format(json.dumps(config, indent=2, sort_keys=True)),
         ]
     )
 
@@ -170,15 +164,5 @@ def _named(metric: str) -> str:
 def _example(example: str) -> list[str]:
     if not example:
         return []
-    shell = example.startswith("$ ")
-    code = example.removeprefix("$ ") if shell else example
-    return [
-        "## Use",
-        "",
-        f"In this folder{'' if shell else ', with the library above'}:",
-        "",
-        f"```{'bash' if shell else 'python'}",
-        code,
-        "```",
-        "",
-    ]
+    where, kind = ("", "bash") if example.startswith("$ ") else (", with the library above", "python")
+    return ["## Use", "", f"In this folder{where}:", "", f"```{kind}", example.removeprefix("$ "), "```", ""]

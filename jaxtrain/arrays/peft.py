@@ -7,7 +7,7 @@ Of workloads whose matrices are exported as (out, in) under names that end in ".
 import json
 import math
 import pathlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,29 +103,21 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
     adapted = {_module(_module(name)) for name in tensors if _module(name).endswith(tuple(SIDES.values()))}
     whole = {name for name in tensors if _module(_module(name)) not in adapted}
     modules = {_module(name) for name in whole}
-    missing = [name for name in everything if _module(name) in modules and name not in whole]
-    if wrong := sorted({name for name in whole if _module(name) in adapted} | set(missing)):
+    missing = {name for name in everything if _module(name) in modules and name not in whole}
+    if wrong := sorted({name for name in whole if _module(name) in adapted} | missing):
         raise StoredError(
             f"{', '.join(wrong[:3])}: peft saves the adapter of a module, or all of its arrays, and this run trained another "
             "part of it; `jaxtrain export` writes the merged weights"
         )
     there = {_module(name) for name in everything} | modules
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": True,
         "base_model_name_or_path": _place(run_workload.section_of(config, "warm_start", config_lib.WarmStart).source),
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "use_dora": False, "use_rslora": False,
         "target_modules": _endings(adapted, there),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_dora": False,
-        "use_rslora": False,
         "modules_to_save": _endings(modules, there) or None,
-    }
+    }  # fmt: skip
 
 
 def _place(source: str) -> str | None:
@@ -136,10 +128,11 @@ def _place(source: str) -> str | None:
 
 def _endings(chosen: Iterable[str], modules: Collection[str]) -> list[str]:
     """Return the shortest endings of module names that match the chosen ones and no other."""
-    found: set[str] = set()
     chosen = set(chosen)
-    for module in chosen:
-        parts: Sequence[str] = module.split(".")
+
+    def shortest(module: str) -> str:
+        parts = module.split(".")
         endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        found.add(next((end for end in endings if {x for x in modules if x.endswith(end)} <= chosen), module))
-    return sorted(found)
+        return next((end for end in endings if {x for x in modules if x.endswith(end)} <= chosen), module)
+
+    return sorted({shortest(module) for module in chosen})

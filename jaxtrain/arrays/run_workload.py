@@ -48,9 +48,8 @@ def export_of(config: Mapping[str, Any], named: str = "") -> Export:
 
 def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
     """Return a section of a run's config as ``cls``. Raises StoredError if it is none."""
-    tree = config.get(name) or {}
     try:
-        section = config_lib.section(cls, tree)
+        section = config_lib.section(cls, config.get(name) or {})
         problems = list(section.problems())
     except config_lib.ConfigError as error:
         raise StoredError(f"the run's config.{name} cannot be used: {error}") from error

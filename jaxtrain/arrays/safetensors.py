@@ -86,10 +86,8 @@ def export(
     everything = source.arrays()
     group = "ema" if ema else "params"
     arrays = source.parameters(ema=ema)
-    meta = source.meta()
-    meta.pop("config", None)
-    config = source.config()
-    step = source.step(everything)
+    config, step = source.config(), source.step(everything)
+    meta = {name: value for name, value in source.meta().items() if name != "config"}
     contract = run_workload.export_of(config, named)
     if run_workload.of_run(config, named) is None:
         print(f"{run_workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
@@ -129,11 +127,8 @@ def export(
             f"the names {', '.join(twice)} are given twice, by EXPORT.names of {config.get('workload')}; make them differ there"
         )
     shards = _split(flat, shard_size)
-    files = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(files) > 1 else [stored.WHOLE]
 
     # 2. Everything goes into a folder of another name, which is renamed when it is whole.
     target = pathlib.Path(out).expanduser().absolute()
@@ -160,14 +155,10 @@ def export(
         total = sum(entry.n_bytes for entry in flat)
         where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
         export = {
-            "format": stored.FORMAT,
-            "step": step,
-            "group": group,
-            "meta": meta,
-            "config": config,
+            "format": stored.FORMAT, "step": step, "group": group, "meta": meta, "config": config,
             "paths": {e.name: e.path for e in flat},
-        }
-        export["shapes"] = {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])}
+            "shapes": {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])},
+        }  # fmt: skip
         texts = {
             stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
             "config.json": _json(config),
@@ -282,7 +273,6 @@ def reverse(folder: str, out: str) -> str:
 
 
 def _refuse_damage(source: Source) -> None:
-    """Compare a source with its checksums. Raises StoredError with the files that differ."""
     try:
         problems = source.damage()
     except checksums.NoManifest as error:
@@ -322,7 +312,6 @@ def _name(config: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _describing(source: Source) -> Iterator[None]:
-    """Turn any error of a malformed config in the block into a StoredError."""
     try:
         yield
     except StoredError:
@@ -359,13 +348,12 @@ def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """In order, as many to a file as fit, header included."""
-    shards: list[list[Entry]] = [[]]
-    used = 0
+    shards: list[list[Entry]] = []
+    used = limit
     for entry in entries:
         size = entry.n_bytes + 200 + len(entry.name)  # [bytes] of data, and at most so many of the header
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
+        if not shards or used + size > limit:
+            shards, used = [*shards, []], 0
         shards[-1].append(entry)
         used += size
     return shards
@@ -397,7 +385,6 @@ def _rounded(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
 def _write_shards(
     folder: pathlib.Path, files: Sequence[str], shards: Sequence[Sequence[Entry]], content: Iterator[memoryview], framework: str
 ) -> dict[str, str]:
-    """Cuts one stream of bytes into files. Returns their sha256."""
     sums, rest = {}, memoryview(b"")
     for name, shard in zip(files, shards, strict=True):
         digest = hashlib.sha256()
@@ -426,12 +413,8 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
             raise StoredError(
                 f"{entry.path} is {entry.dtype.name}, which safetensors does not have; choose another with --dtype"
             )
-        content[entry.name] = {
-            "dtype": CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.n_bytes],
-        }
-        offset += entry.n_bytes
+        place = [offset, offset := offset + entry.n_bytes]
+        content[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text

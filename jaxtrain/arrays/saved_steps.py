@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an exp
 
 
 def inspect(source: Source, *, as_json: bool = False) -> int:
-    """Print the contents of a step or an export. Return the exit code. Raises StoredError."""
     arrays, data, meta = source.arrays(), source.data(), source.meta()
     step = source.step(arrays)
     groups: dict[str, list[Stored]] = {}
@@ -119,8 +118,7 @@ def verify(source: Source) -> int:
 def _recorded(source: Source) -> dict[str, str]:
     """Return the digests of the arrays that the run recorded at this step, if it did."""
     try:
-        run = open_run(str(source.path.parent.parent))
-        return steps.arrays(run).get(int(source.path.name), {})
+        return steps.arrays(open_run(str(source.path.parent.parent))).get(int(source.path.name), {})
     except (RunError, FileError, ValueError, OSError):
         return {}
 
@@ -137,16 +135,14 @@ def diff(a: Source, b: Source) -> int:
     print(f"a {a.path}\nb {b.path}\n")
     rows: list[tuple[str, ...]] = []
     same = 0
-    for path in [*before, *(path for path in after if path not in before)]:
+    for path in {**before, **after}:
         x, y = before.get(path), after.get(path)
         if x is None or y is None:
-            there = x if y is None else y
-            assert there is not None  # in one of them
-            rows.append(
-                (path, "new" if x is None else "missing", f"{list(there.shape)} {there.dtype.name}", "", "", "", "", "")
-            )
+            there = before.get(path) or after[path]
+            what = "new" if x is None else "missing"
+            rows.append((path, what, f"{list(there.shape)} {there.dtype.name}", *[""] * 5))
         elif x.shape != y.shape:
-            rows.append((path, "reshaped", f"{list(x.shape)} → {list(y.shape)}", "", "", "", "", ""))
+            rows.append((path, "reshaped", f"{list(x.shape)} → {list(y.shape)}", *[""] * 5))
         else:
             d = Difference(x, y)
             if d.equal and x.dtype == y.dtype:
@@ -198,11 +194,9 @@ def export(source: Source, out: str, *, base: str = "") -> int:
         raise stored.StoredError(
             f"{source.path} holds no 'step': another program wrote it, and which arrays are weights is unknown"
         )
-    step = source.step(arrays)
-    assert step is not None  # there is one
     if any(lora.is_adapter(path) for path in arrays):
         run_workload.with_base(source, source.config(), base)  # the adapters are of no use without it
-    path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
+    path = save_weights(out, source.step(arrays) or 0, arrays, data=source.data(), meta=source.meta())
     print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
     return 0
 
@@ -224,17 +218,12 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as closing:
         scratch = pathlib.Path(closing.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=folder)))
-        leaves = [(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())]
-        tree = stored.nest(leaves)
+        tree = stored.nest([(s.keys, _on_disk(s, scratch / str(i))) for i, s in enumerate(arrays.values())])
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         # Orbax encodes as many arrays at once as fit into this: else all of them.
         limit = max(1, *(-(-s.n_bytes // 10**9) for s in arrays.values()))
-        json_handler = ocp.JsonCheckpointHandler
-        handlers = {
-            "state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit),
-            "data": json_handler(),
-            "meta": json_handler(),
-        }
+        json_items = {name: ocp.JsonCheckpointHandler() for name in ("data", "meta")}
+        handlers = {"state": ocp.StandardCheckpointHandler(save_concurrent_gb=limit), **json_items}
         manager = closing.enter_context(ocp.CheckpointManager(folder, options=options, item_handlers=handlers))
         manager.save(
             step,
@@ -258,7 +247,6 @@ def _on_disk(one: Stored, path: pathlib.Path) -> np.ndarray:
 
 
 def changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, old, new) for every value of two JSON trees that differs."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}):
             yield from changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
@@ -267,10 +255,9 @@ def changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    aligned: Callable[[Sequence[str]], str] = lambda row: "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))  # noqa: E731
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in [header, *rows]:
-        print(aligned(row).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _bytes(n: int) -> str:

@@ -27,7 +27,6 @@ class Source(NamedTuple):
 
     @property
     def manifest(self) -> str:
-        """The file of its checksums."""
         return SUMS if self.is_export else checksums.NAME
 
     def name(self, *, ema: bool = False) -> str:
@@ -92,7 +91,6 @@ class Source(NamedTuple):
         return {**meta, "weights_only": True} if self.is_export else meta
 
     def step(self, arrays: dict[str, Stored]) -> int | None:
-        """Return the number of the step that its ``arrays`` have, or None. Raises StoredError."""
         if "step" not in arrays:
             return None
         found = arrays["step"].read(()) if arrays["step"].shape == () else None

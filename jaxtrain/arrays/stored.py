@@ -21,7 +21,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import ml_dtypes
@@ -50,23 +50,12 @@ MAX_DIMENSIONS = 32  # of an array
 Index = tuple[slice, ...]  # one slice per dimension; () = everything
 
 # The types of safetensors that numpy with ml_dtypes has.
-DTYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
+DTYPES = {code: np.dtype(kind) for code, kind in {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+}.items()}  # fmt: skip
 
 
 class StoredError(UserError, ValueError):
@@ -74,8 +63,6 @@ class StoredError(UserError, ValueError):
 
 
 class Stored(NamedTuple):
-    """An array on disk."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
@@ -234,15 +221,12 @@ def _elements(shape: Any) -> int:
     return math.prod(shape) if _is_shape(shape) else 0  # which tensorstore does not read either
 
 
-def open_safetensors(folder: str | os.PathLike[str]) -> dict[str, Stored]:
+def open_safetensors(path: epath.PathLike) -> dict[str, Stored]:
     """Open every array of a folder of safetensors (or of one such file). Only the headers are read.
 
     Raises StoredError: no such file; a header at odds with itself or the index; an unknown type.
     """
-    return _open_folder(place_of(folder))
-
-
-def _open_folder(folder: epath.Path) -> dict[str, Stored]:
+    folder = place_of(path)
     if not folder.is_dir():
         return _open_file(folder, {})
     export = read_object(folder, EXPORT) if (folder / EXPORT).exists() else {}
@@ -400,7 +384,7 @@ def in_chunks(tree: Any) -> Any:
 def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
     """Build a tree from (keys, leaf). Raises StoredError for a path within another."""
     leaves = list(leaves)
-    if len(leaves) == 1 and not leaves[0][0]:
+    if [keys for keys, _ in leaves] == [()]:
         return leaves[0][1]
     if any(not keys for keys, _ in leaves):
         raise StoredError("an array has the path of a folder of other arrays, or two have one path")
@@ -460,23 +444,12 @@ def _leaves(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str |
 
 def _array(folder: epath.Path, name: str, *, zarr3: bool, indexed: bool, context: ts.Context) -> Callable[[], ts.TensorStore]:
     """Open an array of an Orbax item, once, in one OCDBT store if ``indexed``, else a folder."""
-    text = os.fspath(folder)
-
+    path = f"{os.fspath(folder)}/" if indexed else f"{os.fspath(folder)}/{name}/"
     # The folder alone decides: an array's name is its maker's.
-    def place(path: str) -> Any:
-        return path if "://" in text else {"driver": "file", "path": path}
-
-    if indexed:
-        kvstore = {"driver": "ocdbt", "base": place(f"{text}/"), "path": f"{name}/"}
-    else:
-        kvstore = place(f"{text}/{name}/")
+    place: Any = path if "://" in os.fspath(folder) else {"driver": "file", "path": path}
+    kvstore = {"driver": "ocdbt", "base": place, "path": f"{name}/"} if indexed else place
     spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
-
-    @functools.cache
-    def array() -> ts.TensorStore:
-        return ts.open(spec, open=True, read=True, context=context).result()
-
-    return array
+    return functools.cache(lambda: ts.open(spec, open=True, read=True, context=context).result())
 
 
 def _read_array(
@@ -527,14 +500,10 @@ def _open_file(path: epath.Path, paths: Mapping[str, str]) -> dict[str, Stored]:
         kind, sizes, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(kind, str) or kind not in DTYPES:
             raise StoredError(f"{path}: {name} is {str(kind)[:40]}; expected one of: {', '.join(DTYPES)}")
-        if not (
-            isinstance(sizes, list) and isinstance(place, list) and _is_shape(sizes) and _is_shape(place) and len(place) == 2
-        ):
-            raise StoredError(
-                f"{path}: {name} has the shape {str(sizes)[:80]} at bytes {str(place)[:80]}; expected lists of sizes"
-            )
-        shape, dtype = tuple(sizes), DTYPES[kind]
-        start, stop = place
+        if not (_is_shape(sizes) and _is_shape(place) and len(place) == 2):
+            found = f"the shape {str(sizes)[:80]} at bytes {str(place)[:80]}"
+            raise StoredError(f"{path}: {name} has {found}; expected lists of sizes")
+        shape, dtype, (start, stop) = tuple(sizes), DTYPES[kind], place
         if stop - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= stop <= size - 8 - length:
             raise StoredError(f"{path}: {name} {shape} {kind} does not fit bytes {start} to {stop} of the file")
         left -= stop - start
@@ -557,7 +526,6 @@ def _check_name(name: str, source: epath.Path) -> None:
 
 
 def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
-    """Read the rows of the first slice, and apply the other slices in memory."""
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
     _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)
@@ -573,8 +541,7 @@ def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.
     return rows[(slice(None), *index[1:])] if index else rows
 
 
-def _is_shape(value: Any) -> bool:
-    """Whether something is a list of sizes whose product is one, too."""
+def _is_shape(value: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list)
         and len(value) <= MAX_DIMENSIONS

@@ -16,7 +16,6 @@ from jaxtrain.types import PyTree
 
 
 def one_device() -> layout_lib.Layout:
-    """Return the layout of this process's first device."""
     return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
 
 

@@ -55,8 +55,6 @@ EVALUATED = re.compile(r"^train\.(eval_batches|ema)$|^data\.(\w+\[\d+\]\.)?test"
 
 
 class Restored(NamedTuple):
-    """A state to resume from."""
-
     state: "TrainState"
     step: int  # batches read so far
     history: History
@@ -133,7 +131,6 @@ class Checkpointer:
         return Saved(time.perf_counter() - began, self._failures)
 
     def score(self, step: int, record: Mapping[str, float]) -> None:
-        """Record the scores of a step. The best one by config.checkpoint.best is never deleted."""
         self._scores.add(step, record)
 
     def stalled(self, step: int) -> bool:
@@ -215,7 +212,6 @@ class Checkpointer:
                 self._failed(error, step)
 
     def _failed(self, error: Exception, step: epath.Path) -> None:
-        """Handle a failed save as config.checkpoint.on_error says. Earlier steps stay."""
         self._drain()
         self._saving = None
         self._given_up.append(step.name)
@@ -261,9 +257,7 @@ class Checkpointer:
             return ""
         try:
             stored.check_files(path)
-            if not self._config.checkpoint.verify:
-                return ""
-            return "; ".join(checksums.verify(path))
+            return "" if not self._config.checkpoint.verify else "; ".join(checksums.verify(path))
         except checksums.NoManifest:
             log.warning("checkpoint %s has no checksums, which no run leaves out: it is read unverified", path)
             return ""

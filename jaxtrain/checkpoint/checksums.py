@@ -69,12 +69,11 @@ def verify(step_dir: epath.PathLike) -> list[str]:
         raw = files.read(_inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
         intact = _encode(listed) == raw and all(_is_entry(*entry) for entry in listed.items())
-    except files.FileError as error:
-        return [f"{NAME}: is damaged ({error}), so that no other file can be verified"]
-    except Exception:  # noqa: BLE001  a damaged text may fail in any way
-        intact = False
-    if not intact:
-        return [f"{NAME}: is damaged (it does not match its own hash), so that no other file can be verified"]
+        why = "" if intact else "it does not match its own hash"
+    except Exception as error:  # noqa: BLE001  a damaged text may fail in any way
+        why = str(error) if isinstance(error, files.FileError) else "it does not match its own hash"
+    if why:
+        return [f"{NAME}: is damaged ({why}), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         results = pool.map(lambda item: _problem(folder, *item), listed.items())
         return [problem for problem in results if problem]
@@ -99,7 +98,6 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
 
 
 def digest_of(path: epath.Path) -> str:
-    """Return the hash of a regular file, in hex. Raises `loaders.io.files.FileError`."""
     return _measure(path)["hash"]
 
 

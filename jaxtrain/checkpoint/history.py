@@ -29,8 +29,6 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class History(NamedTuple):
-    """Facts about a run that are saved with its state."""
-
     offset: int = 0  # batches read of earlier data, before the data were exchanged: position = step - offset
     rewinds: int = 0  # times that bad steps took the run back to a checkpoint
     base: dict[str, str] | None = None  # the source of the frozen weights (`base_weights.Base`); None = none is recorded
@@ -44,7 +42,6 @@ class Scores:
     """
 
     def __init__(self, path: epath.Path, config: Checkpoint, min_delta: float):
-        """Raise CheckpointError: best.json is damaged."""
         self._min_delta = min_delta
         self._path, self._name, self._sign = path, config.best.lstrip("-"), -1 if config.best.startswith("-") else 1
         self._metric = config.best

@@ -28,8 +28,6 @@ log = logging.getLogger("jaxtrain")
 
 
 class Start(NamedTuple):
-    """The state, the step and the history that a run trains from."""
-
     state: TrainState
     step: int  # batches that it has read
     history: History
@@ -193,11 +191,8 @@ def _warm_start(
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
     if not config.other_front_end and (unfit := list(assembly.config.model.warm_start_problems(warm_start.config_of(config)))):
         raise warm_start.WarmStartError(config.source, unfit)
-    if (
-        not config.ema
-        and not stored.is_safetensors(config.source)
-        and (warm_start.config_of(config).get("train") or {}).get("ema")
-    ):
+    is_run = not (config.ema or stored.is_safetensors(config.source))
+    if is_run and (warm_start.config_of(config).get("train") or {}).get("ema"):
         text = "evaluations of that run are of the average of its parameters, which config.warm_start.ema=true takes"
         log.warning("warm start from %s: %s", config.source, text)
     variables = assembly.abstract.state.variables

@@ -34,7 +34,6 @@ class Meeting:
         self._left: list[str] = []  # phases of this save to whose end this process has not come yet
 
     def begin(self) -> None:
-        """To be called before each save, by all processes."""
         with self._lock:
             self._saves, self._saver = self._saves + 1, threading.get_ident()
             self._left = list(PHASES.values())

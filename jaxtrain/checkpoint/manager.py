@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import types
 from collections.abc import Iterator, Mapping
 
 from jaxtrain.assembly import Assembly
@@ -35,9 +34,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._clock.switch(goodput.SAVES)
         try:
             with self._in_own_workdir() if kind is None else contextlib.nullcontext():
@@ -129,14 +126,8 @@ class CheckpointManager:
         log.warning(
             "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
             "skipped (rewind %d of %d)",
-            guard.patience,
-            streak.last_good,
-            at,
-            at + 1,
-            step,
-            self.history.rewinds,
-            guard.rewinds,
-        )
+            guard.patience, streak.last_good, at, at + 1, step, self.history.rewinds, guard.rewinds,
+        )  # fmt: skip
         streak.restart(step)
         # No checkpoint holds frozen weights: they are those of the state that is given up.
         variables = restored.variables._replace(frozen=state.variables.frozen)

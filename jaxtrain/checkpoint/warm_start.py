@@ -145,15 +145,10 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     Raises WarmStartError with each parameter and array that no rule covers, each shape and dtype
     that differs without one, and each rule that matches nothing.
     """
-    problems: list[str] = []
+    problems, skipped, fresh, notes, missing = (list[str]() for _ in range(5))
     tried = _Patterns()
     source = _renamed(source, config.renames, tried, problems)
     loaded: dict[str, Match] = {}
-    skipped: list[str] = []
-    fresh: list[str] = []
-    notes: list[str] = []
-    missing: list[str] = []
-    surplus: list[str] = []
     # Ways of reshaping that would do -> (shape in the source, shape here) -> paths.
     misfits: dict[tuple[str, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]] = {}
     for path, (shape, dtype) in table.items():
@@ -184,13 +179,8 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
                 continue
             notes.append(f"{path}: {array.dtype.name} → {wanted.name}")
         loaded[path] = Match(array, how)
-    unused = []
-    for path in source:
-        if path in table:
-            continue
-        unused.append(path)
-        if not tried.any("unused", config.unused, path):
-            surplus.append(f"{path} {list(source[path].shape)}")
+    unused = [path for path in source if path not in table]
+    surplus = [f"{path} {list(source[path].shape)}" for path in unused if not tried.any("unused", config.unused, path)]
     problems += _grouped(
         missing, "not in the source: rename them (config.warm_start.renames), or declare them in config.warm_start.skip"
     )
@@ -214,7 +204,7 @@ def load(matches: Matches, params: PyTree) -> dict[str, Array]:
     for path, (one, how) in matches.loaded.items():
         target = targets[path]
         read = _reader(one, how, target.shape, np.dtype(target.dtype))
-        by_path[path] = jax.make_array_from_callback(target.shape, target.sharding, functools.partial(_read_part, read))
+        by_path[path] = jax.make_array_from_callback(target.shape, target.sharding, read)
     return by_path
 
 
@@ -223,12 +213,12 @@ def overlay(matches: Matches, params: PyTree, loaded: Mapping[str, Array]) -> Py
 
     def choose(path: tuple[Any, ...], fresh: Array) -> Array:
         name = specs.path_name(path)
-        if name not in loaded:
-            return fresh
+        if name not in loaded or matches.loaded[name].how != "pad":
+            return loaded.get(name, fresh)
         inside = jnp.ones(fresh.shape, bool)
-        for axis, size in enumerate(matches.loaded[name].stored.shape if matches.loaded[name].how == "pad" else ()):
+        for axis, size in enumerate(matches.loaded[name].stored.shape):
             inside &= jax.lax.broadcasted_iota(jnp.int32, fresh.shape, axis) < size
-        return jnp.where(inside, loaded[name], fresh) if matches.loaded[name].how == "pad" else loaded[name]
+        return jnp.where(inside, loaded[name], fresh)
 
     return jax.tree.map_with_path(choose, params)
 
@@ -258,8 +248,8 @@ def _how_to_reshape(ways: Sequence[str]) -> str:
         return f"{', '.join(WAYS)} and grid do not give it; declare"
     does = "; ".join(f"{way} {WAYS_DO[way]}" if len(ways) > 1 else WAYS_DO[way] for way in ways)
     how = "grid 32x8 to 16x8" if ways[0] == "grid" else ways[0]
-    example = f"for example \"--config.warm_start.reshape={{'REGEX': '{how}'}}\""
-    return f"{' or '.join(ways)} would do in config.warm_start.reshape ({does}), {example}, or declare"
+    named = f"{' or '.join(ways)} would do in config.warm_start.reshape ({does})"
+    return f"{named}, for example \"--config.warm_start.reshape={{'REGEX': '{how}'}}\", or declare"
 
 
 class _Patterns:
@@ -274,12 +264,8 @@ class _Patterns:
         return bool(hits)
 
     def without_effect(self, config: WarmStart) -> list[str]:
-        declared = {
-            "renames": [pattern for pattern, _ in config.renames],
-            "skip": config.skip,
-            "unused": config.unused,
-            "reshape": config.reshape,
-        }
+        renames = [pattern for pattern, _ in config.renames]
+        declared = {"renames": renames, "skip": config.skip, "unused": config.unused, "reshape": config.reshape}
         return [
             f"config.warm_start.{field}: {pattern!r} matches nothing"
             for field, patterns in declared.items()
@@ -311,36 +297,27 @@ def _renamed(
         return by_path
 
 
-def _read_part(read: Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-    return read(tuple((s.start, s.stop) for s in index))
-
-
 def _grid(how: str) -> tuple[int, int, int, int]:
     """Return the sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
-    found = RESHAPE.fullmatch(how)
-    assert found is not None, how
-    a, b, c, d = map(int, found.groups())
+    a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())  # type: ignore[union-attr]
     return a, b, c, d
 
 
 def _misfit(source: tuple[int, ...], target: tuple[int, ...], how: str) -> str:
     """Explains why ``how`` does not turn ``source`` into ``target``. Return "" if it does."""
-    shapes = f"is {list(source)} in the source and {list(target)} here"
     if how.startswith("grid"):
         a, b, c, d = _grid(how)
-        if source and target and (a * b, c * d) == (source[0], target[0]) and source[1:] == target[1:]:
-            return ""
-        return f"{shapes}, which {how!r} does not fit"
-    if how == "fold":
-        return "" if math.prod(source) == math.prod(target) else f"{shapes}, which {how!r} does not fit"
-    fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in zip(source, target, strict=True))
-    return "" if fits else f"{shapes}, which {how!r} does not fit"
+        fits = source[:1] == (a * b,) and target[:1] == (c * d,) and source[1:] == target[1:]
+    elif how == "fold":
+        fits = math.prod(source) == math.prod(target)
+    else:
+        pairs = zip(source, target, strict=False)
+        fits = len(source) == len(target) and all(s >= t if how == "crop" else s <= t for s, t in pairs)
+    return "" if fits else f"is {list(source)} in the source and {list(target)} here, which {how!r} does not fit"
 
 
-def _reader(
-    one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[tuple[tuple[int | None, int | None], ...]], np.ndarray]:
-    """Make a reader (start, stop) by axis of the target -> values, cached for replicas."""
+def _reader(one: Stored, how: str, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Any], np.ndarray]:
+    """Make a reader of slices of the target, cached for replicas."""
     if how == "fold":
         one = stored.fold(one, shape)
 
@@ -364,7 +341,7 @@ def _reader(
             part[tuple(slice(0, s.stop - s.start) for s in inside)] = one.read(inside)
         return part
 
-    return read
+    return lambda slices: read(tuple((s.start, s.stop) for s in slices))
 
 
 def _listed(names: Iterable[str]) -> str:

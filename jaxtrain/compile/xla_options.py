@@ -5,13 +5,6 @@ version does not know ends the process. Here the compiler is tried first, with a
 An option of the table that it refuses is left out. An option of a config that it refuses is an
 error that names it.
 
-Looked at and left out, since no chip was there to time them (libtpu 0.0.51, an FSDP step of eight
-scanned layers): ``xla_tpu_enable_data_parallel_all_reduce_opt`` compiles the same program, on two
-slices of v4 or v5e too; ``xla_tpu_scoped_vmem_limit_kib=98304`` makes a v6e's peak 1,289 MB instead
-of 1,238
-(libtpu 0.0.42, eight layers of width 512).
-For eight H100s, pipelined collectives: of the 166 ms that a step of qwen3-0.6b with fsdp=8 takes at
-the datasheet's peaks, 4.1 ms wait for exchanges, which is all that they could save.
 """
 
 import logging
@@ -66,13 +59,10 @@ TABLE = (
     # on one they are slower (docs/results/cpu-steps.md).
     Option("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE", ("cpu",), alone=True),
     Option(
-        "xla_cpu_experimental_ynn_fusion_type",
-        "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT",
-        ("cpu",),
-        alone=True,
-        cores=2,
+        "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT", ("cpu",),
+        alone=True, cores=2,
     ),
-)
+)  # fmt: skip
 
 
 def defaults(kind: str, *, count: int, cores: int) -> dict[str, Any]:

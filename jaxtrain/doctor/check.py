@@ -58,5 +58,4 @@ def in_bytes(n: float) -> str:
 
 def _line(text: str) -> str:
     # Errors list their reasons in lines below a sentence.
-    listed = re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text))
-    return " ".join(listed.split())[:MAX_TEXT]
+    return " ".join(re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text)).split())[:MAX_TEXT]

@@ -49,8 +49,7 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
 
 
 def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> Loader:
-    module = base.module(config.loader)
-    return module.make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
+    return base.module(config.loader).make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
 
 
 def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:

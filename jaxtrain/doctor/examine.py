@@ -47,8 +47,7 @@ def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
         found.append(meetings.unmet(error, membership))
     seconds = time.monotonic() - began
     if job and well is not None:
-        speaks = membership.process == 0
-        return Report(job.checks, job.hosts, membership.processes, seconds, speaks, well)
+        return Report(job.checks, job.hosts, membership.processes, seconds, membership.process == 0, well)
     own = [(membership.process, check) for check in found]
     hosts = {membership.process: socket.gethostname()}
     well = all(check.verdict != FAIL for check in found)
@@ -132,7 +131,6 @@ def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: f
         plan = job.hold("the findings of each", own, job.found, within)
         more = list(network.ports(me, plan["places"]))
         if me in plan["shared"] and len(plan["shared"]) > 1:
-            others = [0] if me else plan["shared"][1:]
-            more.append(disk.see(folder, job.token, others))
+            more.append(disk.see(folder, job.token, [0] if me else plan["shared"][1:]))
         seen = {"checks": [list(check) for check in more]}
         return bool(job.hold("the check of each other", seen, job.saw, TOGETHER))

@@ -33,8 +33,7 @@ class Meetings:
         self._late: list[str] = []
         self.checks: list[tuple[int, Check]] = []
         self.hosts: dict[int, str] = {}
-        facts = {"machine": network.machine_id()}
-        self.token, self.several = self.hold("the presence", facts, self.met, wait)
+        self.token, self.several = self.hold("the presence", {"machine": network.machine_id()}, self.met, wait)
 
     def hold(self, subject: str, facts: Any, conclude: Conclude, within: float) -> Any:
         """Return process 0's conclusion from the facts of all present. Raises RendezvousError."""
@@ -64,8 +63,7 @@ class Meetings:
         """Conclude a token and whether there are several machines, of {"machine": machine_id}."""
         self.hosts = {message["process"]: message["host"] for message in messages}
         self.checks += network.clocks({m["process"]: m.get("ahead", 0.0) for m in messages})
-        machines = {message["facts"]["machine"] for message in messages}
-        return secrets.token_hex(8), len(machines) > 1
+        return secrets.token_hex(8), len({message["facts"]["machine"] for message in messages}) > 1
 
     def found(self, messages: Messages) -> dict[str, Any]:
         """Conclude the ports and folders to check, of {"machine", "port", "folder", "facts", …}."""

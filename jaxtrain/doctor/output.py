@@ -25,8 +25,7 @@ def merged(checks: Sequence[tuple[int, Check]]) -> list[tuple[list[int], Check]]
     """List findings once with their processes, by group. ok ones share the first one's text."""
     found: dict[tuple[str, ...], tuple[list[int], Check]] = {}
     for process, check in checks:
-        key = check[:3] if check.verdict == OK else tuple(check)
-        processes, _ = found.setdefault(key, ([], check))
+        processes, _ = found.setdefault(check[:3] if check.verdict == OK else tuple(check), ([], check))
         if process not in processes:
             processes.append(process)
     rank = {name: i for i, name in enumerate(GROUPS)}

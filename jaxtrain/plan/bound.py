@@ -44,8 +44,6 @@ ROUND = -1  # among the loops that a value depends on: it is another one in each
 
 
 class Array(NamedTuple):
-    """An array that a loop keeps."""
-
     bytes: int  # on one device
     name: str  # type, shape and scope
 
@@ -108,8 +106,6 @@ class _Loop(NamedTuple):
 
 
 class _Walk:
-    """The loops of a step, or of a loop's body."""
-
     def __init__(self, share: int, arguments: set[Value] | None):
         """``arguments``: of the step, whose memory a carry may take. None in a loop's body."""
         self._share, self._arguments = share, arguments
@@ -120,7 +116,6 @@ class _Walk:
         return [Value(("new", next(self._numbers)), after) for _ in variables]
 
     def fullest(self) -> list[Array]:
-        """Return the arrays that exist together in the fullest loop."""
         moments = []
         for i, loop in enumerate(self._loops):
             later = [other for n, other in enumerate(self._loops) if n == i or i in other.after]
@@ -139,8 +134,7 @@ class _Walk:
             return known[v]
 
         for eqn in jaxpr.eqns:
-            results = self._equation(eqn, [value(v) for v in eqn.invars])
-            known.update(zip(eqn.outvars, results, strict=True))
+            known.update(zip(eqn.outvars, self._equation(eqn, [value(v) for v in eqn.invars]), strict=True))
         return [value(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -158,14 +152,12 @@ class _Walk:
         return [Value((key, i), after) for i in range(len(eqn.outvars))]
 
     def _call(self, params: dict[str, Any], inputs: list[Value]) -> list[Value]:
-        """Walk through a function that is called, as if it were inlined."""
         inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
         share = self._share
         for axis in params.get("newly_manual_axes", ()):  # of a shard_map: shapes are parts inside
             self._share //= params["mesh"].shape[axis]
         closed = isinstance(inner, core.ClosedJaxpr)
-        consts = self.new(inner.consts if closed else ())
-        results = self.block(inner.jaxpr if closed else inner, consts, inputs)
+        results = self.block(inner.jaxpr if closed else inner, self.new(inner.consts if closed else ()), inputs)
         self._share = share
         return results
 

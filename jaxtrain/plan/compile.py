@@ -23,8 +23,6 @@ UNTUNED = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Compiled(NamedTuple):
-    """The compiler's figures of a step."""
-
     arguments: int  # [bytes] on one device
     temporaries: int
     peak: int
@@ -93,7 +91,6 @@ def for_kernels(device: Any) -> Iterator[None]:
 
 
 def is_at_hand(target: Target) -> bool:
-    """Tell whether this process can compile for the target itself."""
     return target.here or target.kind == "tpu" and importlib.util.find_spec("libtpu") is not None
 
 

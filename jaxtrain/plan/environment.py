@@ -46,7 +46,6 @@ def requirements(kind: str) -> list[str]:
 
 
 def find(kind: str) -> pathlib.Path | None:
-    """Return the environment if it is complete."""
     return place if versions(place := folder(kind)) else None
 
 

@@ -23,13 +23,11 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """(how, computation) for the computations that it executes."""
         found = _CALLED.findall(self.line)
         return [(how, name) for how, names in found for name in re.findall(r"[\w.\-]+", names)]
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(dtype, dims) of its results."""
         return [(dtype, _dims(dims)) for dtype, dims, _ in SHAPE.findall(self.result)]
 
     @property
@@ -38,7 +36,6 @@ class Instruction(NamedTuple):
 
 
 def instruction(line: str) -> Instruction | None:
-    """Parse one line of a computation. None if it is not an instruction."""
     line = line.strip()
     left, equals, right = line.removeprefix("ROOT ").partition(" = ")
     if not equals or " " in left:
@@ -62,8 +59,6 @@ def _split(text: str) -> tuple[str, str]:
 
 
 class Collective(NamedTuple):
-    """One instruction that exchanges values between devices."""
-
     kind: str  # one of KINDS
     shapes: tuple[tuple[int, ...], ...]  # of its results
     bytes: int  # of its results, on one device
@@ -87,8 +82,6 @@ class Collective(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """All collectives of one kind over the same mesh axes."""
-
     times: int  # executions in a step
     sent: float  # [bytes] by one device
     early: int  # those of the executions that overlap computation
@@ -106,8 +99,6 @@ class Product(NamedTuple):
 
 
 class Program:
-    """The computations of a compiled module's text (``compiled.as_text()``)."""
-
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
         parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
@@ -137,7 +128,6 @@ class Program:
                     self._visit(target, n * (n_trips if is_body else 1), in_loop or is_body)
 
     def executed(self) -> Iterator[tuple[str, Instruction]]:
-        """Yield (computation, instruction) of all that a step executes."""
         for name, body in self.bodies.items():
             yield from ((name, i) for i in body if name in self.times)
 
@@ -170,7 +160,6 @@ def _depth(line: str, left: Sequence[int]) -> int:
 
 
 def collectives(text: str | Program) -> list[Collective]:
-    """List the collectives of a compiled module."""
     program = text if isinstance(text, Program) else Program(text)
     every_collective = []
     for name, i in program.executed():
@@ -227,7 +216,6 @@ def trips(loop: Instruction, bodies: Mapping[str, list[Instruction]]) -> int:
 
 
 def _constant(i: Instruction) -> int:
-    """Return the value of a constant, or 0 if it is not a positive integer."""
     found = re.search(r" constant\((\d+)\)", i.line)
     return int(found[1]) if found else 0
 
@@ -254,15 +242,12 @@ def _places(dims: str, order: str | None) -> np.ndarray:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of one value: the number in the name of its type."""
     return 8 if dtype == "pred" else _dims(dtype)[0]
 
 
 def summary(exchanges: Sequence[Collective], mesh: Mapping[str, int]) -> Exchanges:
-    """Sum up the exchanges of a step by kind and mesh axes."""
     table: Exchanges = {}
     for c in exchanges:
-        key = (c.kind, c.axes(mesh))
-        n, sent, early = table.get(key, Exchanged(0, 0.0, 0))
-        table[key] = Exchanged(n + c.times, sent + c.sent, early + c.times * c.is_async)
+        n, sent, early = table.get((c.kind, c.axes(mesh)), (0, 0.0, 0))
+        table[c.kind, c.axes(mesh)] = Exchanged(n + c.times, sent + c.sent, early + c.times * c.is_async)
     return table

@@ -88,12 +88,10 @@ def least(held: Mapping[str, int]) -> int:
 
 def host_memory() -> float:
     """Return the bytes available to a process by Linux's estimate, else (macOS) all memory."""
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return machine.meminfo().get("MemAvailable", everything)
+    return machine.meminfo().get("MemAvailable", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def in_bytes(n: float) -> str:
-    """Write a number of bytes for a person, in decimal units."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

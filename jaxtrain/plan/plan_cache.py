@@ -24,8 +24,6 @@ FOLDER = "plans"
 
 
 class Figures(NamedTuple):
-    """The figures of a compiled program."""
-
     arguments: int  # [bytes] on one device
     temporaries: int
     peak: int
@@ -46,7 +44,6 @@ def key(program: str, devices: Sequence[Any], options: Mapping[str, Any], versio
 
 
 def find(name: str) -> Figures | None:
-    """Return the kept figures of the program of this key, if any."""
     path = machine.cache_folder(FOLDER, f"{name}.json.gz")
     try:
         unpacker = zlib.decompressobj(wbits=31)

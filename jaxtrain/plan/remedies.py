@@ -97,7 +97,6 @@ def ways(config: config_lib.Config, target: Target, beyond: float | None = None)
 
 
 def _changes(config: config_lib.Config, target: Target) -> Iterator[tuple[str, config_lib.Config]]:
-    """Yield the possible changes, the smallest of each kind first."""
     m, t = config.mesh, config.train
     data, fsdp, model = layout_lib.mesh_sizes((m.data, m.fsdp, m.model), target.count, target.name)
     for n in (fsdp * k for k in range(2, data + 1) if data % k == 0):

@@ -31,7 +31,6 @@ READING = 0.7  # [s] for which the loader's rows are counted
 
 
 def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
-    """Write the whole plan, and tell whether it has no problem."""
     target = parse_target(text)
     if not target.here:
         ask_for_no_chips()
@@ -63,8 +62,8 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
             f"  {1e3 * computing:.2f} ms at the peak of {target.count} × {chip.kind}, {chip.flops / 1e12:g} TFLOP/s each",
             f"  {1e3 * moving:.2f} ms to read the state and write it again once, at {chip.bandwidth / 1e12:g} TB/s",
             f"  {hours:.2f} h for {config.train.steps:,} steps at {MFU:.0%} of what takes longer",
+            f"  {config.train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it",
         ]
-        lines += [f"  {config.train.batch / ideal * MFU:,.0f} rows/s from the loader at {MFU:.0%} of it"]
         if tokens := assembly.task.tokens:
             lines += [f"  {tokens / ideal * MFU:,.0f} tokens/s at {MFU:.0%} of it, padding included"]
     else:
@@ -74,21 +73,19 @@ def report(config: config_lib.Config, text: str) -> tuple[str, bool]:
     lines += ["where the parameters live", *_rules(assembly), ""]
     for name, text, well in checks(config, assembly, target):
         lines += [f"{name:14}{text}"]
-        if not well:
-            problems.append(text)
-    lines += ["", *(f"problem: {text}" for text in problems)] if problems else ["", "this run has no problem"]
+        problems += [] if well else [text]
+    lines += ["", *([f"problem: {text}" for text in problems] or ["this run has no problem"])]
     return "\n".join(lines), not problems
 
 
 def _ideal(assembly: Assembly, chip: chips.Chip, count: int) -> tuple[float, float]:
     """Return the seconds of a step's FLOP at the peak, and of reading and writing the state."""
     state = assembly.abstract.state
-    written = state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
-    return (assembly.task.flops / (count * chip.flops), (state_lib.bytes_per_device(state) + written) / chip.bandwidth)
+    moved = 2 * state_lib.bytes_per_device(state) - state_lib.bytes_per_device(state.variables.frozen)
+    return assembly.task.flops / (count * chip.flops), moved / chip.bandwidth
 
 
 def _step_lines(assembly: Assembly, target: Target, text: str, problems: list[str]) -> Iterator[str]:
-    """Yield the largest lower bound of a stage, and the compiler's figures of each stage."""
     config = assembly.config
     each = {stage: bound(assembly, assembly.trace(stage), target) for stage in assembly.stages()}
     stage, needed = max(each.items(), key=lambda item: item[1].peak)
@@ -170,20 +167,12 @@ def _rules(assembly: Assembly) -> Iterator[str]:
         arrays = jax.tree.leaves(getattr(variables, part))
         for path, spec, x in zip(specs.paths(getattr(table, part)), leaves, arrays, strict=True):
             placed = tuple(x.sharding.spec) + (None,) * (len(spec.shape) - len(x.sharding.spec))
-            split = [
-                f"{axis}→{place if isinstance(place, str) else '+'.join(place)}"
-                for axis, place in zip(spec.axes, placed, strict=True)
-                if place
-            ]
-            wished = [
-                f"{axis} ({size}) does not divide"
-                for axis, size, place in zip(spec.axes, spec.shape, placed, strict=True)
-                if axis and not place and _splits(layout, axis)
-            ]
-            how = ", ".join(split) or "whole"
+            axes = list(zip(spec.axes, spec.shape, placed, strict=True))
+            split = [f"{axis}→{at if isinstance(at, str) else '+'.join(at)}" for axis, _, at in axes if at]
+            wished = [f"{axis} ({n}) does not divide" for axis, n, at in axes if axis and not at and _splits(layout, axis)]
             shape = f"{np.dtype(x.dtype).name}[{','.join(map(str, spec.shape))}]"
             name = path if part == "params" else f"{part}: {path}"
-            rows.append((name, shape, f"{how}; {', '.join(wished)}" if wished else how))
+            rows.append((name, shape, "; ".join(filter(None, (", ".join(split) or "whole", ", ".join(wished))))))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     for name, shape, how in rows:
         yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {how}"
@@ -195,13 +184,11 @@ def _splits(layout: layout_lib.Layout, axis: str) -> bool:
 
 def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:
     """Return how many checkpoints a run holds at most, with the one in writing, and their bytes."""
-    saved = sum(
-        x.size * np.dtype(x.dtype).itemsize
-        for x in jax.tree.leaves(state.replace(variables=state.variables._replace(frozen=())))
-    )
+    saved = state.replace(variables=state.variables._replace(frozen=()))
+    n_bytes = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(saved))
     keep = config.checkpoint.keep + 1  # one more while it is written
     keep += config.train.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
-    return keep + bool(config.checkpoint.best), saved
+    return keep + bool(config.checkpoint.best), n_bytes
 
 
 def room(place: str, keep: int, saved: int) -> tuple[str, bool]:
@@ -227,9 +214,8 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
 
     local = jax.local_device_count() if target.here else min(target.count, 4 if target.tiled else GPUS_PER_NODE)
     copy = min(local * state_lib.bytes_per_device(state), saved)  # a save is written from a copy on the host
-    rows = (
-        4 * local * sum(device_bytes(x, tiled=False) for x in assembly.abstract.batch.values())
-    )  # the feed's, and the loader's
+    # The rows are the feed's, and the loader's.
+    rows = 4 * local * sum(device_bytes(x, tiled=False) for x in assembly.abstract.batch.values())
     away = local * offloaded(assembly.abstract)
     need = copy + rows + away
     if target.here and jax.devices()[0].platform == "cpu":

@@ -22,8 +22,6 @@ class PlanError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices to plan for."""
-
     name: str  # as the user wrote it
     chip: chips.Chip | None  # None = not in the table, as CPUs
     count: int  # devices
@@ -37,7 +35,6 @@ class Target:
 
     @property
     def known(self) -> chips.Chip:
-        """The chip of a target elsewhere, which is always in the table."""
         assert self.chip is not None, self.name
         return self.chip
 
@@ -80,6 +77,6 @@ def abstractly(config: config_lib.Config, target: Target) -> Assembly:
     """Assemble a run on an abstract mesh of the target's devices. Raises as `assemble` does."""
     m = config.mesh
     mesh = layout_lib.abstract_mesh(m.data, m.fsdp, m.model, count=target.count, what=target.name)
-    here = target.here
-    devices = layout_lib.devices_like(jax.devices()[0]) if here else layout_lib.devices_of(target.known.kind)
-    return assemble(config, mesh, devices=devices)
+    if target.here:
+        return assemble(config, mesh, devices=layout_lib.devices_like(jax.devices()[0]))
+    return assemble(config, mesh, devices=layout_lib.devices_of(target.known.kind))

@@ -28,16 +28,12 @@ LAST = "the last step's"  # as a stage
 
 
 class Job(NamedTuple):
-    """One step to compile."""
-
     config: Config
     target: str  # as in --plan=
     stage: Hashable = None  # of `Task.stage`; LAST: of the last step
 
 
 class Answer(NamedTuple):
-    """The result of a job."""
-
     compiled: Compiled | None
     error: str = ""  # the reason if there is no program
     too_large: bool = False  # the compiler found that it does not fit
@@ -79,8 +75,7 @@ def answer(job: Job, versions: str = "") -> Answer:
         with for_kernels(mesh.devices.flat[0]) if of_gpus else contextlib.nullcontext():
             traced = assembly.trace(stage)
             is_traced = True
-            options = UNTUNED if of_gpus else None
-            return Answer(compiled(assembly, traced, options=options, versions=versions))
+            return Answer(compiled(assembly, traced, options=UNTUNED if of_gpus else None, versions=versions))
     except PlanError as error:
         return Answer(None, str(error), too_large=is_traced)
     except Exception as error:  # of the compiler or the trace; other jobs go on

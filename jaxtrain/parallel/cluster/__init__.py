@@ -34,30 +34,9 @@ from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped
 from jaxtrain.parallel.cluster.signals import StopSignals
 from jaxtrain.parallel.cluster.watchdog import Watchdog
 
-__all__ = [
-    "Cluster",
-    "ClusterError",
-    "Notices",
-    "RendezvousError",
-    "StopSignals",
-    "Stopped",
-    "Watchdog",
-    "agree",
-    "agree_on",
-    "barrier",
-    "commit",
-    "compare",
-    "devices",
-    "digest_of_extension",
-    "digest_of_files",
-    "find",
-    "gather",
-    "initialize",
-    "is_main",
-    "meet",
-    "of_cpus",
-    "metadata_server",
-    "use_compilation_cache",
-    "use_threads_for_host_devices",
-    "versions",
-]
+__all__ = (
+    "Cluster", "ClusterError", "Notices", "RendezvousError", "StopSignals", "Stopped", "Watchdog",
+    "agree", "agree_on", "barrier", "commit", "compare", "devices", "digest_of_extension",
+    "digest_of_files", "find", "gather", "initialize", "is_main", "meet", "of_cpus",
+    "metadata_server", "use_compilation_cache", "use_threads_for_host_devices", "versions",
+)  # fmt: skip

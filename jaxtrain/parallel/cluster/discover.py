@@ -84,8 +84,7 @@ def _check(found: Cluster) -> None:
     host = found.coordinator.rpartition(":")[0]
     problems = []
     if not 0 <= found.process < found.processes:
-        text = f"process {found.process} of {found.processes} does not exist"
-        problems.append(f"{text}; processes are numbered from 0")
+        problems.append(f"process {found.process} of {found.processes} does not exist; processes are numbered from 0")
     elif found.processes > 1 and not found.coordinator:
         remedy = "pass it on with mpirun -x JAXTRAIN_COORDINATOR=host:port"
         problems.append(f"{found.launcher} does not say where process 0 runs; {remedy}")
@@ -116,17 +115,12 @@ def secret_of(environment: Mapping[str, str], coordinator: str) -> str:
     if given == "none" or (not given and rendezvous.is_loopback(coordinator.rpartition(":")[0])):
         return ""
     if not given:
-        raise ClusterError(
-            [
-                f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}. "
-                "Set it to the same random text in all processes "
-                f"(export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x {SECRET}), "
-                "or to none in a network where everybody is trusted"
-            ]
-        )
+        text = f"{SECRET} is not set, and other machines can reach process 0 at {coordinator}. Set it to the same random "
+        text += f"text in all processes (export {SECRET}=$(openssl rand -hex 32) before srun; mpirun -x {SECRET}), "
+        raise ClusterError([f"{text}or to none in a network where everybody is trusted"])
     if len(given) < MIN_SECRET:
-        text = f"{SECRET} has {len(given)} characters; it needs at least {MIN_SECRET}"
-        raise ClusterError([f"{text}: openssl rand -hex 32"])
+        text = f"{SECRET} has {len(given)} characters; it needs at least {MIN_SECRET}: openssl rand -hex 32"
+        raise ClusterError([text])
     return given
 
 
@@ -152,8 +146,7 @@ def _explicit(given: Mapping[str, str]) -> Cluster:
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(NUMBER, port) or not 0 < int(port) < 65536:
-        problem = f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"
-        raise ClusterError([problem])
+        raise ClusterError([f"{VARIABLES[0]}={text[:80]!r} is not host:port; write for example 10.0.0.1:27508"])
     return text
 
 
@@ -179,8 +172,8 @@ def _slurm(environment: Mapping[str, str], gpus: int) -> Cluster | None:
     values = {name: environment.get(f"SLURM_{name}", "") for name in names}
     if missing := [f"SLURM_{name}" for name, value in values.items() if not value]:
         job = _plain(environment["SLURM_JOB_ID"])
-        note = f"this process is not a task of a step of SLURM job {job} ({', '.join(missing)} "
-        return Cluster(note=note + "not set), so the run has one process; start several with srun")
+        note = f"this process is not a task of a step of SLURM job {job} ({', '.join(missing)} not set), so the run has "
+        return Cluster(note=f"{note}one process; start several with srun")
     tasks, process = _number(values["STEP_NUM_TASKS"]), _number(values["PROCID"])
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     job = f"{environment['SLURM_JOB_ID']}.{values['STEP_ID']}.{restarts}"
@@ -234,10 +227,8 @@ def _tpu(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster
     first = _tpu_host(leader) if leader else workers[0]
     process, processes = own * len(workers) + _number(worker), slices * len(workers)
     if process >= processes:
-        text = f"TPU worker {worker} of slice {own} does not exist"
-        raise ClusterError([f"{text}: {slices} × {len(workers)} are listed"])
-    coordinator = f"{first}:{TPU_PORT}" if processes > 1 else ""
-    return Cluster(processes, process, coordinator, launcher="TPU pod")
+        raise ClusterError([f"TPU worker {worker} of slice {own} does not exist: {slices} × {len(workers)} are listed"])
+    return Cluster(processes, process, f"{first}:{TPU_PORT}" if processes > 1 else "", launcher="TPU pod")
 
 
 def _tpu_host(text: str) -> str:
@@ -258,12 +249,11 @@ def _own_gpus(environment: Mapping[str, str], gpus: int, allocated: int, tasks: 
     per_task = bool(environment.get("SLURM_GPUS_PER_TASK"))
     if not (gpus < tasks or 0 < gpus < allocated or per_task):  # each task sees all of its node
         if gpus % tasks:
-            text = f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node"
-            raise ClusterError([f"{text} cannot share evenly"])
+            raise ClusterError([f"{name} sees {gpus} GPUs, which the {tasks} tasks of its node cannot share evenly"])
         each = gpus // tasks
         return tuple(range(task * each, (task + 1) * each)) if tasks > 1 else ()
     if allocated > gpus * tasks:
-        text = f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks} "
-        text += "task(s): the rest would idle. GPUs are bound per task; use --gpus-per-node without"
-        raise ClusterError([f"{text} --gpus-per-task and --gpu-bind, or a task per GPU"])
+        text = f"{name} sees {gpus} of the {allocated} GPUs of its node, and the node has {tasks} task(s): the rest would "
+        text += "idle. GPUs are bound per task; use --gpus-per-node without --gpus-per-task and --gpu-bind, or a task per GPU"
+        raise ClusterError([text])
     return tuple(range(gpus)) if tasks > 1 else ()

@@ -6,11 +6,12 @@ NO_GCE_CHECK=true, and on machines that are not Google's, no server is asked.
 
 import importlib.util
 import pathlib
-import re
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+
+from loaders.io import machine
 
 POD = ("agent-worker-number", "worker-network-endpoints", "tpu-env")  # attributes of a TPU VM
 # The values that announce the machine's end. A VM with TPUs or GPUs is not moved, but stopped.
@@ -42,8 +43,7 @@ def read(host: str, name: str, *, timeout: float = 5.0) -> str | None:
 
 def tpu_metadata(environment: Mapping[str, str]) -> dict[str, str]:
     """Read the attributes `POD` of a TPU VM. Empty without TPUs, or without the package libtpu."""
-    chips = [p for p in pathlib.Path("/dev").glob("*") if re.fullmatch(r"accel\d+", p.name)]
-    chips += pathlib.Path("/dev/vfio").glob("[0-9]*")
+    chips = [path for path in machine.accelerators() if not path.name.startswith(("nvidia", "kfd"))]
     host = metadata_server(environment)
     if not host or not chips or "TPU_SKIP_MDS_QUERY" in environment or importlib.util.find_spec("libtpu") is None:
         return {}

@@ -33,7 +33,7 @@ VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 def find() -> Cluster:
     """Return the cluster that this machine's environment describes. Raises ClusterError."""
-    gpus = len([name for name in _entries("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    gpus = sum(path.name.startswith("nvidia") for path in machine.accelerators())
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
@@ -69,14 +69,8 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         log.warning("%s", membership.note)
     if membership.processes == 1:
         return
-    log.info(
-        "process %d of %d (%s, on %s), coordinator %s",
-        membership.process,
-        membership.processes,
-        membership.launcher,
-        socket.gethostname(),
-        membership.coordinator,
-    )
+    here, numbers = socket.gethostname(), f"process {membership.process} of {membership.processes}"
+    log.info("%s (%s, on %s), coordinator %s", numbers, membership.launcher, here, membership.coordinator)
     meet(membership, config, leave=leave, refusal=refusal)
     bounds = config.distributed
     host, _, port = membership.coordinator.rpartition(":")
@@ -94,10 +88,7 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
             heartbeat_timeout_seconds=bounds.heartbeat_timeout,
         )
     except Exception as error:
-        raise RendezvousError(
-            f"process {membership.process} of {membership.processes} could not join the run at "
-            f"{membership.coordinator}: {error}"
-        ) from error
+        raise RendezvousError(f"{numbers} could not join the run at {membership.coordinator}: {error}") from error
     if problem := uneven(Counter(device.process_index for device in jax.devices()), membership.processes):
         raise RendezvousError(problem)
     if jax.default_backend() == "cpu":
@@ -177,8 +168,7 @@ def digest_of_extension() -> str:
 
 def commit() -> str:
     """Return the checkout's commit with "-dirty" if files differ, "" for an installed package."""
-    here = os.path.dirname(os.path.abspath(jaxtrain.__file__))
-    git = ["git", "-C", here]
+    git = ["git", "-C", os.path.dirname(os.path.abspath(jaxtrain.__file__))]
     try:
         if subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5).returncode:
             return ""  # a package inside another checkout, or none
@@ -186,10 +176,6 @@ def commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode(errors="replace").strip()[:80]
-
-
-def _entries(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def use_compilation_cache() -> None:
@@ -220,25 +206,20 @@ def is_main() -> bool:
 
 
 def barrier(name: str) -> None:
-    """Wait until every process has reached this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def agree(value: int) -> int:
     """Return process 0's value on all processes, which may see another state of a file system."""
-    if jax.process_count() == 1:
-        return value
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def agree_on(values: Sequence[int]) -> list[int]:
-    """Return process 0's numbers on all processes."""
     return [agree(values[i] if i < len(values) else 0) for i in range(agree(len(values)))]
 
 
 def gather(value: int) -> list[int]:
-    """Return every process's number, in the order of the processes, on all processes."""
     if jax.process_count() == 1:
         return [value]
     return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]

@@ -80,8 +80,7 @@ def meet(
     Raises RendezvousError: ``refusal``, a taken port, processes that did not connect or differ, by
     number; Stopped: ``leave`` returned true, here or in another process.
     """
-    hello = {"job": job, "process": process, "processes": processes}
-    hello |= {"host": socket.gethostname(), "facts": facts}
+    hello = {"job": job, "process": process, "processes": processes, "host": socket.gethostname(), "facts": facts}
     host, _, port = coordinator.rpartition(":")
     host, key = host.strip("[]"), secret.encode()
 
@@ -92,8 +91,7 @@ def meet(
 
     if process == 0:
         others = set(range(processes) if awaited is None else awaited) - {0}
-        rendezvous = Rendezvous(hello, key, timeout, leave, others)
-        verdict = asyncio.run(rendezvous.hold(host, int(port), judge))
+        verdict = asyncio.run(Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), judge))
     else:
         verdict = asyncio.run(_report(hello, host, int(port), key, timeout, leave))
     if verdict["error"]:
@@ -103,12 +101,10 @@ def meet(
 
 def is_loopback(host: str) -> bool:
     """Tell whether only this machine reaches a host of this name or address."""
-    if host.strip("[]").lower() == "localhost":
-        return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False
+        return host.strip("[]").lower() == "localhost"
 
 
 def addresses(host: str, port: int) -> list[str]:
@@ -150,8 +146,7 @@ class Rendezvous:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         deadline = time.monotonic() + self._timeout
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
-        soon = min(deadline, time.monotonic() + 10)
-        listeners = await _listen(host, port, soon, self._leave)
+        listeners = await _listen(host, port, min(deadline, time.monotonic() + 10), self._leave)
         for listener in listeners:
             self._start(self._accept(listener))
         try:
@@ -172,8 +167,7 @@ class Rendezvous:
             if self._stopped is not None:
                 stopped = f"process {self._stopped}"
             if stopped:
-                text = f"{stopped} was asked to stop while it waited for others"
-                return {"error": text, "stopped": True}
+                return {"error": f"{stopped} was asked to stop while it waited for others", "stopped": True}
             if time.monotonic() > deadline:
                 late = f"{_numbered(missing)} of {hello['processes']} did not connect to "
                 late += f"{hello['host']}:{port} within {self._timeout:g} s"
@@ -262,9 +256,10 @@ async def _listen(host: str, port: int, deadline: float, leave: Leave) -> list[s
             for listener in listeners:
                 listener.close()
             if time.monotonic() > deadline or leave():
-                text = f"process 0 ({socket.gethostname()}) cannot listen on port {port}"
-                remedy = "If another run uses it, choose another port"
-                raise RendezvousError(f"{text}: {error.strerror}. {remedy}") from error
+                raise RendezvousError(
+                    f"process 0 ({socket.gethostname()}) cannot listen on port {port}: {error.strerror}. "
+                    "If another run uses it, choose another port"
+                ) from error
         await asyncio.sleep(0.5)
 
 

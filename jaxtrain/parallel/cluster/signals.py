@@ -27,8 +27,7 @@ class StopSignals:
     def install(self) -> None:
         """Handle the signals, also if a library has taken them since."""
         for number in self._numbers:
-            before = signal.signal(number, self._handle)
-            self._before.setdefault(number, before)
+            self._before.setdefault(number, signal.signal(number, self._handle))
 
     def close(self) -> None:
         for number, before in self._before.items():
@@ -43,7 +42,6 @@ class StopSignals:
             self.asked = signal.Signals(number).name
 
     def ask(self, why: str) -> None:
-        """Ask the run to stop because of ``why``. A signal after it still counts as the first."""
         self.notice = self.notice or why
 
     def check(self) -> bool:

@@ -44,7 +44,6 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str) -> None:
-        """Report progress, and that ``doing`` comes next."""
         self._count, self._doing, self._since, self._limit = self._count + 1, doing, time.monotonic(), self._timeout
 
     def starting(self, doing: str) -> None:
@@ -90,7 +89,6 @@ class Watchdog:
 
 
 def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
-    """Name the processes that hang, from the reports (count, doing, time) of all."""
     silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > silence]
     if silent:
         return "; ".join(
