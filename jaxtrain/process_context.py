@@ -59,7 +59,11 @@ class ProcessContext:
             self._watchdog = cluster.Watchdog(logs, **place, timeout=bounds.step_timeout, start_timeout=bounds.start_timeout)
             self.beat, self.starting = self._watchdog.beat, self._watchdog.starting
             stack.callback(self._watchdog.close)
-            self.clock.open(config.workdir, **place, facts=self._facts() if membership.process == 0 else {})
+            facts: dict[str, Any] = {}
+            if membership.process == 0:
+                facts = {"versions": cluster.versions(), "commit": cluster.commit(), "devices": cluster.devices()}
+                facts |= {**cluster.of_cpus(), **self._command}
+            self.clock.open(config.workdir, **place, facts=facts)
             self.clock.switch(goodput.MODEL)
             self._closing = stack.pop_all()
         return self
@@ -79,10 +83,6 @@ class ProcessContext:
             raise
         self.clock.close(_in_words(error))
         self._closing.__exit__(kind, error, trace)
-
-    def _facts(self) -> dict[str, Any]:
-        devices = {"devices": cluster.devices(), **cluster.of_cpus()}
-        return {"versions": cluster.versions(), "commit": cluster.commit(), **devices, **self._command}
 
     def _own(self, stack: contextlib.ExitStack, membership: cluster.Cluster) -> str:
         """Take the lease of the workdir, in process 0. Return the refusal, for all processes."""

@@ -145,6 +145,7 @@ def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
     values = {name: value for name, value in test.items() if math.isfinite(value)}
     if values:
         data = card.datasets[0] if card.datasets else "held-out data"
+        names = {metric: metric if metric in KNOWN else metric.replace("_", " ") for metric in values}
         lines += [
             "model-index:",
             f"- name: {quoted(model.name)}",
@@ -152,13 +153,9 @@ def _metadata(model: Model, test: Mapping[str, float]) -> list[str]:
             f"  - task: {{type: {quoted(model.hub.task or 'other')}}}",
             f"    dataset: {{type: {quoted(data)}, name: {quoted(data)}, split: test}}",
             "    metrics:",
-            *(f"    - {{type: {quoted(n)}, name: {quoted(_named(n))}, value: {quoted(v)}}}" for n, v in values.items()),
+            *(f"    - {{type: {quoted(n)}, name: {quoted(names[n])}, value: {quoted(v)}}}" for n, v in values.items()),
         ]
     return ["---", *lines, "---"]
-
-
-def _named(metric: str) -> str:
-    return metric if metric in KNOWN else metric.replace("_", " ")
 
 
 def _example(example: str) -> list[str]:

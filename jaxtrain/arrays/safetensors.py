@@ -154,10 +154,12 @@ def export(
         # 3. The files that make arrays a model: their index, config and card, and the way back.
         total = sum(entry.n_bytes for entry in flat)
         where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        first = {path: entries[path][0] for path in order}  # of a stack, or the only one
+        folded = {p for p, e in first.items() if e.shape != arrays[p].shape[1 if e.path.endswith("]") else 0 :]}
         export = {
             "format": stored.FORMAT, "step": step, "group": group, "meta": meta, "config": config,
             "paths": {e.name: e.path for e in flat},
-            "shapes": {path: list(arrays[path].shape) for path in order if _is_folded(arrays[path], entries[path])},
+            "shapes": {path: list(arrays[path].shape) for path in order if path in folded},
         }  # fmt: skip
         texts = {
             stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
@@ -340,10 +342,6 @@ def _entries(
         raise StoredError(f"{config['workload']}.EXPORT.names gives {len(names)} names for the first axis of {path} {shape}")
     for i, name in enumerate(names):
         yield Entry(name, f"{path}[{i}]", part, dtype)
-
-
-def _is_folded(one: Stored, entries: Sequence[Entry]) -> bool:
-    return entries[0].shape != (one.shape[1:] if entries[0].path.endswith("]") else one.shape)
 
 
 def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -13,6 +13,7 @@ Both formats are read as path -> `Stored`, no more than is needed:
 A path that ends in ``[i]`` is entry i of an array that is stacked along a first axis (`stack`).
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -155,10 +156,8 @@ def check_format(meta: Mapping[str, Any], place: Any) -> None:
 
 def read_object(folder: epath.Path, name: str) -> dict[str, Any]:
     """Return the object of a regular JSON file in ``folder``. Raises StoredError."""
-    try:
+    with _as_stored():
         return files.read_json(inside(folder, name))
-    except files.FileError as error:
-        raise StoredError(str(error)) from error
 
 
 def inside(folder: epath.Path, name: Any) -> epath.Path:
@@ -167,8 +166,14 @@ def inside(folder: epath.Path, name: Any) -> epath.Path:
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise StoredError(f"{folder} has a file that names {str(name)[:80]!r}, which leads out of it")
         return folder / name
-    try:
+    with _as_stored():
         return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
+
+
+@contextlib.contextmanager
+def _as_stored() -> Iterator[None]:
+    try:
+        yield
     except files.FileError as error:
         raise StoredError(str(error)) from error
 
@@ -529,12 +534,9 @@ def _read_file(path: epath.Path, offset: int, shape: tuple[int, ...], dtype: np.
     first, last, _ = index[0].indices(shape[0]) if index else (0, shape[0] if shape else 1, 1)
     row = math.prod(shape[1:]) * dtype.itemsize
     _check_memory(f"{path}: an array {list(shape)}", (last - first) * row)
-    try:
-        with files.regular(path) as file:
-            file.seek(offset + first * row)
-            content = file.read((last - first) * row)
-    except files.FileError as error:
-        raise StoredError(str(error)) from error
+    with _as_stored(), files.regular(path) as file:
+        file.seek(offset + first * row)
+        content = file.read((last - first) * row)
     if len(content) != (last - first) * row:
         raise StoredError(f"{path} was cut off since it was opened")
     rows = np.ndarray((last - first, *shape[1:]) if shape else (), dtype, buffer=content)
@@ -550,5 +552,4 @@ def _is_shape(value: Any) -> TypeGuard[list[int]]:
 
 
 def _read_stack(entries: list[Stored], index: Index) -> np.ndarray:
-    rows = range(*index[0].indices(len(entries))) if index else range(len(entries))
-    return np.stack([entries[i].read(index[1:]) for i in rows])
+    return np.stack([entry.read(index[1:]) for entry in (entries[index[0]] if index else entries)])

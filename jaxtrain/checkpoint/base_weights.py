@@ -116,17 +116,15 @@ def keep(rules: WarmStart, workdir: str, short: str) -> str:
     target = folder / f"{short}-{source.name}"
     if pathlib.Path(os.fspath(source)).parent == folder:
         return os.fspath(source)
-    if target.exists():
-        return str(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not source.is_dir():
+    folder.mkdir(parents=True, exist_ok=True)
+    if not target.exists() and not source.is_dir():
         _copy(source, target)
-        return str(target)
-    with atomic_write.folder(target) as partial:
-        for file in _files(source):
-            copy = partial / os.path.relpath(os.fspath(file), os.fspath(source))
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            _copy(file, copy)
+    elif not target.exists():
+        with atomic_write.folder(target) as partial:
+            for file in _files(source):
+                copy = partial / os.path.relpath(os.fspath(file), os.fspath(source))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                _copy(file, copy)
     return str(target)
 
 

@@ -180,8 +180,10 @@ class Checkpointer:
 
     def is_finished(self) -> bool:
         """Whether the run has ended with a step of weights only, from which nothing can resume."""
-        last = self._path / str(self._config.train.steps)
-        return bool(cluster.agree(last.exists() and bool(_read_meta(last).get("weights_only"))))
+        meta: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, stored.StoredError):  # damage is reported when the step itself is read
+            meta = stored.read_json(self._path / str(self._config.train.steps), "meta") or {}
+        return bool(cluster.agree(bool(meta.get("weights_only"))))
 
     def poll(self) -> None:
         """Notice a save that failed meanwhile, as `save` does. Free of cost at every step."""
@@ -398,14 +400,6 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         )
 
 
-def _read_meta(step: epath.Path) -> dict[str, Any]:
-    """Read a step's meta, as far as possible. Damage is reported when the step itself is read."""
-    try:
-        return stored.read_json(step, "meta") or {}
-    except (OSError, stored.StoredError):
-        return {}
-
-
 def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
     variables = abstract.state.variables._replace(params=saved["params"], carry=saved["carry"])
     norms = abstract.state.norms._replace(**saved["norms"])
@@ -417,13 +411,9 @@ def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
 def saved_parts(state: "TrainState") -> dict[str, Any]:
     """Select the parts of a state that are saved. The keys are part of the format."""
     return {
-        "step": state.step,
-        "params": state.variables.params,
-        "carry": state.variables.carry,
-        "opt_state": state.opt_state,
-        "ema": state.ema,
-        "norms": state.norms._asdict(),
-    }
+        "step": state.step, "params": state.variables.params, "carry": state.variables.carry,
+        "opt_state": state.opt_state, "ema": state.ema, "norms": state.norms._asdict(),
+    }  # fmt: skip
 
 
 def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> str:
@@ -437,8 +427,7 @@ def _other_arrays(saved: Mapping[str, stored.Stored], abstract: "Abstract") -> s
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    def plain(x: Any) -> Any:
-        return json.loads(json.dumps(x))  # tuples are lists once saved
-
-    changed = [k for k in sorted({*old, *new}) if plain(old.get(k)) != plain(new.get(k))]
+    # As text, since tuples are lists once saved.
+    saved, now = ({k: json.dumps(v, sort_keys=True) for k, v in tree.items()} for tree in (old, new))
+    changed = [k for k in sorted({*old, *new}) if saved.get(k, "null") != now.get(k, "null")]
     return ", ".join(f"{k}: {old.get(k)} saved, {new.get(k)} now" for k in changed)

@@ -68,7 +68,8 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     try:
         raw = files.read(_inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
-        intact = _encode(listed) == raw and all(_is_entry(*entry) for entry in listed.items())
+        kinds = [(name.isprintable(), type(entry["bytes"]), type(entry["hash"])) for name, entry in listed.items()]
+        intact = _encode(listed) == raw and {*kinds} <= {(True, int, str)}
         why = "" if intact else "it does not match its own hash"
     except Exception as error:  # noqa: BLE001  a damaged text may fail in any way
         why = str(error) if isinstance(error, files.FileError) else "it does not match its own hash"
@@ -117,10 +118,6 @@ def _inside(folder: epath.Path, name: str) -> epath.Path:
     if name.startswith("/") or ".." in name.split("/"):  # an object store has no links
         raise files.FileError(f"{name} leads out of {folder}")
     return folder / name
-
-
-def _is_entry(name: str, entry: Any) -> bool:
-    return name.isprintable() and isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("hash")) is str
 
 
 def _encode(listed: dict[str, Any]) -> bytes:

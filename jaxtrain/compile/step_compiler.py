@@ -46,7 +46,9 @@ class CompileAhead:
         if program is None:
             self._submit(self._key_of(step))
         else:
-            self._programs[self._key_of(step)] = _done(program)
+            done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            done.set_result(program)
+            self._programs[self._key_of(step)] = done
 
     def expects(self, step: int) -> bool:
         return self._key_of(step) in self._programs
@@ -91,12 +93,6 @@ class CompileAhead:
     def close(self) -> None:
         """Give up the programs that are not being compiled yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _done(program: Callable[..., Any]) -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_result(program)
-    return future
 
 
 class StepCompiler:

@@ -26,11 +26,11 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
         return [fail(GROUP, "file", f"{source}: {raised(error)}", FILE)], {}
     if problems:
         return _errors("fields", problems, FIELD), {}
-    checks = [ok(GROUP, "fields", f"{source}: every field is valid")]
+    checks, folder = [ok(GROUP, "fields", f"{source}: every field is valid")], config.checkpoint.folder
     facts: dict[str, Any] = {
         "config": json.loads(config_lib.to_json(config)),
         "workdir": os.path.abspath(config.workdir),
-        "folder": _place(config.checkpoint.folder),
+        "folder": folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder)),
     }
     if count and config.data.exists():  # else the fields that the data decide are unknown
         try:
@@ -45,10 +45,6 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
 
 def _errors(name: str, problems: Sequence[tuple[str, str]], remedy: str) -> list[Check]:
     return [fail(GROUP, name, str(ConfigError([problem])), remedy) for problem in problems]
-
-
-def _place(folder: str) -> str:
-    return folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder))
 
 
 def _sizes(config: Any, *, count: int, kind: str) -> dict[str, Any]:

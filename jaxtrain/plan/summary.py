@@ -14,7 +14,6 @@ from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.data import feed
 from jaxtrain.parallel import chips
-from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.plan import environment, worker
 from jaxtrain.plan.bound import Bound, bound
 from jaxtrain.plan.compile import ask_for_no_chips, compiler_options, is_at_hand
@@ -161,7 +160,8 @@ def _compiled_lines(
 def _rules(assembly: Assembly) -> Iterator[str]:
     """Yield a line for each parameter: its shape, how it is split, and which axes do not divide."""
     variables, table, layout = assembly.abstract.state.variables, assembly.task.specs, assembly.layout
-    rows = []
+    rows, sizes = [], {"": 1, **layout.mesh.shape}
+    splits = {axis for axis, rule in layout.axis_rules.items() if any(sizes[n] > 1 for n in rule.rstrip("?").split(","))}
     for part in ("params", "frozen", "carry"):
         leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
         arrays = jax.tree.leaves(getattr(variables, part))
@@ -169,17 +169,13 @@ def _rules(assembly: Assembly) -> Iterator[str]:
             placed = tuple(x.sharding.spec) + (None,) * (len(spec.shape) - len(x.sharding.spec))
             axes = list(zip(spec.axes, spec.shape, placed, strict=True))
             split = [f"{axis}→{at if isinstance(at, str) else '+'.join(at)}" for axis, _, at in axes if at]
-            wished = [f"{axis} ({n}) does not divide" for axis, n, at in axes if axis and not at and _splits(layout, axis)]
+            wished = [f"{axis} ({n}) does not divide" for axis, n, at in axes if axis in splits and not at]
             shape = f"{np.dtype(x.dtype).name}[{','.join(map(str, spec.shape))}]"
             name = path if part == "params" else f"{part}: {path}"
             rows.append((name, shape, "; ".join(filter(None, (", ".join(split) or "whole", ", ".join(wished))))))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     for name, shape, how in rows:
         yield f"  {name:{widths[0]}}  {shape:{widths[1]}}  {how}"
-
-
-def _splits(layout: layout_lib.Layout, axis: str) -> bool:
-    return any(layout.mesh.shape[name] > 1 for name in layout.axis_rules[axis].rstrip("?").split(",") if name)
 
 
 def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple[int, int]:

@@ -75,11 +75,15 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
     bounds = config.distributed
     host, _, port = membership.coordinator.rpartition(":")
     places = [host] if rendezvous.is_loopback(host) else rendezvous.addresses(host.strip("[]"), int(port))
+    bind = None
+    if membership.process == 0 and len(places) == 1:
+        # JAX's own port has no secret, so it listens only where process 0 is reached.
+        place = places[0].strip("[]")
+        bind = f"[{place}]:{port}" if ":" in place else f"{place}:{port}"
     try:
         jax.distributed.initialize(
             coordinator_address=membership.coordinator,
-            # JAX's own port has no secret, so it listens only where process 0 is reached.
-            coordinator_bind_address=_place(places[0], port) if membership.process == 0 and len(places) == 1 else None,
+            coordinator_bind_address=bind,
             num_processes=membership.processes,
             process_id=membership.process,
             local_device_ids=list(membership.local_devices),
@@ -97,10 +101,6 @@ def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] 
         # another order than one just compiled, and the processes then wait for each other without
         # end. `jaxtrain.compile.program_cache` keeps the programs of each process.
         jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _place(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host.strip("[]") and not host.startswith("[") else f"{host}:{port}"
 
 
 def uneven(devices: Mapping[int, int], processes: int) -> str:
