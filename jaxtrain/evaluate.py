@@ -71,10 +71,6 @@ class Evaluator:
         self._checkpoints.score(step, record)
         return record
 
-    def if_missed(self, state: TrainState, step: int, *, due: bool) -> dict[str, float]:
-        """Evaluate a restored state if a kill came before its evaluation, else return {}."""
-        return self(state, step) if is_missed(self._config, step, due=due) else {}
-
 
 def is_missed(config: Config, step: int, *, due: bool) -> bool:
     """Whether a kill came between the save of ``step`` and its evaluation. All processes ask."""

@@ -99,7 +99,8 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
         metrics_logger.start_clock(step)
         end = min(due.steps, replay.until) if replay else due.steps
 
-        last = evaluate.if_missed(state, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
+        missed = is_missed(config, step, due=due.at(step).evaluate)  # killed between a save and its evaluation
+        last = evaluate(state, step) if missed else {}
         while step < end and not checkpoints.stalled(step):
             # 1. Fetch the next batch. If a stop was requested while the loader is stalled, reuse
             #    the previous batch: that step is a no-op that only carries the stop flag.

@@ -81,8 +81,8 @@ def meet(
     number; Stopped: ``leave`` returned true, here or in another process.
     """
     hello = {"job": job, "process": process, "processes": processes, "host": socket.gethostname(), "facts": facts}
-    host, _, port = coordinator.rpartition(":")
-    host, key = host.strip("[]"), secret.encode()
+    place, _, port = coordinator.rpartition(":")
+    host, key = place.strip("[]"), secret.encode()
 
     def judge(messages: Sequence[dict[str, Any]], late: str) -> dict[str, Any]:
         if conclude:
@@ -293,8 +293,7 @@ async def _report(hello: dict[str, Any], host: str, port: int, secret: bytes, ti
             text = f"{name} found no process 0 at {host}:{port} within {timeout:g} s: {reason}"
             raise RendezvousError(text) from last
         try:
-            place = (host, port)
-            connection = await asyncio.to_thread(socket.create_connection, place, CONNECTING)
+            connection = await asyncio.to_thread(socket.create_connection, (host, port), CONNECTING)
             connection.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=connection)
             with contextlib.closing(writer):
