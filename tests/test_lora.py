@@ -31,6 +31,7 @@ from jaxtrain.workloads.language import model as language
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tests.support import runs
+from tests.support.cases import initial
 from tests.support.cases import language as language_case
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -144,7 +145,7 @@ def partly(folder, name, **patterns):
     rest = "|".join(f"^{path}$" for path in specs_lib.paths(table) if path not in taken)
     chosen = dataclasses.replace(chosen, freeze=rest)
     task = lora.adapt(language_loss.make_task(config_lib.Config(model=c), language_case.alone(), 2), chosen)
-    params = specs_lib.materialise(task.specs, jax.random.key(3)).params
+    params = initial(task.specs, 3).params
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     run = {
         "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 9},
@@ -247,8 +248,8 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
         batch |= {"difficulty": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4), "row": jnp.arange(4)}
     plain = module.make_task(config_lib.Config(model=c), one_device.shard, 4)
     task = lora.adapt(plain, Lora(rank=2, adapt=r"^net/w_|blocks/w_", freeze=spared))
-    variables = specs_lib.materialise(task.specs, jax.random.key(0))
-    params = specs_lib.materialise(plain.specs, jax.random.key(1)).params
+    variables = initial(task.specs)
+    params = initial(plain.specs, 1).params
     paths = specs_lib.paths(params)
     assert set(specs_lib.paths(variables.frozen)) == set(paths)
     values = dict(zip(paths, jax.tree.leaves(params), strict=True))

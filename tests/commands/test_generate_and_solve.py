@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from jaxtrain import cli, specs
+from jaxtrain import cli
 from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language import model as language
@@ -22,12 +22,14 @@ from jaxtrain.workloads.trm import model as trm
 from jaxtrain.workloads.trm import solve
 from loaders.sudoku import puzzles, sudoku
 from tests.support import runs
+from tests.support.cases import initial
 
 LANGUAGE = dict(embed=32, depth=2, heads=2, kv_heads=1, mlp=32, vocab=256, context=48, dtype="float32")
 PUZZLES = dict(
     n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=32, heads=2, depth=1, inner_multiple=32, puzzle_tokens=1,
     puzzle_embed=32, cycles_high=1, cycles_low=2, halt_steps=5, dtype="float32",
 )  # fmt: skip
+
 SOLUTION = "1234341221434321"
 
 
@@ -37,7 +39,7 @@ def saved(folder, workload, model, carry=(), change=lambda params: params):
     # every token, after any text.
     params = jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype("f4"),
-        specs.materialise(workload.make_specs(c), jax.random.key(0)),
+        initial(workload.make_specs(c)),
     )
     params = change(params)
     config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}

@@ -22,6 +22,7 @@ from jaxtrain.commands import export as tool
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
 from tests.support import runs
+from tests.support.cases import initial
 from tests.support.cases import language as language_case
 
 DATA = language_case.DATA
@@ -328,7 +329,7 @@ def test_an_export_of_characters_is_a_start_with_its_places(tmp_path):
     (tmp_path / "tokens" / "tokenizer.json").write_text('{"model": {}}')
     fields = dict(embed=8, depth=2, heads=2, mlp=16, vocab=11, context=12, positions="learned", norm="layer", activation="gelu")
     c = config_lib.section(language.Config, {**fields, "tokenizer": str(tmp_path / "tokens" / "tokenizer.json")})
-    params = specs.materialise(language.make_specs(c), jax.random.key(0))
+    params = initial(language.make_specs(c))
     run = {
         "workload": "jaxtrain.workloads.language", "model": dataclasses.asdict(c), "train": {"steps": 30}, "seed": 0,
         "data": {"sources": [{"path": str(tmp_path / "tokens")}]}, "warm_start": {"source": ""},

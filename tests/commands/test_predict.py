@@ -10,18 +10,20 @@ import nibabel
 import numpy as np
 import pytest
 
-from jaxtrain import cli, specs
+from jaxtrain import cli
 from jaxtrain.arrays import stored_params
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import predict
 from loaders.film import film_files, multimodal
 from tests.support import runs
+from tests.support.cases import initial
 
 WIDTHS = dict(
     video_widths=(16, 16, 16), audio_widths=(8, 8), text_widths=(8, 8), trunk_widths=(16, 16), bottleneck=8, head_width=16,
     decoder_widths=(16, 16, 16, 16), decode_video_widths=(16, 16), decode_audio_widths=(16, 16), decode_text_widths=(16, 16),
     dtype="float32",
 )  # fmt: skip
+
 N, SHAPE, AFFINE = 21, (3, 4, 2), np.array([[-2.0, 0, 0, 9], [0, 2, 0, -7], [0, 0, 3, 1], [0, 0, 0, 1]])
 
 
@@ -47,8 +49,8 @@ def run(tmp_path_factory, film):
     data = multimodal.Config(path=str(film), hrf=("text",), hrf_seconds=6.0, test_share=0.5)
     facts = multimodal.facts(data)
     c = giblet.Config(**WIDTHS, **{name: facts[name] for name in (*giblet.SIZES, "audio")})
-    params = specs.materialise(giblet.make_specs(c), jax.random.key(0))
-    carry = jax.tree.map(lambda x: x + 0.3, specs.materialise(giblet.make_carry(c), jax.random.key(1)))
+    params = initial(giblet.make_specs(c))
+    carry = jax.tree.map(lambda x: x + 0.3, initial(giblet.make_carry(c), 1))
     config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}
     folder = tmp_path_factory.mktemp("run")

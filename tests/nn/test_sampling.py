@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs
 from jaxtrain.nn import sampling
 from jaxtrain.types import Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
+from tests.support.cases import initial
 from tests.support.cases import language as language_case
 
 
@@ -28,7 +28,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
     }
     if kind in changes:
         c = dataclasses.replace(language_case.TINY, **{"qk_norm": False, **changes[kind]})
-        params = specs.materialise(language.make_specs(c), jax.random.key(0))
+        params = initial(language.make_specs(c))
     else:
         c, params = language_case.load(language_case.DATA / kind, language_case.context_of(kind))
     shard, n_new = language_case.alone(), 7
@@ -50,7 +50,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(kind):
 
 def test_a_rows_draw_does_not_depend_on_the_other_rows_and_ends_at_the_end():
     c = language_case.TINY
-    params = specs.materialise(language.make_specs(c), jax.random.key(0))
+    params = initial(language.make_specs(c))
     prompt = np.arange(12, dtype="i4").reshape(3, 4)
     run = jax.jit(
         lambda x, n, end: sampling.generate(
@@ -121,7 +121,7 @@ def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
         n_test=(3, 4),
     )
     task = language_loss.make_task(config_lib.Config(model=c), language_case.alone(), language_case.BATCH)
-    variables = Variables(specs.materialise(task.specs.params, jax.random.key(0)))
+    variables = Variables(initial(task.specs.params))
     found, lines = {}, []
     for trial in task.generative:
         numbers, some = trial.score(jax.device_get(jax.jit(trial.run)(variables)))

@@ -6,15 +6,15 @@ import csv
 import json
 import threading
 
-import jax
 import jax.numpy as jnp
 import pyarrow.parquet as pq
 
-from jaxtrain import cli, specs
+from jaxtrain import cli
 from jaxtrain import config as config_lib
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird.inference import review, review_server
 from tests.support import corpus, runs
+from tests.support.cases import initial
 
 CLIP = 0.5  # [s]
 MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="float32", pool="patches")
@@ -34,7 +34,7 @@ def make_run(folder, **model):
             workdir=str(folder / "run"),
         )
     )
-    params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
+    params = initial(bird.make_specs(config.model))
     state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
     return folder / "run"

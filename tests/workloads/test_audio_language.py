@@ -26,7 +26,7 @@ from jaxtrain.workloads.audio_language import hugging_face as higgs
 from jaxtrain.workloads.audio_language import loss as audio_loss
 from jaxtrain.workloads.audio_language import model as audio_language
 from loaders.chat import chatml
-from tests.support.cases import Run, assert_alike
+from tests.support.cases import Run, assert_alike, initial
 from tests.support.cases.audio_language import CASE, DATA, GOLDEN, IDS, batch_of
 
 RUNS = ("plain_rope", "llama3_rope", "audio_attention")
@@ -243,7 +243,7 @@ def test_a_model_that_copies_its_input_does_not_reach_a_low_loss(numbers):
     c = audio_language.Config(
         vocab=n, codebooks=K, codebook_size=SIZE, embed=width, depth=1, heads=2, kv_heads=1, head_dim=4, mlp=8, dtype="float32"
     )
-    params = jax.tree.map(jnp.zeros_like, specs_lib.materialise(audio_language.make_specs(c), jax.random.key(0)))
+    params = jax.tree.map(jnp.zeros_like, initial(audio_language.make_specs(c)))
     own = 30 * jnp.eye(width)  # every token and every code has a dimension of its own, and the heads read it off
     codes = own[n:].reshape(K, SIZE + 2, width)
     params |= {"scale": jnp.ones(width), "embed": own[:n], "w_head": own[:n], "embed_audio": codes, "w_head_audio": codes}

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import specs, workload
+from jaxtrain import workload
 from jaxtrain.parallel import one_device
 from loaders import base
 from tests.support import birds, corpus, small_runs
+from tests.support.cases import initial
 
 ROWS = 8
 BIRD = """
@@ -31,7 +32,7 @@ def shown(config, position=1):
     loader.close()
     of = workload.of(config.workload)
     task = of.get("make_task")(config, one_device.shard, ROWS)
-    carry = jax.device_get(specs.materialise(task.specs.carry, jax.random.key(0)))
+    carry = jax.device_get(initial(task.specs.carry))
     found = list(of.get("examples")(config, carry, batch, position))
     assert len(found) == ROWS
     return batch, found, carry

@@ -18,7 +18,7 @@ from jaxtrain.types import Variables
 from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from jaxtrain.workloads.giblet import voxels as giblet_voxels
-from tests.support.cases import Run, assert_alike
+from tests.support.cases import Run, assert_alike, initial
 from tests.support.cases.giblet import CASE, ROWS, SMALL, random_batch
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "giblet"
@@ -28,6 +28,7 @@ HEADS = {"first_frame": dict(reconstruct="frame", frame=0), "full_window": dict(
 WHOLE = giblet.Config(
     n_frames=38, height=90, width=160, codebooks=8, audio_frames=112, n_text=3072, n_voxels=77_347, audio="codes"
 )
+
 OUTPUTS = {"bottleneck": "bottleneck", "fmri": "predicted_fmri", "video": "video_recon", "text": "text_recon"}
 FIELDS = ("video", "audio", "text", "fmri")
 
@@ -320,7 +321,7 @@ def test_statistics_of_groups_are_those_of_as_many_devices():
     of their running values."""
     c = replace(SMALL, dropout=0.0)
     table = giblet_loss.make_task(config_lib.Config(model=c), same, ROWS).specs
-    params, carry = (specs_lib.materialise(t, jax.random.key(0)) for t in (table.params, table.carry))
+    params, carry = (initial(t) for t in (table.params, table.carry))
     batch = {name: jnp.asarray(x) for name, x in random_batch(c, 0).items()} | {"row": jnp.arange(ROWS, dtype=jnp.int32)}
     step = jax.jit(lambda b, d: giblet.forward(c, params, carry, b, same, d))
     both, running = step(batch, draws(batch, groups=2))

@@ -21,7 +21,7 @@ from jaxtrain.workloads.trm import boards as trm_boards
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from loaders.base import Field
-from tests.support.cases import Run, assert_alike
+from tests.support.cases import Run, assert_alike, initial
 from tests.support.cases.trm import CASE, OPTIM, TINY, WIDE, random_batch
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -205,7 +205,7 @@ def test_the_published_sizes(mixer, positions, expected):
 
 def test_the_q_head_starts_closed():
     c = replace(golden_config("mlp_t"), n_puzzles=1)
-    params = specs_lib.materialise(trm.make_specs(c), jax.random.key(0))
+    params = initial(trm.make_specs(c))
     assert (params["w_q"] == 0).all() and (params["b_q"] == -5).all()
     assert (params["puzzle"]["w_rows"] == 0).all()
 

@@ -332,23 +332,24 @@ def test_an_evaluation_reports_metrics_that_need_no_training_batch():
     """The whole objective is reported if that is all of it. Scores are means over the views."""
     c = replace(EVERY, lejepa=Lejepa(), diet=Diet(), drop_path=0.0)
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
-    made = specs.materialise(task.specs, jax.random.key(0))
+    made = initial(task.specs)
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
-    found = {name: float(m.total / m.weight) for name, m in jit(task.evaluate)(made, batch).items() if not m.total.ndim}
+    counts = jit(task.evaluate)(made, batch)
+    found = {name: float(m.total / m.weight) for name, m in counts.items() if not m.total.ndim}
     total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
     assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
-    features = vit.encode(c, made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32)).patches.mean(1)
+    encode = jit(lambda params, x: vit.encode(c, params, x).patches.mean(1))
+    features = encode(made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32))
     head = made.params["objective"]["supervised"]
     logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
     each = classes.cross_entropy(logits, batch["label"]) * batch["weight"]
-    counts = task.evaluate(made, batch)
     expected, answers = np.zeros((5, 5)), np.asarray(logits.argmax(-1))
     np.add.at(expected, (np.arange(4), answers), np.asarray(batch["weight"]))
     np.testing.assert_allclose(counts["confusions"].total, expected)
     np.testing.assert_allclose(counts["classes"].total, [expected.sum(1), expected.diagonal(), expected.sum(0)])
     assert found["supervised_loss"] == pytest.approx(float(each.sum() / batch["weight"].sum()), rel=1e-5)
     others = bird.make_task(config_lib.Config(model=replace(c, diet=Diet(1.0))), no_shard, 4)
-    variables = Variables(specs.materialise(others.specs, jax.random.key(0)).params, (), made.carry)
+    variables = Variables(initial(others.specs).params, (), made.carry)
     assert "objective_loss" not in jax.eval_shape(others.evaluate, variables, batch)
 
 
@@ -373,13 +374,15 @@ def test_muon_takes_hidden_matrices_and_leaves_tables_and_heads():
 def test_several_classes_in_a_recording():
     c = replace(TINY, multilabel=True, supervised=Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
     task = make_task(c)
-    variables = specs.materialise(task.specs, jax.random.key(0))
+    variables = initial(task.specs)
     labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1") * np.array([[1], [0], [1], [1]], "u1")
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items() if k != "label"} | {"labels": jnp.asarray(labels)}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = task.loss(variables, batch, None)
     head = variables.params["objective"]["supervised"]
-    x = vit.encode(c, variables.params["encoder"], augment.augment(c.augment, 0, batch).x, no_shard).cls[:, 0]
+    encode = jit(lambda params, x: vit.encode(c, params, x, no_shard).cls[:, 0])
+    mixed = jit(lambda batch: augment.augment(c.augment, 0, batch).x)(batch)
+    x = encode(variables.params["encoder"], mixed)
     union = jnp.asarray(labels | labels[[1, 0, 3, 2]], jnp.float32)
     each = classes.asymmetric_loss(x @ head["w"] + head["b"][None], union, gamma_positive=1.0, gamma_negative=4.0, clip=0.05)
     assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)
@@ -391,7 +394,7 @@ def test_several_classes_in_a_recording():
     assert float(found.total) == pytest.approx(float((labels[:, 4] * batch["weight"]).sum()))
     assert float(found.weight) == pytest.approx(float((labels.any(1) * batch["weight"]).sum())), "no class, no row"
     weighed = labels * np.asarray(batch["weight"])[:, None]
-    x = vit.encode(c, variables.params["encoder"], batch["spectrogram"].astype(jnp.float32), no_shard).cls[:, 0]
+    x = encode(variables.params["encoder"], batch["spectrogram"].astype(jnp.float32))
     answers = np.asarray(x @ head["w"] + head["b"][None] > 0)  # of several, all with a score above 1/2
     counts = task.evaluate(variables, batch)
     expected = [weighed.sum(0), (weighed * answers).sum(0), (answers * np.asarray(batch["weight"])[:, None]).sum(0)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import config as config_lib
-from jaxtrain import loop, specs
+from jaxtrain import loop
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.bird import log_mel
 from jaxtrain.workloads.bird import model as bird
@@ -20,6 +20,7 @@ from loaders.audio import spectrogram
 from loaders.audio.front_end import FrontEnd
 from loaders.base import Rows
 from tests.support import corpus
+from tests.support.cases import initial
 
 HERE = pathlib.Path(__file__).parents[2] / "data" / "fbank"
 SHARED = pathlib.Path(__file__).parents[3] / ".." / "shared" / "golden" / "fbank"
@@ -122,7 +123,7 @@ def test_a_run_on_waveforms_has_the_loss_of_spectrograms(tmp_path):
     loader = spectrogram.make_loader(rows.data, split="train", rows=Rows(8, ((0, 8),)), seed=rows.seed)
     batch = {name: np.asarray(parts[0]) for name, parts in next(loader)[1].items()}
     loader.close()
-    variables = specs.materialise(task.specs, jax.random.key(rows.seed))
+    variables = initial(task.specs, rows.seed)
     run = jax.jit(task.loss, compiler_options={"xla_backend_optimization_level": 0})
     out = run(variables, {**batch, "row": np.arange(8, dtype="i4")}, jax.random.key(0))
     assert first["loss"] == pytest.approx(float(out.loss.total / out.loss.weight), rel=1e-3)

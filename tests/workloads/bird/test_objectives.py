@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import specs
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.parallel import one_device
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.workloads.bird import masked, objectives, vit
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird.objectives import lejepa
+from tests.support.cases import initial
 
 # Machine code that compiles quickly rather than runs fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -135,7 +135,7 @@ def test_the_decoder_sees_its_masks():
     masked patches was never seen."""
     c = vit.Config(n_frames=64, n_mels=64, embed=16, depth=1, heads=2, dtype="float32")
     d = masked.Decoder(16, 2, 2)
-    params = specs.materialise(masked.decoder_specs(c, d, 5), jax.random.key(0))
+    params = initial(masked.decoder_specs(c, d, 5))
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     masks = masked.draw_masks(keys, c.grid, 12, 2)
     seen = vit.Encoded(*(jax.random.normal(jax.random.key(n), (2, n, 16)) for n in (1, 4)))

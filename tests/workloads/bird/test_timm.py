@@ -23,6 +23,7 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed, encoder
 from tests.support import corpus, runs
+from tests.support.cases import initial
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 DATA = pathlib.Path(__file__).parents[2] / "data" / "timm"
@@ -31,6 +32,7 @@ MODEL = dict(
     embed=32, depth=2, heads=2, patch=(16, 16), n_frames=64, n_mels=32, dtype="float32", pool="patches", n_registers=2,
     qk_norm=True, layer_scale=0.5, mlp="gelu",
 )  # fmt: skip
+
 FRONT_END = dict(sample_rate=16_000, n_mels=32)
 
 
@@ -50,7 +52,7 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
             workdir=str(folder / "run"),
         )
     )
-    params = specs.materialise(bird.make_specs(config.model), jax.random.key(0))
+    params = initial(bird.make_specs(config.model))
     params["encoder"] = jax.tree.map(
         lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params["encoder"]
     )
