@@ -139,7 +139,7 @@ def _check(options: Options) -> None:
     if options.hop and not options.windows:
         raise DataError("--hop is given without --windows, whose distance it is")
     if options.windows and options.channels == "table":
-        raise DataError("--channels table is for rows of a table, and windows have none; say --channels each, or a number")
+        raise DataError("--channels table is for rows of a table, and windows have no channel; say --channels each or a number")
     if options.min_count < 1:
         raise DataError(f"--min-count is {options.min_count}; it must be at least 1")
     if not re.fullmatch(r"mean|each|table|\d{1,4}", options.channels):
