@@ -130,6 +130,8 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures, for minutes"),
     ),
     (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
+    (r"tools\.chip\.trace$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
+    (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
         Why("it measures a card; tests/tools/test_gpu_check.py runs its parts"),
@@ -169,7 +171,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     ),
     # Data.
     (r"^jaxtrain tokens ", Run("--workers=1", quick=True, leaves=("corpus/train/tokens.json",))),
-    (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ")),
+    (r"^jaxtrain index --show", Run(quick=True, says=r"length \[s\]: ", leaves=("index-pictures/*.png",))),
     (r"^jaxtrain index .*--dry-run", Run(quick=True, says=r"start +start\n")),
     (r"^jaxtrain index found/", Run(says=r"rows of [1-9]\d* recordings")),
     (r"^jaxtrain prepare ", Run(quick=True, says=r"[1-9]\d* prepared now")),

@@ -3,21 +3,24 @@
 It asks that of each workload.
 
     python tools/gpu_check.py  # or python -m tools.gpu_check; within 8 minutes
-    python tools/gpu_check.py --quick  # within 2: the essence
+    python tools/gpu_check.py --quick  # within 2: the essence; "state" where --only names it
     python tools/gpu_check.py --only speed,profile --models language
+    python tools/gpu_check.py --readme gpu_check.json
+        # docs/results/h100.md's table from a run's numbers
 
     ceilings      products of matrices, copies in memory and from the host: the chip's own limits
     correctness   the five workloads against the CPU of the same machine, kernels against formulas,
                   and more (tools/chip)
     speed         steps a second, MFU, memory next to the plan's lower bound, time to compile
-    profile       the parts of a step and the scopes that take longest, as in a run's report
+    feeding       from Arrow shards through the loader to the step: does the device wait for data?
+    state         the cost of a save, of a restore, the time from the command to the first step
+    profile       which operations a step spends its time in, and the next thing to look at
 
-A run itself reports the share of its time that it waits for data, the cost of saves and the time to
-its first step, and `jaxtrain prove` resumes one. The check needs no network. Every part, and every
-model of "speed" and "profile", runs in a process of its own within a bounded time, so that one that
-fails ends no other and keeps no memory of the device. It prints a table and writes all numbers to
---out. It exits with 1 if a check failed or a part could not run, and with 3 if the time was over
-before all parts ran. On a CPU it runs its small form, which shows that it works, not how fast.
+"feeding" and "state" are of the bird model. It needs no network. Every part, and every model of
+"speed" and "profile", runs in a process of its own within a bounded time, so that one that fails
+ends no other and keeps no memory of the device. It prints a table and writes all numbers to --out.
+It exits with 1 if a check failed or a part could not run, and with 3 if the time was over before
+all parts ran. On a CPU it runs its small form, which shows that it works, not how fast.
 
 Conventions. FLOPs are of the model: of products of matrices, forward and backward, nothing that is
 recomputed, and no gather of embeddings; "full" counts the places that a causal mask leaves out,
@@ -26,7 +29,6 @@ of the best product that "ceilings" measured.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -44,10 +46,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # run as a file: its folder is on the path, and the repository is not
     sys.path[0] = str(ROOT)
 
-PARTS = ("ceilings", "correctness", "speed", "profile")
+PARTS = ("ceilings", "correctness", "speed", "feeding", "state", "profile")
 # [s] of a whole run, and of a part's process or a model's, at most; twice that on CPUs.
 LIMIT, QUICK_LIMIT = 460, 115
-BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 180, "model": 100}
+BOUNDS = {"machine": 90, "ceilings": 60, "correctness": 180, "model": 100, "feeding": 120, "state": 120}
 QUICK_CASES = ("vit-s", "lm-1b-2k")  # at full size
 SMALL_CASES = ("vit-s", "lm-1b-2k", "trm", "higgs-lora", "giblet")  # the others are these at another size
 CONVENTIONS = {
@@ -58,7 +60,9 @@ CONVENTIONS = {
 
 
 class Unit(NamedTuple):
-    kind: str  # machine, ceilings, correctness or model
+    """The task of one process."""
+
+    kind: str  # machine, ceilings, correctness, model, feeding or state
     case: str = ""  # of a model
 
     def __str__(self) -> str:
@@ -69,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
         return child(args)
+    if args.readme:
+        from tools.chip import report
+
+        return report.write_readme(args.readme, ROOT / "docs" / "results" / "h100.md")
     found = check(args)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     from tools.chip import report
@@ -85,11 +93,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=_names(models), default=models, help=f"workloads, of {','.join(models)}")
     parser.add_argument("--quick", action="store_true", help="within 2 minutes")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"), help="all numbers, as JSON")
+    parser.add_argument(
+        "--readme", type=pathlib.Path, help="write the section of docs/results/h100.md from such a file, and measure nothing"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # a process of ours: KIND or KIND CASE
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)  # its scratch
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # sizes for a CPU
     args = parser.parse_args(argv)
-    if not args.child and not args.out.absolute().parent.is_dir():
+    if not args.child and not args.readme and not args.out.absolute().parent.is_dir():
         parser.error(f"--out={args.out}: {args.out.absolute().parent} is no folder")
     return args
 
@@ -105,6 +116,7 @@ def _names(allowed: Sequence[str]) -> Any:
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the parts, one process after the other, and gather their results."""
     began = time.time()
     found: dict[str, Any] = {}
     limit = QUICK_LIMIT if args.quick else LIMIT  # the last process may take a few more to end
@@ -129,6 +141,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
             else:
                 found[unit.kind] = result
     bad = [one for one in found.get("correctness", []) if not one["well"]]
+    bad += [found["state"]] if not found.get("state", {}).get("same_bits", True) else []
     return {
         "when": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
         "form": "quick" if args.quick else "full",
@@ -156,6 +169,10 @@ def units(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[Unit]:
 
         wanted = SMALL_CASES if small else QUICK_CASES if args.quick else [case.name for case in CASES]
         yield from (Unit("model", case.name) for case in CASES if case.name in wanted and case.model in args.models)
+    for kind in ("feeding", "state"):
+        unasked = kind == "state" and args.quick and args.only == PARTS
+        if kind in args.only and "bird" in args.models and not unasked:
+            yield Unit(kind)
 
 
 def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: float) -> tuple[Any, str]:
@@ -185,8 +202,10 @@ def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: flo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of them have ended
+    try:
         os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # all of them have ended
+        pass
     process.wait()
 
 
@@ -195,13 +214,14 @@ def environment(unit: Unit, folder: pathlib.Path) -> dict[str, str]:
     if wanted := platforms():
         env["JAX_PLATFORMS"] = wanted
     env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    # Of a model's own, and empty whatever ran on this machine before: cold is cold.
-    env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case}".strip())
+    # Of a model's own, and empty whatever ran on this machine before: cold is cold. What is fed is
+    # a model that was measured.
+    env["JAX_COMPILATION_CACHE_DIR"] = str(folder / f"programs {unit.case or 'vit-s' * (unit.kind == 'feeding')}".strip())
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     flags = [os.environ.get("XLA_FLAGS", "")]
     if wanted == "cpu":
         flags.append("--xla_backend_optimization_level=0")  # no speed is reported, so optimising is not worth the wait
-    elif unit.kind == "correctness":
+    elif unit.kind in ("correctness", "state"):
         flags.append("--xla_gpu_deterministic_ops=true")
     env["XLA_FLAGS"] = " ".join(filter(None, flags))
     return env
@@ -229,21 +249,27 @@ def child(args: argparse.Namespace) -> int:
     kind, _, case = args.child.partition(" ")
     import jax
 
-    from tools.chip import cases, ceilings, correctness, speed
+    from tools.chip import cases, ceilings, correctness, feeding, speed, state
 
-    data, device = cases.Data(args.folder, small=args.small), jax.devices()[0]
+    data = cases.Data(args.folder, small=args.small)
     result: Any
-    if kind == "machine":
-        result = machine(device)
-    elif kind == "ceilings":
-        result = ceilings.measure(device, small=args.small, quick=args.quick)
-    elif kind == "correctness":
-        checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
-        result = [{**check._asdict(), "well": check.well} for check in checks]
+    if kind == "state":  # it starts runs, which want the device for themselves
+        result = state.measure(data, args.folder / "programs-of-runs", quick=args.quick)
     else:
-        parts = set(args.only) & {"speed", "profile"}
-        chosen = next(one for one in cases.CASES if one.name == case)
-        result = speed.measure(chosen, data, device, quick=args.quick, parts=parts)
+        device = jax.devices()[0]
+        if kind == "machine":
+            result = machine(device)
+        elif kind == "ceilings":
+            result = ceilings.measure(device, small=args.small, quick=args.quick)
+        elif kind == "correctness":
+            checks = correctness.measure(data, device, quick=args.quick, models=set(args.models))
+            result = correctness.record(checks)
+        elif kind == "feeding":
+            result = feeding.measure(data, device, quick=args.quick)
+        else:
+            parts = set(args.only) & {"speed", "profile"}
+            chosen = next(one for one in cases.CASES if one.name == case)
+            result = speed.measure(chosen, data, device, quick=args.quick, parts=parts)
     args.out.write_text(json.dumps(result))
     return 0
 

@@ -76,6 +76,7 @@ class Config(checks.DataSection):
     follow_links: bool = False  # [bool] links in a folder of token files may lead out of it
     threads: int = 2  # [threads] that read batches ahead
     ahead: int = 4  # [batches] that are read ahead
+    exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
@@ -88,9 +89,12 @@ class Config(checks.DataSection):
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
         yield from checks.choice(self, TEXTS, "text")
+        yield from checks.choice(self, mixture.POLICIES, "exhausted")
         yield from checks.at_least(self, 1, "context", "window", "ahead")
         yield from checks.threads(self, least=1)
         yield from checks.within(self, "[0, 1)", "test_share")
+        if self.packing == "random" and self.exhausted != "repeat":
+            yield "exhausted", f"is {self.exhausted!r}, but random windows never exhaust a source; use 'repeat'"
 
 
 class Tokens(Loader):
@@ -121,7 +125,9 @@ class Tokens(Loader):
             )
         self._mixture: mixture.Mixture | None = None
         if train:
-            self._mixture = mixture.Mixture([source.share for source in config.sources], seed=seed)
+            sizes = None if config.exhausted == "repeat" else [stream.n_rows() for stream in self._streams]
+            shares = [source.share for source in config.sources]
+            self._mixture = mixture.Mixture(shares, seed=seed, policy=config.exhausted, sizes=sizes)
             n = sum(-(-int(documents.length.sum()) // config.context) for documents in self._documents)  # as full rows
         else:
             # Rows of all sources in their shares, so that the first batches are of all of them.
@@ -163,6 +169,7 @@ class Tokens(Loader):
             "packing": config.packing,
             "shares": [source.share for source in config.sources],
             **({"window": config.window} if config.packing == "best_fit" else {}),
+            **({"exhausted": config.exhausted} if config.exhausted != "repeat" else {}),
         }
 
     def diagnostics(self) -> dict[str, Any]:
@@ -253,7 +260,7 @@ def _table(source: Source, config: Config) -> str:
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
     """Return a loader of ``split``, "train" or "test".
 
-    Raises DataError: unreadable files, or different vocabularies.
+    Raises DataError: unreadable files, different vocabularies, in ``next`` an exhausted source.
     """
     refuse_problems(config)
     facts(config)

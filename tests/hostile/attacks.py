@@ -154,6 +154,7 @@ ATTACKS = (
     ),
     _attack("index again", "index {annotated} --out {input}", inputs.index, inputs.annotated, short=0, most=50),
     _attack("prepare an index", "prepare {input} --out {out}", inputs.index, short=0, most=50),
+    _attack("pictures of an index", "index --show {input} --pictures {out}", inputs.index, short=0, most=75),
     _attack("show an index", "index --show {input}", inputs.index),
     _attack("make tokens", "tokens {out} {input} --tokenizer bytes", inputs.texts),
     _attack(

@@ -23,19 +23,45 @@ def test_shares_are_kept_and_samples_handed_out_in_order():
     assert (Mixture(SHARES, seed=4)(np.arange(BLOCK))[0] != source[:BLOCK]).any()
 
 
-def test_any_part_alone_is_the_part_of_the_whole():
-    whole = Mixture(SHARES, seed=0)(np.arange(3 * BLOCK))
+@pytest.mark.parametrize("policy", ["repeat", "stop"])
+def test_any_part_alone_is_the_part_of_the_whole(policy):
+    sizes = (90_000, 100_000, 700, 40_000)
+    whole = Mixture(SHARES, seed=0, policy=policy, sizes=sizes)(np.arange(3 * BLOCK))
     rng = np.random.default_rng(0)
     for _ in range(5):
         sample = np.sort(rng.integers(0, 3 * BLOCK, 50))
-        for x, y in zip(Mixture(SHARES, seed=0)(sample), whole, strict=True):
+        part = Mixture(SHARES, seed=0, policy=policy, sizes=sizes)(sample)
+        for x, y in zip(part, whole, strict=True):
             np.testing.assert_array_equal(x, y[sample])
 
 
+def test_a_source_that_stops_leaves_its_share_to_the_others():
+    sizes = np.array((90_000, 70_000, 700, 40_000))
+    mixture = Mixture(SHARES, seed=0, policy="stop", sizes=sizes)
+    assert mixture.ends == sizes.sum()
+    source, number = mixture(np.arange(mixture.ends))
+    for k, size in enumerate(sizes):
+        np.testing.assert_array_equal(number[source == k], np.arange(size))
+    last = np.flatnonzero(source == 2)[-1]
+    assert 12_000 < last < 16_000  # its 700 samples at one of 20
+    after = source[last + 1 : last + 1 + BLOCK]
+    np.testing.assert_allclose([(after == k).mean() for k in range(4)], np.array([5, 3, 0, 1.5]) / 9.5, atol=0.002)
+    with pytest.raises(DataError, match="all sources are exhausted after 200700 samples, but sample 200700"):
+        mixture(np.array([mixture.ends]))
+
+
+def test_a_source_that_must_not_run_dry_is_named():
+    mixture = Mixture((1, 1), seed=0, policy="error", sizes=(10**9, 300))
+    mixture(np.arange(500))
+    with pytest.raises(DataError, match="source 1 has 300 samples in a pass and is exhausted at sample"):
+        mixture(np.arange(700))
+
+
 def test_one_source_is_itself():
-    source, number = Mixture((7,), seed=0)(np.arange(5, 1000))
-    assert not source.any()
-    np.testing.assert_array_equal(number, np.arange(5, 1000))
+    for policy, sizes in (("repeat", None), ("stop", (1000,))):
+        source, number = Mixture((7,), seed=0, policy=policy, sizes=sizes)(np.arange(5, 1000))
+        assert not source.any()
+        np.testing.assert_array_equal(number, np.arange(5, 1000))
 
 
 @pytest.mark.parametrize("shares", [(), (1, 0), (1, -1), (1, float("nan"))])

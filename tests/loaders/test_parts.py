@@ -411,7 +411,8 @@ def test_the_windows_of_a_long_file_do_not_pile_up_in_memory(tmp_path):
 
 @pytest.mark.parametrize("kind, mode", [("WAV", None), ("FLAC", None), ("OGG", None), ("MP3", "CONSTANT"), ("MP3", "VARIABLE")])
 def test_windows_of_a_long_file_equal_slices_of_a_whole_decode(tmp_path, kind, mode):
-    """A hundred seconds. MP3 with a variable bit rate gets a seek table on the way."""
+    """A recording of a hundred seconds (tools/bench_windows.py has two hours). MP3 with a variable
+    bit rate gets a seek table on the way."""
     rate, seconds = 32_000, 100
     swell = np.repeat(np.random.default_rng(0).uniform(0.001, 0.3, seconds * 10), rate // 10)
     wave = (np.random.default_rng(1).standard_normal(rate * seconds) * swell * 0.3).astype(np.float32)

@@ -572,9 +572,10 @@ def test_show(recordings, tmp_path, capsys):
     index(
         table(tmp_path), "--file-column=Datei", "--audio", recordings, "--out", tmp_path / "out", "--windows=1", capsys=capsys
     )
-    assert cli.main(["index", "--show", str(tmp_path / "out")]) == 0
+    assert cli.main(["index", "--show", str(tmp_path / "out"), "--pictures", str(tmp_path / "pictures")]) == 0
     out = capsys.readouterr().out
     assert "train: 17 rows of 4 recordings" in out and "Parus major + Turdus merula: 1" in out and "16000: 17" in out
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"train-classes.png", "train-rows.png"}
     assert "is not an index" in index("--show", recordings, code=2, capsys=capsys)
 
 

@@ -212,6 +212,7 @@ def test_errors_are_named(tmp_path):
     fails(tokens.Config(), "sources is empty")
     fails(config_of(tmp_path / "a", packing="first_fit"), "packing is 'first_fit'; expected one of: best_fit")
     fails(config_of(tmp_path / "a", packing="concat", context=10**6), "too few for a context of 1000000")
+    fails(config_of(tmp_path / "a", packing="random", exhausted="stop"), "never exhaust")
     corpus(tmp_path / "torn")
     (tmp_path / "torn" / "00001.tokens").write_bytes(b"xx")
     fails(config_of(tmp_path / "torn"), "00001.tokens has 2 bytes, but tokens.json names")

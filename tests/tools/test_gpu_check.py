@@ -1,4 +1,4 @@
-"""tools.gpu_check in its small form, and the parts that decide its result: bounds,
+"""tools.gpu_check in its small form, and the parts that decide its result: bounds, traces,
 processes that fail, claims in README."""
 
 import json
@@ -7,11 +7,13 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tools import gpu_check
-from tools.chip import cases, correctness, report
+from tools.chip import cases, correctness, report, trace
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,14 +32,14 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
     assert trm["flops_per_second"] == pytest.approx(trm["flops_per_step"] / trm["seconds_per_step"])
     assert 0 < trm["memory"]["least"] <= trm["memory"]["compiler"]
     assert math.isfinite(trm["loss"]) and found["ceilings"]["product"]["flops_per_second"] > 1e9
-    assert {"forward", "backward"} <= trm["profile"]["parts"].keys() and trm["profile"]["scopes"]
+    assert 0 < trm["profile"]["matrix"] < 1 and trm["profile"]["next"]
     for text in (
         "ceilings",
         "within their bounds",
         "trm: ",
         "rows/s",
         "of the product",
-        "backward",
+        "in matrix units",
         str(out),
         "small form",
     ):
@@ -88,11 +90,12 @@ def test_time_that_is_over_leaves_parts_out_by_name(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "platform", "expected"),
     [
-        ([], "gpu", ["ceilings", "correctness", *(f"model {case.name}" for case in cases.CASES)]),
-        (["--quick"], "gpu", ["ceilings", "correctness", "model vit-s", "model lm-1b-2k"]),
+        ([], "gpu", ["ceilings", "correctness", *(f"model {case.name}" for case in cases.CASES), "feeding", "state"]),
+        (["--quick"], "gpu", ["ceilings", "correctness", "model vit-s", "model lm-1b-2k", "feeding"]),
+        (["--quick", "--only=feeding,state"], "gpu", ["feeding", "state"]),
         (["--only=profile", "--models=language"], "gpu", ["model lm-1b-2k", "model lm-1b-8k"]),
         (["--only=speed"], "cpu", [f"model {name}" for name in gpu_check.SMALL_CASES]),
-        (["--only=ceilings", "--models=trm"], "gpu", ["ceilings"]),
+        (["--only=feeding,state", "--models=trm"], "gpu", []),
     ],
 )
 def test_only_the_selected_parts_are_run(arguments, platform, expected):
@@ -107,6 +110,74 @@ def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert any(text in said for text in ("expected one of: ceilings", "expected one of: bird", "is no folder"))
+
+
+def operations(*rows):
+    return [trace.Operation(name, f"scope/{name}", start, end) for name, start, end in rows]
+
+
+def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
+    found = trace.summary(
+        operations(
+            ("nvjet_hsh_128x256", 0, 40),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 40, 60),
+            ("loop_fusion_3", 60, 70),
+            ("loop_convert_fusion", 70, 80),
+            ("MemcpyH2D", 30, 50),
+            ("MemcpyH2D", 85, 95),
+            ("loop_fusion_4", 90, 100),
+        )
+    )
+    assert found.seconds == pytest.approx(100e-9) and found.idle == pytest.approx(0.05)
+    assert found.longest_gap == pytest.approx(5e-9)
+    assert found.matrix == pytest.approx(60 / 120)
+    assert found.kinds["copy to the device"] == pytest.approx(30 / 120) and found.kinds["other"] == pytest.approx(30 / 120)
+    assert found.overlap == pytest.approx(25 / 30)  # 20 ns during the products, and 5 of the other 10 during a fusion
+    assert found.top[0][:3] == ("nvjet_hsh_128x256", "scope/nvjet_hsh_128x256", "product")
+    assert ("loop_fusion", "scope/loop_fusion_3", "other", pytest.approx(20 / 120), 2) in found.top
+    assert "outside matrix units" in trace.advice(found)
+
+
+def test_of_a_cpus_operations_the_products_are_products():
+    rows = operations(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("copy_bitcast_fusion", 2, 3))
+    assert [each.kind for each in rows] == ["product", "product", "copy"]
+
+
+def test_ynnpacks_operations_are_in_its_scope(tmp_path):
+    """Its fusions have one name, for a product as for a sum.
+
+    The programs have different names. If two have the same name and one came from the compilation
+    cache, its trace has the number under which it was compiled, so it may be confused with the
+    other.
+    """
+
+    def product(x):
+        return x @ x
+
+    def total(x):
+        return (x * x).sum()
+
+    x = jnp.ones((256, 256))
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_DOT"}
+    for name, program, kind in (("product", product, "product"), ("sum", total, "other")):
+        compiled = jax.jit(program).lower(x).compile(compiler_options=options)
+        with jax.profiler.trace(tmp_path / name):
+            jax.block_until_ready([compiled(x) for _ in range(5)])
+        rows = [each for each in trace.read(tmp_path / name) if "ynn" in each.name]
+        assert {each.kind for each in rows} == {kind} and trace.summary(rows).matrix == (kind == "product")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([("gemm", 0, 10), ("gemm", 60, 100)], "gaps"),
+        ([("gemm", 0, 50), ("nccl_AllReduce", 50, 100)], "between devices: 50%"),
+        ([("gemm", 0, 98), ("loop_fusion", 98, 100)], "nothing stands out"),
+        ([("CudaGraph:5", 0, 100)], "xla_gpu_enable_command_buffer="),
+    ],
+)
+def test_a_trace_suggests_the_next_thing_to_look_at(rows, said):
+    assert said in trace.advice(trace.summary(operations(*rows)))
 
 
 def machine(platform, chip=None):
@@ -134,11 +205,39 @@ def found_on(platform, chip=None):
     }  # fmt: skip
 
 
-def test_the_table_has_a_chips_figures_and_goals():
-    text = report.text(found_on("gpu", "h100"))
-    assert "on NVIDIA H100 80GB HBM3 (16 cores)" in text and "14,000 spectrograms/s" in text
+def test_readme_tells_what_a_chip_was_measured_at_and_what_was_not():
+    text = report.markdown(found_on("gpu", "h100"))
+    assert "one NVIDIA H100 80GB HBM3 with 16 cores" in text and "14,000 spectrograms/s" in text
     assert "MFU causal 20.2% full 30.3%" in text and "of the product causal 28.6% full 42.9%" in text
     assert "goal 13,000 spectrograms/s: reached" in text and "least 40, compiler 41, allocator 42" in text
+    [missing] = [line for line in text.splitlines() if line.startswith("Not measured on a chip yet: ")]
+    names = {part.split(" of ")[0]: part.partition(" of ")[2].rstrip(".").split(", ") for part in missing[28:].split("; ")}
+    assert "lm-1b-8k" in names["speed"] and "vit-s" not in names["speed"]
+    assert names["state"] == [""] or names["state."] == [""]
+
+
+def test_readme_tells_no_figure_of_a_cpu(tmp_path):
+    numbers, readme = tmp_path / "x.json", tmp_path / "README.md"
+    numbers.write_text(json.dumps(found_on("cpu")))
+    readme.write_text(f"a\n{report.BEGIN}\nold\n{report.END}\nb\n")
+    assert report.write_readme(numbers, readme) == 0
+    text = readme.read_text()
+    assert text.startswith("a\n") and text.endswith("\nb\n") and "old" not in text and "14,000" not in text
+    assert len(list(report.expected())) == 2 * len(cases.CASES) + 6
+    assert "| part |" not in text, "no table until there is a figure"
+    readme.write_text("no marks")
+    assert report.write_readme(numbers, readme) == 2 and readme.read_text() == "no marks"
+
+
+def test_readmes_section_is_what_the_command_writes():
+    section = (ROOT / "docs" / "results" / "h100.md").read_text().partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    if "Measured on one" not in section:
+        assert section == report.markdown(found_on("cpu"))
+        return
+    left = next((line for line in section.splitlines() if line.startswith("Not measured on a chip yet: ")), "")
+    for part, what in report.expected():
+        measured = any(line.startswith(f"| {part} |") and (what or "") in line for line in section.splitlines())
+        assert measured or part in left and (what or "") in left, (part, what)
 
 
 def test_cases_are_named_once_and_every_small_one_exists():

@@ -1,8 +1,10 @@
 """The measured cases: the five workloads by their own configs, at two sizes.
 
-One is for a large GPU, and a small one for a CPU. A case is a config file with overrides. At full
-size the first of its choices is taken that fits by the plan. The data are made here (`Data`)
-without a network, and the loaders read them as in any run: the timed batch comes from the loader.
+One is for a large GPU, and a small one for a CPU.
+
+A case is a config file with overrides. At full size the first of its choices is taken that fits by
+the plan. The data are made here (`Data`) without a network, and the loaders read them as in any
+run: the timed batch comes from the loader.
 """
 
 import functools
@@ -69,6 +71,7 @@ class Case(NamedTuple):
     unit: str  # of what is counted a second: rows, or tokens where the task has them
 
     def config(self, data: Data, choice: Overrides, more: Overrides | None = None) -> config_lib.Config:
+        """Raise ConfigError."""
         sizes = self.small if data.small else choice
         chosen = {**self.common(data), **sizes, **(more or {}), "workdir": str(data.folder / "runs")}
         return config_lib.load(f"{ROOT}/{self.source(data)}", chosen.items())
@@ -91,10 +94,14 @@ _TINY_GIBLET = {
 
 def _vit(preset: str) -> Case:
     return Case(
-        f"vit-{preset}", "bird", lambda data: f"configs/xcm.py:{data.birds}",
+        f"vit-{preset}",
+        "bird",
+        lambda data: f"configs/xcm.py:{data.birds}",
         lambda data: {"train.accumulate": "1", "model.preset": preset},
-        _each("train.batch", (2048, 1536, 1024, 768, 512, 256, 128)), _TINY_VIT, "spectrograms",
-    )  # fmt: skip
+        _each("train.batch", (2048, 1536, 1024, 768, 512, 256, 128)),
+        _TINY_VIT,
+        "spectrograms",
+    )
 
 
 def _language(context: int, batches: Sequence[int]) -> Case:
@@ -137,8 +144,12 @@ CASES = (
     _trm("trm", ""),
     _trm("trm-last", ":extreme"),
     Case(
-        "higgs-lora", "higgs", lambda data: "configs/higgs.py:blank", lambda data: {},
-        _each("model.depth", (28, 24, 20, 16, 12, 8, 4)), {**_TINY, "train.batch": "2", "train.accumulate": "1"},
+        "higgs-lora",
+        "higgs",
+        lambda data: "configs/higgs.py:blank",
+        lambda data: {},
+        _each("model.depth", (28, 24, 20, 16, 12, 8, 4)),
+        {**_TINY, "train.batch": "2", "train.accumulate": "1"},
         "tokens",
     ),
     Case(
@@ -147,7 +158,9 @@ CASES = (
         lambda data: "configs/giblet.py:demo" if data.small else "configs/giblet.py:blank",
         lambda data: {},
         [
-            {}, {"model.param_dtype": "bfloat16"}, {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
+            {},
+            {"model.param_dtype": "bfloat16"},
+            {"model.param_dtype": "bfloat16", "optim.moments": "bfloat16"},
             {"model.param_dtype": "bfloat16", "optim.moments": "int8"},
             {"model.param_dtype": "bfloat16", "optim.name": "adafactor"},
             {"model.param_dtype": "bfloat16", "optim.name": "adafactor", "model.video_widths": "(2048, 2048, 1024)"},
@@ -156,6 +169,7 @@ CASES = (
         "rows",
     ),
 )  # fmt: skip
+MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
 class Chosen(NamedTuple):
@@ -186,6 +200,7 @@ def choose(case: Case, data: Data, device: jax.Device) -> Chosen:
 
 
 def put_together(config: config_lib.Config, device: jax.Device, choice: Overrides) -> Chosen:
+    """Raise LayoutError and OptimError."""
     assembly = plan_lib.assemble(config, on(device))
     traced = assembly.trace(assembly.task.stage(config.train.steps - 1))
     return Chosen(assembly, plan_lib.bound(assembly, traced, plan_lib.parse_target("")), choice)
@@ -200,8 +215,13 @@ def smaller(chosen: Chosen) -> config_lib.Config | None:
     return replace(config, train=replace(config.train, batch=config.train.batch // 2))
 
 
+def first_batch(assembly: plan_lib.Assembly) -> Batch:
+    """Return a training batch of the loader, on the device, of the largest shape."""
+    return batches(assembly, 1)[0]
+
+
 def batches(assembly: plan_lib.Assembly, n: int) -> list[Batch]:
-    """Return the first training batches of the largest shape, on the device."""
+    """Return the first ones of the largest shape."""
     config, rows = assembly.config, feed.rows_for(assembly.abstract.batch)
     loader = importlib.import_module(config.loader).make_loader(config.data, split="train", rows=rows, seed=config.seed)
     taken: list[Batch] = []

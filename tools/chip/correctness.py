@@ -1,7 +1,9 @@
 """The accelerator against the CPU, kernels against formulas, bfloat16 against float32.
 
-A run is compared with itself, too. Every check is a number and the bound that it must not exceed.
-Sizes are the small ones (`cases`), on any machine.
+A run is compared with itself, too.
+
+Every check is a number and the bound that it must not exceed. Sizes are the small ones (`cases`),
+on any machine.
 
 - A workload's loss and gradients (with --quick of birds and language alone), the same parameters
   and batch on both. The error of the loss is relative to it. That of a gradient is the norm of the
@@ -59,6 +61,7 @@ class Check(NamedTuple):
 
 
 def measure(data: cases.Data, device: jax.Device, *, quick: bool, models: set[str]) -> list[Check]:
+    """All checks; ``models`` restricts the workloads."""
     chosen = [case for case in cases.CASES if case.name in MODELS and case.model in models]
     dtypes = ("float32",) if quick or device.platform == "cpu" else ("float32", "bfloat16")
     steppers = [case for case in chosen if case.model in ("bird", "language")]
@@ -111,7 +114,7 @@ def workload(case: cases.Case, data: cases.Data, device: jax.Device, dtype: str)
     a = there.assembly
     with jax.default_device(cpu):
         variables = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(1)).variables
-        batch = cases.batches(a, 1)[0]
+        batch = cases.first_batch(a)
     moved = [jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), tree) for tree in (variables, dict(batch))]
     yield from compare(f"{case.model} {dtype}", gradients(there, variables, dict(batch)), gradients(here, *moved), dtype)
 
@@ -146,8 +149,7 @@ def attention(*, quick: bool) -> Iterator[Check]:
         segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32) if packed else None
         kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
         ours = _with_derivatives(kernel, q, key, v, dy)
-        wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
-        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *wide)
+        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *_wide(q, key, v, dy))
         error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
         yield Check(f"attention {name}", error, ATTENTION, f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}")
 
@@ -162,6 +164,10 @@ def formula(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_
         seen_bts &= segments_bt[:, :, None] == segments_bt[:, None, :]
     p_bhts = jax.nn.softmax(jnp.where(seen_bts[:, None], x_bhts, -1e30), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", p_bhts, v, precision="highest")
+
+
+def _wide(*xs: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in xs)
 
 
 def _with_derivatives(f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
@@ -181,7 +187,7 @@ def curves(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: int
     losses = []
     for dtype in ("float32", "bfloat16"):
         chosen = chosen_in(case, data, device, dtype)
-        run = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0])
+        run = cases.Steps(chosen, cases.first_batch(chosen.assembly))
         batches = cases.batches(chosen.assembly, min(steps, 8))
         outs = [run(batches[i % len(batches)])["loss"] for i in range(steps)]
         losses.append(np.array([float(x.total / x.weight) for x in jax.device_get(outs)]))
@@ -197,9 +203,13 @@ def repeated(case: cases.Case, data: cases.Data, device: jax.Device, *, steps: i
     for _ in range(2):
         jax.clear_caches()
         chosen = chosen_in(case, data, device, "bfloat16")
-        run = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0])
+        run = cases.Steps(chosen, cases.first_batch(chosen.assembly))
         for _ in range(steps):
             run()
         states.append(jax.tree.leaves(jax.device_get(run.state)))
     differ = sum(x.tobytes() != y.tobytes() for x, y in zip(*states, strict=True))
     return Check(f"{case.model}: two runs of {steps} steps", differ, 0, f"arrays of {len(states[0])} that differ")
+
+
+def record(checks: list[Check]) -> list[dict[str, Any]]:
+    return [{**check._asdict(), "well": check.well} for check in checks]

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 
 from jaxtrain.telemetry import metrics
-from jaxtrain.telemetry.report import trace
-from tools.chip import cases
+from tools.chip import cases, trace
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
     """Return the program, and the seconds of tracing and compiling it.
 
-    They are with an empty cache of programs, and from it. To be called in a process that has a
-    cache folder of its own (`gpu_check`).
+    They are with an empty cache of programs, and from it.
+
+    To be called in a process that has a cache folder of its own (`gpu_check`).
     """
     begin = time.perf_counter()
     program = cases.compiled(chosen)
@@ -45,10 +45,14 @@ def measure(case: cases.Case, data: cases.Data, device: jax.Device, *, quick: bo
 def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quick: bool, parts: set[str]) -> dict[str, Any]:
     task, config, small = chosen.assembly.task, chosen.assembly.config, device.platform == "cpu"
     found: dict[str, Any] = {
-        "case": case.name, "parameters": cases.parameters(chosen), "choice": dict(chosen.choice),
-        "rows": config.train.batch, "unit": case.unit, "flops_per_step": task.flops,
+        "case": case.name,
+        "parameters": cases.parameters(chosen),
+        "choice": dict(chosen.choice),
+        "rows": config.train.batch,
+        "unit": case.unit,
+        "flops_per_step": task.flops,
         "full_flops_per_step": task.full_flops or task.flops,
-    }  # fmt: skip
+    }
     if quick:
         begin = time.perf_counter()
         program = cases.compiled(chosen)
@@ -56,7 +60,7 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
     else:
         program, cold, cached = compile_times(chosen)
         found["compile_seconds"] = {"cold": cold, "cached": cached}
-    steps = cases.Steps(chosen, cases.batches(chosen.assembly, 1)[0], program)
+    steps = cases.Steps(chosen, cases.first_batch(chosen.assembly), program)
     if "speed" in parts:
         seconds = steps.seconds(0.2 if small else 1.5 if quick else 3.0)
         units = task.tokens or config.train.batch * getattr(config.model, "n_views", 1)
@@ -84,11 +88,10 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
 
 
 def profile(steps: cases.Steps, *, n: int) -> dict[str, Any]:
-    """Return the parts and the longest scopes of ``n`` traced steps in a row (`trace.Trace`)."""
+    """Return a trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
     jax.block_until_ready([steps() for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps() for _ in range(n)])
-        if (found := trace.of_folder(pathlib.Path(folder))) is None:
-            raise ValueError("the trace names no operation of a device")
-    return {**found._asdict(), "steps": n}
+        found = trace.summary(trace.read(pathlib.Path(folder)))
+    return {**found._asdict(), "steps": n, "next": trace.advice(found)}

@@ -1,4 +1,4 @@
-"""The contents of an index: hours, classes, lengths, rates, and pairs of classes."""
+"""The contents of an index: hours, classes, lengths, rates, pairs of classes, and pictures."""
 
 import itertools
 import pathlib
@@ -10,14 +10,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
 
+from loaders import _rust
 from loaders.audio import shards
 from loaders.audio.recordings import store
 from loaders.base import DataError
-from loaders.io import files
+from loaders.io import atomic_write, files
 
 LENGTHS = (0.5, 1, 2, 5, 10, 30, 60, 600, 3600)  # [s] between which rows are counted
 SHOWN = 20  # classes, and pairs of them
+FRAMES, PICTURES = 498, 12  # frames of a picture of 5 s, pictures of a split
 
 
 class Split(NamedTuple):
@@ -47,9 +50,7 @@ def report(folder: pathlib.Path) -> list[str]:
             lines.append(
                 f"    and {len(order) - SHOWN} more classes, the rarest {names[order[-1]]!r} with {found.classes[order[-1]]}"
             )
-        edges = ["0", *(f"{edge:g}" for edge in LENGTHS), "…"]
-        bins = (f"{edges[i]}–{edges[i + 1]}: {n}" for i, n in enumerate(found.lengths) if n)
-        lines.append("  length [s]: " + ", ".join(bins))
+        lines.append("  length [s]: " + _bins(found.lengths))
         lines.append("  rate [Hz]: " + ", ".join(f"{rate}: {n}" for rate, n in sorted(found.rates.items())))
         if found.pairs:
             most = found.pairs.most_common(SHOWN // 4)
@@ -89,3 +90,71 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: {files.said(error)}; run jaxtrain index again") from error
     return Split(rows, classes, pairs, lengths, rates, without)
+
+
+def pictures(folder: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
+    """Write pictures of each split's classes, and spectrograms of its rows. Raises DataError."""
+    about = store.read(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    for split in about["splits"]:
+        paths = shards.find_shards(str(folder), split)
+        found = count(paths, len(about["classes"]))
+        for name, picture in (
+            ("classes", _bars(about["classes"], found.classes)),
+            ("rows", _spectrograms(paths, about["classes"])),
+        ):
+            made.append(out / f"{split}-{name}.png")
+            with atomic_write.file(made[-1]) as file:
+                picture.save(file, "PNG")
+    return made
+
+
+def _bins(lengths: np.ndarray) -> str:
+    edges = ["0", *(f"{edge:g}" for edge in LENGTHS), "…"]
+    return ", ".join(f"{edges[i]}–{edges[i + 1]}: {n}" for i, n in enumerate(lengths) if n)
+
+
+def _bars(names: Sequence[str], counts: np.ndarray) -> Image.Image:
+    """Return a bar for each of the commonest classes."""
+    order = np.argsort(-counts, kind="stable")[:60]
+    image = Image.new("RGB", (640, 16 * max(1, len(order)) + 8), "white")
+    draw = ImageDraw.Draw(image)
+    most = max([int(counts[i]) for i in order], default=1) or 1
+    for line, i in enumerate(order):
+        y = 4 + 16 * line
+        draw.rectangle((200, y, 200 + int(380 * counts[i] / most), y + 12), fill="steelblue")
+        draw.text((4, y), _latin(names[i])[:32], fill="black")
+        draw.text((590, y), str(counts[i]), fill="black")
+    return image
+
+
+def _spectrograms(paths: Sequence[pathlib.Path], names: Sequence[str]) -> Image.Image:
+    """Spectrograms of a few rows, 5 s each as cropped in testing, with their classes."""
+    index = shards.open_index(paths, label="", audio_root="")
+    lists = shards.read_class_lists(paths, "labels")
+    chosen = np.unique(np.linspace(0, index.n_rows - 1, min(PICTURES, index.n_rows)).astype(int))
+    pipeline = _rust.Pipeline(
+        index, rows=chosen, batch=len(chosen), ranges=[(0, len(chosen))], seed=0, train=False, bad_budget=1.0, depth=1
+    )
+    try:
+        _, batch = pipeline.next()
+    finally:
+        pipeline.close()
+    columns = 3
+    height = 128 + 16
+    image = Image.new("RGB", (columns * (FRAMES + 6), -(-len(chosen) // columns) * height), "white")
+    draw = ImageDraw.Draw(image)
+    for n, (row, x) in enumerate(zip(chosen, batch["spectrogram"][0], strict=True)):
+        left, top = n % columns * (FRAMES + 6), n // columns * height
+        low, high = np.percentile(x, (1, 99.8))
+        grey = np.clip((x[:FRAMES].T[::-1] - low) / max(high - low, 1e-6), 0, 1)
+        image.paste(Image.fromarray((grey * 255).astype(np.uint8)), (left, top + 14))
+        classes = ", ".join(names[k] for k in lists.classes[lists.starts[row] : lists.starts[row + 1]]) or "(none)"
+        draw.text((left + 2, top + 1), _latin(f"{row}: {classes}")[:80], fill="black")
+    return image
+
+
+def _latin(text: str) -> str:
+    """Text that the picture's font has."""
+    return text.encode("latin-1", errors="replace").decode("latin-1")

@@ -2,7 +2,7 @@
 
     jaxtrain index SOURCE… --out DIR
     jaxtrain index SOURCE… --dry-run  the columns, and five rows
-    jaxtrain index --show DIR
+    jaxtrain index --show DIR [--pictures FOLDER]
 
     jaxtrain index recordings --out index --split recording=0.2  a folder; labels by subfolder
     jaxtrain index labels.csv --audio recordings --out index  a table: file, start, end, label
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="folder, table, metadata or list of paths")
     parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help="the index to make, or to bring up to date")
     parser.add_argument("--show", type=pathlib.Path, metavar="DIR", help="print the contents of an index")
+    parser.add_argument("--pictures", type=arguments.out_folder, metavar="FOLDER", help="with --show: its pictures")
     source = parser.add_argument_group("sources")
     source.add_argument("--audio", default="", metavar="FOLDER", help="folder of the recordings that tables name")
     source.add_argument("--root", default="", metavar="FOLDER", help="base of the names in the index; default: --audio")
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out = args.out or pathlib.Path()
     elif not args.sources or not args.out:
         parser.error("expected SOURCE… and --out DIR, or --show DIR")
+    elif args.pictures:
+        parser.error("--pictures belongs to --show")
 
     command = _show if args.show else _dry_run if args.dry_run else _make
     return command(args)
@@ -77,6 +80,9 @@ def _show(args: argparse.Namespace) -> int:
     from loaders.audio.recordings import show
 
     print("\n".join(show.report(args.show)))
+    if args.pictures:
+        for picture in show.pictures(args.show, args.pictures):
+            print(picture)
     return 0
 
 
