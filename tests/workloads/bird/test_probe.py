@@ -154,7 +154,7 @@ def folder(path, x, y, **extra):
     return str(path)
 
 
-def test_the_command_writes_a_table_with_intervals(tmp_path, capsys):
+def test_the_command_writes_a_table_with_intervals_and_pictures(tmp_path, capsys):
     (x, y), (x_test, y_test) = toy(), toy(seed=1)
     weight = np.ones(60, "f4")
     weight[:5] = 0  # unreadable, and labelled at random
@@ -167,7 +167,8 @@ def test_the_command_writes_a_table_with_intervals(tmp_path, capsys):
     assert found["linear"]["accuracy"]["value"] > 0.9 and found["scores"]["cmAP"]["value"] == 1
     assert found["linear"]["accuracy"]["low"] <= found["linear"]["accuracy"]["value"] <= found["linear"]["accuracy"]["high"]
     assert set(found["few shot"]) == {"1", "2", "4", "8", "16"}
-    assert (out / "results.md").read_text().count("| train |") == 8 and "AUROC" in capsys.readouterr().out
+    assert (out / "results.md").read_text().count("| train |") == 8 and (out / "measures.png").stat().st_size > 5000
+    assert (out / "few_shot.png").exists() and "AUROC" in capsys.readouterr().out
 
 
 def test_folds_are_predicted_from_the_others(tmp_path):

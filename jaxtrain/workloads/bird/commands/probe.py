@@ -16,7 +16,7 @@ With --folds COLUMN (kept by `jaxtrain embed --columns`) every fold of --train i
 others instead. Measures are accuracy, cmAP and AUROC, with percentile intervals of 95 % over
 bootstrap draws of the test recordings.
 
-DIR gets results.json and results.md.
+DIR gets results.json, results.md, and with matplotlib (extra: plots) measures.png and few_shot.png.
 The command needs scikit-learn: pip install 'jaxtrain[probe]'.
 """
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -185,11 +186,55 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
+    """measures.png and few_shot.png, or nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no pictures: matplotlib is missing (pip install 'jaxtrain[plots]')", file=sys.stderr)
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(MEASURES), figsize=(4 * len(MEASURES), 0.6 + 0.7 * len(results) + 0.6), sharey=True)
+    for axis, name in zip(axes, MEASURES, strict=True):
+        for offset, classifier in enumerate(("linear", "knn", "scores")):
+            rows = [(i, r[classifier][name]) for i, r in enumerate(results.values()) if classifier in r]
+            if rows:
+                at = np.array([i for i, _ in rows]) + 0.2 * (offset - 1)
+                value = np.array([m["value"] for _, m in rows])
+                error = np.abs(np.array([(m["low"], m["high"]) for _, m in rows]).T - value)
+                axis.errorbar(100 * value, at, xerr=100 * error, fmt="o", capsize=3, label=classifier)
+        axis.set_xlabel(f"{name} [%]")
+        axis.set_yticks(range(len(results)), list(results))
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].invert_yaxis()
+    axes[-1].legend()
+    few, axis = pyplot.subplots(figsize=(6, 4))
+    for name, result in results.items():
+        shots = [int(n) for n in result["few shot"]]
+        value, low, high = (100 * np.array([m[part] for m in result["few shot"].values()]) for part in ("value", "low", "high"))
+        axis.plot(shots, value, "o-", label=name)
+        axis.fill_between(shots, low, high, alpha=0.15)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("examples of each class")
+    axis.set_ylabel("nearest class mean [%]")
+    axis.legend()
+    paths = [out / "measures.png", out / "few_shot.png"]
+    for path, one in zip(paths, (figure, few), strict=True):
+        one.tight_layout()
+        with atomic_write.file(path) as file:
+            one.savefig(file, dpi=120, format="png")
+        pyplot.close(one)
+    return paths
+
+
 def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) -> str:
-    """Write results.json and results.md. Return the table."""
+    """Write results.json, results.md and the pictures. Return the table."""
     out = pathlib.Path(out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     text = table(results)
     atomic_write.write(out / "results.json", json.dumps(results, indent=2) + "\n")
-    atomic_write.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}")
+    pictures = "".join(f"\n![]({path.name})\n" for path in plot(results, out))
+    atomic_write.write(out / "results.md", f"Percent, with bootstrap intervals of 95 %.\n\n{text}{pictures}")
     return text
