@@ -54,10 +54,9 @@ impl Flac {
     /// Decodes samples from `start` on: one channel, or the mean.
     pub fn read(&mut self, bytes: &[u8], start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
         let stream = &parse(bytes)?;
+        let gain = last_bit(stream) as f32; // once: powi of each sample takes longer than all else
         self.each(stream, start, out.len(), |flac, frame, from, done, n| match frame {
-            Frame::Plain(samples) => {
-                plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * last_bit(stream) as f32);
-            }
+            Frame::Plain(samples) => plain(samples, from, out[done..done + n].iter_mut(), |x| f32::from(x) * gain),
             Frame::Decoded(stereo) => flac.mix(stream, stereo, channel, from, &mut out[done..done + n]),
         })
     }
