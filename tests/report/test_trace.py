@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.telemetry.report import trace
 from loaders.io.files import FileError
@@ -57,7 +58,19 @@ def test_parts_are_the_whole_and_scopes_are_the_programs(folder):
     assert any(name.startswith("update") for name in scopes)
 
 
-def test_programs_that_share_names_keep_their_scopes(tmp_path):
+@pytest.fixture
+def compiled_here():
+    """No program comes from the compilation cache or gets into it. One from there has the number
+    under which it was compiled, which may be that of another program of the trace."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def test_programs_that_share_names_keep_their_scopes(tmp_path, compiled_here):
     """Both programs have instructions with the same names. Each ran twice.
 
     They compute different numbers. The compilation cache leaves the scopes out of its key, and one
