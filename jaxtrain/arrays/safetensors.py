@@ -411,8 +411,9 @@ def header(entries: Sequence[Entry], framework: str) -> bytes:
             raise StoredError(
                 f"{entry.path} is {entry.dtype.name}, which safetensors does not have; choose another with --dtype"
             )
-        place = [offset, offset := offset + entry.n_bytes]
+        place = [offset, offset + entry.n_bytes]
         content[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        offset += entry.n_bytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format's own padding: data begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text

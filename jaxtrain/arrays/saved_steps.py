@@ -196,7 +196,9 @@ def export(source: Source, out: str, *, base: str = "") -> int:
         )
     if any(lora.is_adapter(path) for path in arrays):
         run_workload.with_base(source, source.config(), base)  # the adapters are of no use without it
-    path = save_weights(out, source.step(arrays) or 0, arrays, data=source.data(), meta=source.meta())
+    step = source.step(arrays)
+    assert step is not None  # there is one
+    path = save_weights(out, step, arrays, data=source.data(), meta=source.meta())
     print(f"{path}: {len(arrays)} arrays, {_bytes(sum(s.n_bytes for s in arrays.values()))}; weights only, to warm-start from")
     return 0
 

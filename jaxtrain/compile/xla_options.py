@@ -80,8 +80,7 @@ def options(own: Mapping[str, Any], kind: str, *, count: int, device: jax.Device
     platform = "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
     elsewhere = tuple(f"xla_{p}_" for p in PLATFORMS if p != platform)
     table = defaults(kind, count=count, cores=machine.cores())
-    switches = {"true": True, "false": False}  # XLA takes booleans alone
-    wanted = {name: switches.get(str(value).lower(), value) for name, value in own.items() if not name.startswith(elsewhere)}
+    wanted = {name: _value(value) for name, value in own.items() if not name.startswith(elsewhere)}
     if others := own.keys() - wanted.keys():
         log.info("compiler options that are not for %s: %s", kind, ", ".join(sorted(others)))
     if device is None:
@@ -154,3 +153,8 @@ def _refused(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
         return {}
     each = {name: refusal({name: value}) for name, value in options.items()}
     return {name: why for name, why in each.items() if why}
+
+
+def _value(value: Any) -> Any:
+    """Convert a value of a command line or a file. XLA takes switches as booleans alone."""
+    return {"true": True, "false": False}.get(value.lower(), str(value)) if isinstance(value, str) else value

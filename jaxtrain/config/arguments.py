@@ -37,16 +37,16 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
         elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
             known = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
             problems.append(("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}"))
-        elif not equals and (value := next(rest, "")) == "":
+        elif (text := value if equals else next(rest, None)) is None:  # "" is a value: --config.resume.path ""
             problems.append(("", f"{flag} is given without a value"))
         elif flag == "--config":
-            source = value
+            source = text
         elif flag == "--plan-setup":
-            setup = value
+            setup = text
             if setup not in COMPILERS:
                 problems.append(("", f"--plan-setup is {setup!r}; {checks.expected(setup, COMPILERS)}"))
         else:
-            overrides.append((flag.removeprefix("--config."), value))
+            overrides.append((flag.removeprefix("--config."), text))
     if not source and not problems and not setup:
         problems.append(("", "file is missing; for example --config=xcm"))
     if source and find:

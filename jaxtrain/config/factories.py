@@ -1,7 +1,8 @@
 """Factories that a config names as ``module:function``: of an optimizer, or of a schedule.
 
-A factory is called with the config's arguments for it, and with each value of the run that it has a
-parameter for. Its signature and a call under `jax.eval_shape` find errors before a device is used.
+A factory is called with the arguments that the config has for it. It also gets each value of the
+run that it has a parameter for. Its errors are found before a device is touched, by its signature
+and by a call under `jax.eval_shape`, which makes no array.
 """
 
 import importlib
@@ -15,6 +16,10 @@ from loaders.io.checks import Problems
 
 class FactoryError(ValueError):
     """A name of no function. The message continues the path of the field: "is 'optax:x', and …"."""
+
+
+class _TrialError(Exception):
+    """An optimizer that could not update parameters which are not the run's own."""
 
 
 def is_factory(name: str) -> bool:
@@ -49,9 +54,12 @@ def call(name: str, arguments: Mapping[str, Any], **given: Any) -> Any:
 
 
 def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Callable[[Any], str], **given: Any) -> Problems:
-    """Yield the errors of the factory that ``field`` names, and of its arguments.
+    """Yield the errors of a factory and of its arguments.
 
-    ``check`` returns the problem of the result, or "". ``given``: as in `call`.
+    Args:
+      field: that holds ``name``.
+      check: result of the call -> its problem, for example "expected …", or "".
+      given: as of `call`, each under the name of the parameter.
     """
     where = "arguments" if field == "name" else f"{field}_arguments"
     try:
@@ -59,48 +67,59 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     except ValueError as error:  # FactoryError, or a function of C without a signature
         yield field, str(error) if isinstance(error, FactoryError) else f"is {name!r}, whose parameters are not known"
         return
+    kinds = {parameter.kind for parameter in parameters.values()}
     allowed = [p for p, kind in parameters.items() if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)]
-    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     wrong = False
     for key, value in arguments.items():
         default = parameters[key].default if key in allowed else None
-        kind = type(value).__name__
-        if key in given:
-            text = f"is {value!r}, which the other fields of optim decide; leave it out"
-        elif key not in allowed and not takes_any:
-            text = f"is no parameter of {name}; {checks.expected(key, [p for p in allowed if p not in given])}"
-        elif not _is_plain(value):
-            text = f"is {value!r} ({kind}); expected numbers, strings, None, and tuples or dictionaries of them"
-        elif isinstance(default, bool) and not isinstance(value, bool):
-            text = f"is {value!r} ({kind}); {name} expects True or False"
-        elif type(default) in (int, float) and value is not None and type(value) not in (int, float):
-            text = f"is {value!r} ({kind}); {name} expects a number"
-        else:
-            continue
-        wrong = True
-        yield f"{where}.{key}", text
-    needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty and p not in (*arguments, *given)]
-    if needs:
-        yield where, f"lacks {', '.join(map(repr, needs))}, which {name} needs"
-    if wrong or needs:
+        any_key = inspect.Parameter.VAR_KEYWORD in kinds
+        if text := _argument_problem(name, key, value, allowed, given, any_key=any_key) or _type_problem(name, value, default):
+            wrong = True
+            yield f"{where}.{key}", text
+    needs = [p for p in allowed if parameters[p].default is inspect.Parameter.empty]
+    needed = [p for p in needs if p not in (*arguments, *given)]
+    if needed:
+        yield where, f"lacks {', '.join(map(repr, needed))}, which {name} needs"
+    if wrong or needed:
         return
-    import jax  # here: most configs name no factory
-
-    found: list[str] = []
     try:
-        jax.eval_shape(lambda: found.append(check(call(name, arguments, **given))))
+        text = _abstractly(lambda: check(call(name, arguments, **given)))
     except Exception as error:
-        yield where, f"is {dict(arguments)!r}, and {name} failed: {first_line(error)}"
+        faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, check, without=key)]
+        path, value = (f"{where}.{faulty[0]}", arguments[faulty[0]]) if len(faulty) == 1 else (where, dict(arguments))
+        if len(faulty) == 1 or not isinstance(error, _TrialError):  # else the run's own parameters are tried later
+            yield path, f"is {value!r}, and {name} failed: {first_line(error.__cause__ or error)}"
     else:
-        if found[0]:
-            yield field, f"is {name!r}, which {found[0]}"
+        if text:
+            yield field, f"is {name!r}, which {text}"
+
+
+def _works(
+    name: str, arguments: Mapping[str, Any], given: Mapping[str, Any], check: Callable[[Any], str], *, without: str
+) -> bool:
+    """Whether a factory's result passes if one argument is left out."""
+    try:
+        _abstractly(lambda: check(call(name, {key: value for key, value in arguments.items() if key != without}, **given)))
+    except Exception:
+        return False
+    return True
 
 
 def of_optimizer(found: Any) -> str:
-    """Describe the problem with an optimizer factory's result, as the ``check`` of `problems`."""
-    if all(callable(getattr(found, name, None)) for name in ("init", "update")):
-        return ""
-    return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+    """Describe the problem with an optimizer factory's result, as the ``check`` of `problems`.
+
+    It updates a matrix and a vector, since most factories only store their arguments.
+    """
+    if not all(callable(getattr(found, name, None)) for name in ("init", "update")):
+        return f"returned a {type(found).__name__}; expected an optax.GradientTransformation"
+    import jax.numpy as jnp  # here: most configs name no factory
+
+    params = {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}
+    try:
+        found.update(params, found.init(params), params)
+    except Exception as error:
+        raise _TrialError from error
+    return ""
 
 
 def of_schedule(found: Any) -> str:
@@ -115,7 +134,27 @@ def of_schedule(found: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _argument_problem(name: str, key: str, value: Any, allowed: list[str], given: Mapping[str, Any], *, any_key: bool) -> str:
+    if key in given:
+        return f"is {value!r}, which the other fields of optim decide; leave it out"
+    if key not in allowed and not any_key:
+        return f"is no parameter of {name}; {checks.expected(key, [p for p in allowed if p not in given])}"
+    if not _is_plain(value):
+        return f"is {value!r} ({type(value).__name__}); expected numbers, strings, None, and tuples or dictionaries of them"
+    return ""
+
+
+def _type_problem(name: str, value: Any, default: Any) -> str:
+    """Describe a value of another kind than the parameter's default, if it is a bool or number."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return f"is {value!r} ({type(value).__name__}); {name} expects True or False"
+    if type(default) in (int, float) and value is not None and type(value) not in (int, float):
+        return f"is {value!r} ({type(value).__name__}); {name} expects a number"
+    return ""
 
 
 def _is_plain(value: Any) -> bool:
@@ -129,3 +168,12 @@ def _is_plain(value: Any) -> bool:
 def _frozen(value: Any) -> Any:
     """Make tuples of lists, which config.json has for both."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _abstractly(function: Callable[[], str]) -> str:
+    """Call a function whose arrays stay abstract: no device is looked for."""
+    import jax  # here: most configs name no factory
+
+    found: list[str] = []
+    jax.eval_shape(lambda: found.append(function()))
+    return found[0]

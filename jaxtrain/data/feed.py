@@ -43,7 +43,10 @@ def measure(loader: Loader, seconds: float) -> float:
 
 
 def put(host: Mapping[str, Sequence[np.ndarray]], batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows) -> Batch:
-    """Make global arrays of this process's rows, split as ``batch`` is; the rest may differ."""
+    """Make global arrays of this process's rows, split as ``batch`` is; other dimensions are free.
+
+    Each device's rows are one contiguous array: nothing is copied on the host.
+    """
     place = {r: i for i, r in enumerate(rows.ranges)}
     arrays = {}
     for name, x in batch.items():
@@ -74,7 +77,11 @@ def local_values(x: jax.Array) -> list[Any]:
 
 
 class Feed:
-    """Iterates over (position after, batch), ``depth`` ahead. ``waited``: [s] by the consumer."""
+    """Iterates over (position after the batch, batch), made by a thread ``depth`` batches ahead.
+
+    The copies of batch n + 1 overlap step n. The position travels with its batch, because the
+    thread is ahead of it. ``waited``: seconds that the consumer has waited for batches.
+    """
 
     def __init__(self, loader: Loader, batch: Mapping[str, jax.ShapeDtypeStruct], rows: Rows, *, depth: int = 2):
         self.waited = 0.0

@@ -87,7 +87,11 @@ class Data:
         return self.train.bucket_at(index - self.offset)
 
     def next(self, *, unless: Callable[[], Any]) -> Item:
-        """Return the batch of the next step, or an old one of its bucket if ``unless()`` holds."""
+        """Return the batch of the next step.
+
+        If there is none yet and ``unless()`` holds, return an old batch of the bucket that is due,
+        so that this process can take part in the step in which all agree to stop.
+        """
         index = self._step
         bucket = self.bucket_of(index)
         assert self._stream is not None

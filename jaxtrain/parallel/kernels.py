@@ -20,10 +20,11 @@ T = TypeVar("T")
 
 
 def local(shard: Shard, f: Callable[..., T], args: Sequence[Any], axes: Sequence[Axes], out: Any) -> T:
-    """Compute f(*args) on every device's own part; ``out`` has a PartitionSpec for each result.
+    """Compute f(*args) on every device's own part of the arguments, by their logical ``axes``.
 
-    It is not differentiable, as activations of nested shard_maps get a wrong sharding (jax 0.10):
-    define the derivative by `jax.custom_vjp`, or call `differentiable` or `kernel`.
+    ``out`` has a PartitionSpec (by ``shard.spec``) for each result. It is not differentiable, as
+    activations of nested shard_maps get a wrong sharding (jax 0.10): define the derivative by
+    `jax.custom_vjp`, or call `differentiable` or `kernel`.
     """
     return _map(shard, f, args, _specs(shard, args, axes), out)
 

@@ -110,7 +110,11 @@ class Layout(NamedTuple):
     devices: Devices = CPUS
 
     def spec(self, axes: Axes, shape: Sequence[int], *, path: str = "array") -> PartitionSpec:
-        """Return the partition of an array by logical axes. Raises LayoutError, with ``path``."""
+        """Return the partition of an array whose dimensions have the logical names ``axes``.
+
+        Raises LayoutError, with ``path``, for an unknown name, a dimension that does not divide, or
+        a mesh axis that is used twice.
+        """
         if len(axes) != len(shape):
             raise LayoutError(f"{path}: {len(axes)} axes {axes} for the {len(shape)} dimensions of {tuple(shape)}")
         parts: list[str | tuple[str, ...] | None] = []
@@ -208,7 +212,10 @@ def manual_axes() -> set[str]:
 def make_layout(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axis_rules: Mapping[str, str], *, devices: Devices = CPUS
 ) -> Layout:
-    """Make a layout of `AXIS_RULES` with overrides. ``devices`` are of an abstract mesh."""
+    """Make a layout of `AXIS_RULES` with overrides. Raises LayoutError: an unknown mesh axis.
+
+    ``devices``: their kind, for an abstract mesh. Another mesh has its own.
+    """
     merged = {**AXIS_RULES, **axis_rules}
     for axis, rule in merged.items():
         unknown = [name for name in rule.rstrip("?").split(",") if name and name not in MESH_AXES]

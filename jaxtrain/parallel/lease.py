@@ -211,7 +211,11 @@ class Folder:
 
 
 class Lease:
-    """A context: this process holds ``folders`` (paths, URLs of stores), or raises WorkdirError."""
+    """A context: this process holds ``folders`` (paths, URLs of object stores) for its run.
+
+    Entering raises WorkdirError, with the remedy, if another run holds one. ``leave`` is called
+    while another lease expires, and may raise. ``choose`` names a folder for the message.
+    """
 
     def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):
         me, self._leave, self._closed = this_process(), leave, threading.Event()

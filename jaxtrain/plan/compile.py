@@ -35,7 +35,10 @@ class Compiled(NamedTuple):
 
 
 def ask_for_no_chips() -> None:
-    """Set what libtpu would ask a metadata server for. Call it before JAX makes its devices."""
+    """Set the values for which libtpu would ask a metadata server, and let two processes load it.
+
+    Call it before JAX makes its devices. No run can follow in this process.
+    """
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),

@@ -99,15 +99,17 @@ class Product(NamedTuple):
 
 
 class Program:
+    """The computations of a compiled module's text (``compiled.as_text()``)."""
+
     def __init__(self, text: str):
         # A kernel of Pallas has a text of several lines, of which one may begin with "}}".
         parts = re.findall(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}(?!\})", text, re.M | re.S)
         self.bodies = {name: [i for line in body.splitlines() if (i := instruction(line))] for _, name, body in parts}
         self.devices = max((int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])), default=1)
-        self.times: dict[str, int] = {}
-        self.loops: set[str] = set()
-        self.begun: set[str] = set()
-        self.fused: set[str] = set()
+        self.times: dict[str, int] = {}  # computation -> how often a step executes it, if it does
+        self.loops: set[str] = set()  # computations inside of loops
+        self.begun: set[str] = set()  # that begin at one place and are waited for at another
+        self.fused: set[str] = set()  # of a single kernel
         for entry, name, _ in parts:
             if entry:
                 self._visit(name, 1, False)

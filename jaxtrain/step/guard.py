@@ -26,7 +26,11 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
 
 
 class Streak:
-    """Steps skipped in a row: ``broken`` after guard.patience, ``last_good`` the newest before."""
+    """Steps skipped in a row, as the host reads them.
+
+    ``last_good``: the newest accepted step before the streak became too long. ``broken``: whether
+    guard.patience steps in a row were skipped, until `restart`.
+    """
 
     def __init__(self, guard: Guard, *, step: int):
         self._patience = guard.patience

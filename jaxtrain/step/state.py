@@ -45,7 +45,12 @@ def make_abstract(
     task: Task, tx: Optimizer, layout: Layout, fields: Mapping[str, Any], *, batch: int, ema: bool,
     offload: bool = False
 ) -> Abstract:  # fmt: skip
-    """Plan a run of rows ``fields`` (name -> shape, dtype). Raises LayoutError, ValueError."""
+    """Plan a run of rows ``fields``, name -> (shape, dtype), without making an array.
+
+    Raises LayoutError: a dimension that does not divide, by path, or ``offload`` (the optimizer's
+    state in host memory) on devices that cannot reach it; ValueError: the loader and the task
+    disagree about the fields of a batch.
+    """
     if missing := sorted(set(task.axes) - set(fields)):
         raise ValueError(
             f"the task reads the batch fields {missing}, which the loader does not give; it gives {sorted(fields)}"
@@ -162,9 +167,10 @@ def init_state(
     task: Task, tx: Optimizer, abstract: Abstract, key: Key, *,
     start: Callable[[PyTree, PyTree], PyTree] = lambda params, given: params, given: PyTree = ()
 ) -> TrainState:  # fmt: skip
-    """Return the state at step 0, each device making its own part, from donated ``given``.
+    """Return the state at step 0, each device making its own part alone.
 
-    ``start``: (initial parameters, given) -> parameters, for trained and for frozen ones.
+    ``start``: (initial parameters, given) -> parameters, traced, for trained and for frozen ones.
+    What it does not use is not initialised. ``given``: its arrays, which are donated.
     """
     return make_init(task, tx, abstract, start=start)(key, given)
 

@@ -31,10 +31,11 @@ def make_train_step(
     task: Task, tx: Optimizer, layout: Layout, abstract: Abstract, *, accumulate: int, ema: float, guard: Guard,
     seed: int, stage: Hashable = None, records: Callable[[Array], Array] | None = None
 ) -> jax.stages.Wrapped:  # fmt: skip
-    """Jit `train_step` for an abstract state, which is donated, and a ``stage`` of the task.
+    """Jit `train_step` for an abstract state and batch, and a ``stage`` of the task.
 
-    ``records``: int32 number of a step, from 1 -> whether its norms are read. If not, they may be
-    NaN. Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
+    The state is donated, and the new one has its shardings. ``records``: number of a step (int32
+    [], from 1) -> whether its norms are read; in other steps they may be NaN. None = always.
+    Raises LayoutError if a device's rows do not divide into ``accumulate`` microbatches.
     """
     for x in abstract.batch.values():
         rows = x.sharding.shard_shape(x.shape)[0]
@@ -69,10 +70,12 @@ def train_step(
     ema: float, guard: Guard, seed: int, update: update_lib.Update = update_lib.update,
     records: Callable[[Array], Array] | None = None
 ) -> tuple[TrainState, Metrics]:  # fmt: skip
-    """Compute state and metrics of one global batch. All metrics are of this step.
+    """Compute state and metrics of one global batch.
 
-    If ``stop`` (int32 [devices], `abstract_stop`) is not all zero, the step is a no-op. ``update``
-    is of `jaxtrain.step.update.choose`, and ``records`` as of `make_train_step`.
+    Every metric is of this step: none mixes old and new parameters, whose norms are
+    ``param_norm_before`` and ``param_norm_after``. If ``stop`` (int32 [devices], `abstract_stop`)
+    is not all zero, the step is a no-op. ``update`` is the order of writing
+    (`step.update.choose`), and ``records`` as of `make_train_step`.
     """
     variables = state.variables
     key = jax.random.fold_in(jax.random.key(seed), state.step)

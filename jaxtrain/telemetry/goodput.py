@@ -9,6 +9,7 @@ kill loses a few seconds at most. They lie between two starts, in the phase `STO
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -45,6 +46,7 @@ TOTALS: dict[str, Any] = {
     "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
 }  # fmt: skip
 DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
+MAX_LINES = 1000  # of totals, after which all but the last are dropped
 
 
 class Clock:
@@ -141,9 +143,7 @@ class Clock:
                 "host": socket.gethostname(), "pid": os.getpid(), "queued": _queued(self.began, before), **facts,
             }  # fmt: skip
             self._before = totals([*before, _start(head, {})])
-            # The first and the last line of each start stay.
-            jsonl.rewrite(path, [line for pair in _pairs(path) for _, line in pair if line])
-            self._file = jsonl.Appended(path)
+            self._shorten()
         except OSError as error:
             log.warning("goodput is not recorded: %s cannot be written (%s)", path, error.strerror)
             return
@@ -168,8 +168,21 @@ class Clock:
                         log.info("%s", summary(totals(before)))
 
     def _run(self) -> None:
-        while not self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 30.0)):
+        for lines in itertools.count(1):
+            if self._closed.wait(min(max(1.0, (time.perf_counter() - self._zero) / 500), 10.0)):
+                return
             self._write()
+            if lines % MAX_LINES == 0:
+                with contextlib.suppress(OSError, WorkdirError):
+                    self._shorten()
+
+    def _shorten(self) -> None:
+        """Leave the first and the last line of each start, without a kill's incomplete ones."""
+        with self._writing:
+            if self._file and self._file.waiting:
+                return
+            jsonl.rewrite(self._path, [line for pair in _pairs(self._path) for _, line in pair if line])
+            self._file = jsonl.Appended(self._path)
 
     def _write(self) -> None:
         """Append the totals, which wait in memory while a disk is full, unless there is no file."""

@@ -1,26 +1,54 @@
-"""A page on the loopback alone, with an unguessable token."""
+"""A page on the loopback alone, with an unguessable token and a bound on requests at once."""
 
+import contextlib
 import http.server
 import secrets
+import socket
 import sys
+import threading
+from typing import Any
 
+AT_ONCE = 32  # requests. With more, the slowest one is closed
 PATIENCE = 30  # [s] for which a client may be silent
 HOSTS = ("127.0.0.1", "localhost")  # any other name was made to lead to this machine, by a page elsewhere
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves one page to those who give its ``token``. Raises OSError: the port is taken."""
+    """Serves one page. Raises OSError: the port is taken, or not allowed.
+
+    Attributes:
+      token: who asks has to give it.
+    """
 
     daemon_threads = True
 
     def __init__(self, handler: "type[Handler]", port: int = 0):
         """``port``: 0 = one that is free."""
-        self.token = secrets.token_urlsafe(24)
+        self.token, self._lock = secrets.token_urlsafe(24), threading.Lock()
+        self._open: dict[Any, None] = {}  # the requests at hand, the oldest first
         super().__init__((HOSTS[0], port), handler)
 
     @property
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_port}"
+
+    def process_request(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > AT_ONCE else None
+            if oldest:
+                # Else a client that sends a byte now and then would keep others out.
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
 
     def handle_error(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
         """Print the traceback of an error here, but not of a connection that ended."""
@@ -51,4 +79,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """List no requests: their lines hold the token."""
+        """Request are not listed: their lines hold the token."""

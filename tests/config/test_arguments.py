@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxtrain import config
 from jaxtrain.config import ConfigError
 from tests.config.toys import load
 
@@ -26,6 +27,12 @@ def test_errors_of_the_command_line_are_reported_together():
         "did you mean 'configs/toy.py'?",
     ):
         assert part in text
+
+
+def test_an_empty_value_is_a_value():
+    """As a shell passes an empty variable on."""
+    given = config.parse_args(["--config", "toy.py", "--config.resume.path", "", "--config.seed="], find=False)
+    assert given.source == "toy.py" and given.overrides == [("resume.path", ""), ("seed", "")]
 
 
 def test_the_command_line_is_read_without_the_workload(here):

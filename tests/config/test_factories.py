@@ -20,6 +20,9 @@ def number(learning_rate=0.1):
 def broken(size=1):
     raise KeyError("no such size")
 
+def sized(learning_rate, size=1, other=2):
+    return optax.sgd(learning_rate, momentum=size / other)
+
 def pair():
     return lambda step: (step, step)
 
@@ -57,8 +60,13 @@ def test_arguments_are_read_from_the_command_line():
         (["name=own_optim:number"], "name", "returned a float; expected an optax.GradientTransformation"),
         (["name=own_optim:optimizer"], "arguments", "lacks 'strength', which own_optim:optimizer needs"),
         (["name=own_optim:broken"], "arguments", "own_optim:broken failed: KeyError: 'no such size'"),
+        (
+            ["name=own_optim:sized", "arguments.size=3", "arguments.other=0"],
+            "arguments.other",
+            "is 0, and own_optim:sized failed: ZeroDivisionError",
+        ),
         (["name=optax:adamw", "arguments.b1='0.9'"], "arguments.b1", "is '0.9' (str); optax:adamw expects a number"),
-        (["name=optax:adamw", "arguments.mu_dtype=int99"], "arguments", "is {'mu_dtype': 'int99'}, and optax"),
+        (["name=optax:adamw", "arguments.mu_dtype=int99", "arguments.b2=0.9"], "arguments.mu_dtype", "is 'int99', and optax"),
         (
             ["name=optax:adamw", "arguments.nesterov=no"],
             "arguments.nesterov",

@@ -77,7 +77,7 @@ FILES = (
     "encode-audio --out", "train-codec", "report --out", "metrics --out",
 )  # fmt: skip
 FOLDERS = (
-    "detect --out", "embed --out", "index --out", "index --unpack", "probe --out", "benchmark esc10 --out",
+    "detect --out", "embed --out", "index --out", "index --pictures", "index --unpack", "probe --out", "benchmark esc10 --out",
     "prepare --out",
     "generate-audio --out", "prepare-giblet --out", "tokens", "sudoku", "export --out", "lora-to-peft --out",
     "checkpoint export --out", "replay --out", "prove --out",

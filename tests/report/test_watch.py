@@ -1,6 +1,7 @@
 """`jaxtrain watch`: the page of a run in training is shown to clients with the token, and to no
 others."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.commands import watch
+from jaxtrain.telemetry import loopback
 from tests.support.reports import make
 
 pytest.importorskip("plotly")
@@ -67,10 +69,13 @@ def test_requests_without_the_token_are_refused(served):
     assert ask(port, "/token/", host=f"localhost:{port}")[0] == 200
 
 
-def test_unauthenticated_requests_block_no_reader_and_print_nothing(served, capfd):
+def test_unauthenticated_requests_block_no_reader_and_print_nothing(served, monkeypatch, capfd):
     _, port = served
-    with socket.create_connection(("127.0.0.1", port), timeout=30):  # asks for nothing
-        assert ask(port, "/token/version") == (200, "1")
+    monkeypatch.setattr(loopback, "AT_ONCE", 3)
+    with contextlib.ExitStack() as closing:
+        idle = [closing.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(5)]
+        assert ask(port, "/token/version") == (200, "1"), "the oldest of them made way"
+        assert idle[0].recv(1) == b"" and idle[1].recv(1) == b""
     for _ in range(5):  # asks for the page, and does not wait for it
         with socket.create_connection(("127.0.0.1", port)) as rude:
             rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -40,8 +40,10 @@ def find() -> Cluster:
 def meet(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
     """Wait until all processes of a run are present, and compare them (`rendezvous.meet`).
 
-    Raises ClusterError: processes on several hosts have no JAXTRAIN_SECRET; RendezvousError;
-    Stopped: ``leave()`` returned true during the wait for others.
+    ``leave`` is called again and again during the wait, and ends it by returning true. With
+    ``refusal``, the reason for which process 0 cannot begin, all processes raise it. Raises
+    ClusterError: processes on several hosts have no JAXTRAIN_SECRET; RendezvousError: ``refusal``,
+    a taken port, or processes, by number, that are late or differ; Stopped: ``leave()`` was true.
     """
     rendezvous.meet(
         membership.coordinator,
