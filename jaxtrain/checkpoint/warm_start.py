@@ -145,7 +145,11 @@ def match(table: Mapping[str, tuple[tuple[int, ...], Any]], source: Mapping[str,
     Raises WarmStartError with each parameter and array that no rule covers, each shape and dtype
     that differs without one, and each rule that matches nothing.
     """
-    problems, skipped, fresh, notes, missing = (list[str]() for _ in range(5))
+    problems: list[str] = []
+    skipped: list[str] = []
+    fresh: list[str] = []
+    notes: list[str] = []
+    missing: list[str] = []
     tried = _Patterns()
     source = _renamed(source, config.renames, tried, problems)
     loaded: dict[str, Match] = {}
@@ -299,7 +303,9 @@ def _renamed(
 
 def _grid(how: str) -> tuple[int, int, int, int]:
     """Return the sizes in a rule "grid AxB to CxD", which `config.WarmStart` has checked."""
-    a, b, c, d = map(int, RESHAPE.fullmatch(how).groups())  # type: ignore[union-attr]
+    found = RESHAPE.fullmatch(how)
+    assert found is not None, how
+    a, b, c, d = map(int, found.groups())
     return a, b, c, d
 
 

@@ -182,7 +182,7 @@ def collectives(text: str | Program) -> list[Collective]:
         size = sum(math.prod(dims) * bits(dtype) // 8 for dtype, dims in results)
         shapes, within = tuple(dims for _, dims in results), groups(i.line, program.devices)
         times, in_loop = program.times[name], name in program.loops
-        every_collective += [Collective(kind, shapes, size, within, times, in_loop, is_async)]
+        every_collective.append(Collective(kind, shapes, size, within, times, in_loop, is_async))
     return every_collective
 
 

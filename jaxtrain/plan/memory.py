@@ -16,11 +16,7 @@ from loaders.io import machine
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
-    """Return the bytes of one device's part of an array, ``tiled`` as on a TPU.
-
-    A TPU pads the two dimensions that take the least padding to tiles of 8 × 128 words of 32 bits
-    (fewer rows if the array has fewer), and a vector to 128 to 1024 words.
-    """
+    """Return the bytes of one device's part of an array, ``tiled`` as on a TPU."""
     shape, size = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
     return padded(shape, size) if tiled else math.prod(shape) * size
 
