@@ -319,12 +319,14 @@ def test_vorbis_cut_out_of_a_longer_stream_begins_at_its_first_sample():
         (b"OggS" + bytes(100), "cut off"),
         (b"fLaC" + bytes(3), "cut off"),
         (b"\x89PNG\r\n\x1a\n" + bytes(1000), "not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A"),
+        # The first frame of a FLAC file begins as those of AAC in ADTS do.
+        (b"\xff\xf8" + (HERE / "flac_48k_stereo.flac").read_bytes().split(b"\xff\xf8", 1)[1], "not a WAV, FLAC"),
         (corpus.encode(np.zeros(0, np.float32), 8000), "no audio"),
         (corpus.encode(np.array([0, np.nan, 0], np.float32), 8000, "WAV", "FLOAT"), "non-finite"),
     ],
     # The files have names: libsndfile writes the time [s] of creation into a float WAV, and workers
     # must collect the same names.
-    ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "no-samples", "nan"],
+    ids=["empty", "no-chunk", "ogg-cut-off", "flac-cut-off", "png", "flac-frames", "no-samples", "nan"],
 )
 def test_a_recording_that_cannot_be_decoded_names_the_reason(data, message):
     with pytest.raises(ValueError, match=message):

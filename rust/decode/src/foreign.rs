@@ -67,7 +67,14 @@ fn frames(bytes: &[u8]) -> Option<&'static str> {
     let word = u32::from_be_bytes(*bytes.first_chunk()?);
     match word >> 17 & 3 {
         _ if bytes[0] == b'G' && bytes.get(188) == Some(&b'G') => Some("MPEG transport stream"),
-        0 if word >> 20 == 0xfff => Some("AAC in ADTS"),
+        // Frames of FLAC without their file's header begin alike: the second frame of ADTS tells.
+        0 if word >> 20 == 0xfff => {
+            let head = bytes.get(..6)?;
+            let size = usize::from(head[3] & 3) << 11 | usize::from(head[4]) << 3 | usize::from(head[5]) >> 5;
+            let next = bytes.get(size..).unwrap_or(&[]);
+            let is_one = next.len() < 7 || next[0] == 0xff && next[1] & 0xfe == head[1] & 0xfe;
+            (size > 0 && is_one).then_some("AAC in ADTS")
+        }
         2 if word >> 21 == 0x7ff => Some("MPEG layer II"),
         3 if word >> 21 == 0x7ff && word >> 12 & 15 < 15 && word >> 10 & 3 < 3 => Some("MPEG layer I"),
         _ => None,

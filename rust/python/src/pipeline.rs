@@ -51,7 +51,8 @@ impl Pipeline {
             "random" => Short::Random,
             _ => return Err(named("short", short, "origin, start, centre or random")),
         };
-        let (bank, clip) = (FilterBank::or_default(bank), Clip { short, repeat, silence });
+        let bank = FilterBank::or_default(bank);
+        let clip = Clip { short, repeat, silence };
         let block = block.map(|(rows, window)| Block { rows, window });
         #[rustfmt::skip] // as the signature
         let config = Config {

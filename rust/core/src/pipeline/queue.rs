@@ -65,8 +65,8 @@ impl Slot {
 
 impl Queue {
     pub fn new(pool: Arc<Pool>, n_rows: usize, n_batches: Option<u64>, max_slots: usize) -> Self {
-        let (state, work, done) = Default::default();
-        Self { pool, n_rows, n_batches, max_slots, state, work, done }
+        let state = Mutex::new(State::default());
+        Self { pool, n_rows, n_batches, max_slots, state, work: Condvar::new(), done: Condvar::new() }
     }
 
     /// Continues with batch `position`. What was prepared is thrown away.

@@ -33,9 +33,15 @@ pub(super) struct Scratch {
 
 impl Scratch {
     pub fn new(bank: &Arc<FilterBank>) -> Self {
-        let (decoder, resamplers, reader) = Default::default();
-        let (crops, samples, wave) = Default::default();
-        Self { decoder, resamplers, fbank: Fbank::new(bank.clone()), reader, crops, samples, wave }
+        Self {
+            decoder: Decoder::default(),
+            resamplers: Resamplers::default(),
+            fbank: Fbank::new(bank.clone()),
+            reader: Reader::default(),
+            crops: Vec::new(),
+            samples: Vec::new(),
+            wave: Vec::new(),
+        }
     }
 }
 

@@ -131,7 +131,8 @@ impl Flac {
     fn mix(&self, stream: &Stream, stereo: Stereo, channel: Option<u16>, from: usize, out: &mut [f32]) {
         let channels = &self.channels[..usize::from(stream.channels)];
         let samples = |channel: usize| &self.channels[channel][from..];
-        let gain = last_bit(stream) / if channel.is_some() { 1.0 } else { channels.len() as f64 };
+        let summed = if channel.is_some() { 1 } else { channels.len() };
+        let gain = last_bit(stream) / summed as f64;
         // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: nothing is lost compared with float64.
         let exact = stream.bits <= 23 && channel.is_none();
         let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;

@@ -1,5 +1,6 @@
 //! Seek tables of long recordings whose frames had to be walked, kept for all threads of the process.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One frame of so many has its offset in the table: the others are walked from it.
@@ -27,16 +28,25 @@ impl Table {
     }
 }
 
-/// The tables by their recordings' keys, the one that was used last at the end.
-static TABLES: Mutex<Vec<(u128, Arc<Table>)>> = Mutex::new(Vec::new());
+#[derive(Default)]
+struct Tables {
+    by_key: HashMap<u128, (u64, Arc<Table>)>, // and when it was last used
+    clock: u64,
+    bytes: usize,
+}
+
+/// There may be 200,000 of the shortest recordings that get one: a list would be searched for each crop, under the lock.
+static TABLES: Mutex<Option<Tables>> = Mutex::new(None);
 
 /// The table of a recording that was walked before.
 pub fn find(bytes: &[u8]) -> Option<Arc<Table>> {
+    let key = key(bytes); // before the lock: the file may have to be read for it
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = key(bytes);
-    let i = tables.iter().position(|(of, _)| *of == key)?;
-    tables[i..].rotate_left(1);
-    tables.last().map(|(_, table)| table.clone())
+    let tables = tables.as_mut()?;
+    tables.clock += 1;
+    let (used, table) = tables.by_key.get_mut(&key)?;
+    *used = tables.clock;
+    Some(table.clone())
 }
 
 /// Keeps the table of a recording with these frames; the one that was not used for longest makes room.
@@ -45,15 +55,18 @@ pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
     let table = Arc::new(Table { n: frames.len(), offsets });
     let key = key(bytes);
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    tables.retain(|(of, _)| *of != key);
-    tables.push((key, table.clone()));
-    let mut kept = 0;
-    let fits = tables.iter().rev().take_while(|(_, table)| {
-        kept += table.bytes();
-        kept <= KEPT
-    });
-    let drop = tables.len() - fits.count();
-    tables.drain(..drop);
+    let tables = tables.get_or_insert_with(Tables::default);
+    tables.clock += 1;
+    tables.bytes += table.bytes();
+    if let Some((_, old)) = tables.by_key.insert(key, (tables.clock, table.clone())) {
+        tables.bytes -= old.bytes();
+    }
+    while tables.bytes > KEPT {
+        let Some(oldest) = tables.by_key.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key) else { break };
+        if let Some((_, old)) = tables.by_key.remove(&oldest) {
+            tables.bytes -= old.bytes();
+        }
+    }
     table
 }
 
