@@ -69,11 +69,12 @@ def _is_compiling() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names. Return its exit code."""
     with _plain_output():
         try:
             code = _named(list(sys.argv[1:] if argv is None else argv))
         finally:  # also if a parser ends it: the reader of a pipe may be gone by the time of this write
-            unwritten = arguments.run(lambda: _say(""))
+            unwritten = arguments.run(_flush)
         return code or unwritten
 
 
@@ -123,11 +124,12 @@ def _own_workload(argv: list[str]) -> list[str]:
 
 def _run(command: Command, argv: Sequence[str], workload: str) -> int:
     try:
-        from jaxtrain.commands import installation
+        if not arguments.asks_for_help(argv):
+            from jaxtrain.commands import installation
 
-        if not arguments.asks_for_help(argv) and (wrong := installation.problem(argv, caches=command.caches)):
-            arguments.report(wrong)
-            return arguments.MISTAKE
+            if wrong := installation.problem(argv, caches=command.caches):
+                arguments.report(wrong)
+                return arguments.MISTAKE
         try:
             module = importlib.import_module(command.module)
         except ModuleNotFoundError as error:
@@ -150,14 +152,21 @@ def _commit() -> str:
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # without git
-        return f" (commit {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()})"
-    return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # without git
+        return ""
+    return f" (commit {done.stdout.strip()})"
 
 
 def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _flush() -> int:
     if sys.stdout:
-        print(text, end="\n" if text else "", flush=True)
+        sys.stdout.flush()
     return 0
 
 

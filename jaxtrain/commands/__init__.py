@@ -39,7 +39,10 @@ class CommandError(UserError, ValueError):
 
 
 def table(*others: str) -> dict[str, Command]:
-    """Every command by its name: the trainer's, the shipped workloads' and those of ``others``.
+    """Every command by its name, in the order of the listing.
+
+    They are the trainer's, the shipped workloads' and those of ``others``: dotted names of
+    workloads that the user named.
 
     Raises CommandError: a workload has a command whose name is taken; ImportError: a workload
     cannot be imported.

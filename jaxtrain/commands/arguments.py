@@ -54,8 +54,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         args = sys.argv[1:] if args is None else args
-        subparsers = (a.choices.items() for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        parser = next((parser for actions in subparsers for name, parser in actions if name in args), self)
+        subparsers: dict[str, argparse.ArgumentParser] = {}  # of its actions (`jaxtrain checkpoint verify`)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                subparsers |= action.choices
+        parser = next((subparsers[name] for name in subparsers if name in args), self)
         if asks_for_help(args):
             parser.print_help()
             self.exit()
@@ -144,6 +147,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def integer(text: str, low: int, high: float, expected: str) -> int:
+    """Parse an integer from ``low`` to ``high``. ``expected``: the bounds in words, for errors."""
     try:
         value = int(text)
     except ValueError:
@@ -153,11 +157,13 @@ def integer(text: str, low: int, high: float, expected: str) -> int:
     return value
 
 
+# Types of arguments: a number that counts something, and a seed, which has 32 bits.
 positive = functools.partial(integer, low=1, high=math.inf, expected="of at least 1")
 seed = functools.partial(integer, low=0, high=(1 << 32) - 1, expected=f"from 0 to {(1 << 32) - 1}")
 
 
 def report(text: object) -> None:
+    """Print a mistake on stderr."""
     print(f"error: {text}", file=sys.stderr)
 
 
@@ -184,15 +190,16 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     except KeyboardInterrupt:
         report("interrupted")
         return INTERRUPTED
+    except MemoryError as error:  # before anything is imported
+        text = f": {error}" if str(error) else ""
+        report(f"there is not enough memory{text}; give this process more, or it less to do")
+        return MISTAKE
     except Exception as error:
         from loaders.io import atomic_write
 
         is_mistake = isinstance(error, (checks.UserError, *mistakes))
         path = getattr(error, "filename", None)
-        if isinstance(error, MemoryError):
-            text = f": {error}" if str(error) else ""
-            report(f"there is not enough memory{text}; give this process more, or it less to do")
-        elif atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
+        if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
             why = os.strerror(errno.ENOSPC)
             report(f"{path or 'a file'} could not be written: {why}; free some space, then rerun the command")
         elif is_mistake:
@@ -207,6 +214,8 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
 
 
 def reported(command: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a function that returns an exit code, to report mistakes as `run` does."""
+
     @functools.wraps(command)
     def reporting(*args: P.args, **kwargs: P.kwargs) -> int:
         return run(functools.partial(command, *args, **kwargs))

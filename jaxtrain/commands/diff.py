@@ -11,11 +11,12 @@ the runs are identical as far as both came, else with 1.
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxtrain.commands import arguments
-from jaxtrain.telemetry.report import run as run_lib
-from jaxtrain.telemetry.report import steps
-from jaxtrain.telemetry.report.run import Run
+
+if TYPE_CHECKING:
+    from jaxtrain.telemetry.report.run import Run
 
 
 @arguments.reported
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.Parser("jaxtrain diff", __doc__)
     parser.add_argument("runs", metavar="RUN", nargs=2, help="a run's workdir")
     args = parser.parse_args(argv)
+
+    from jaxtrain.telemetry.report import run as run_lib
+    from jaxtrain.telemetry.report import steps
 
     first, second = map(run_lib.open_run, args.runs)
     compared = steps.Compared(steps.read(first), steps.read(second))
@@ -33,21 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _settings(a: Run, b: Run) -> list[str]:
+def _settings(a: "Run", b: "Run") -> list[str]:
     """Return the fields of the configs, and the facts of the newest starts, that differ."""
     from jaxtrain.arrays import saved_steps
 
-    one, other = (run.starts[-1].facts if run.starts else {} for run in (a, b))
-    changes = [("config", *one) for one in saved_steps.changes(a.config, b.config) if one[0] != "workdir"]
+    facts_a, facts_b = (run.starts[-1].facts if run.starts else {} for run in (a, b))
+    changes = [("config", *change) for change in saved_steps.changes(a.config, b.config) if change[0] != "workdir"]
     changes += [
-        ("start", *one) for one in saved_steps.changes(one, other) if one[0].partition(".")[0] not in ("source", "overrides")
+        ("start", *change)
+        for change in saved_steps.changes(facts_a, facts_b)
+        if change[0].partition(".")[0] not in ("source", "overrides")
     ]
     why = "config.json is missing or cannot be read, so no field is compared"
     unread = [f"{run.name}: {why}" for run in (a, b) if not run.config]
     return unread + [f"{kind}.{name}: {old} → {new}" for kind, name, old, new in changes]
 
 
-def _arrays(a: Run, b: Run) -> list[str]:
+def _arrays(a: "Run", b: "Run") -> list[str]:
     """Return the arrays that differ in the first checkpoints of one step that are not equal."""
     from jaxtrain.arrays import saved_steps, source
 
@@ -61,7 +67,9 @@ def _arrays(a: Run, b: Run) -> list[str]:
             x, y = one[path], other[path]
             if x.shape != y.shape:
                 lines.append(f"  {path}: its shape is {list(x.shape)} and {list(y.shape)}")
-            elif not (found := saved_steps.Difference(x, y)).equal:
+                continue
+            found = saved_steps.Difference(x, y)
+            if not found.equal:
                 share = found.unequal / max(math.prod(x.shape), 1)
                 lines.append(f"  {path}: {share:.2%} of its values differ, by {found.largest:.3g} at most")
         if lines or one.keys() != other.keys():

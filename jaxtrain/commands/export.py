@@ -66,21 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="with --push: a model that is new is seen by its owner alone")
     arguments.add_workload(parser)
     args = parser.parse_args(argv)
-    for wrong, text in (
-        ((args.run is None) == (args.reverse is None), "give either RUN or --reverse DIR"),
-        (not args.out and (args.reverse or not args.push), "the following arguments are required: --out"),
-        (args.push and args.reverse, "--push uploads an export, and --reverse makes none; omit one of them"),
-        (args.format and (args.reverse or not args.out), "--format belongs to an export of RUN to --out DIR"),
-        (args.private and not args.push, "--private belongs to --push"),
-    ):
-        if wrong:
-            parser.error(text)
-    needs = [(f"--format {name}", package, f"'jaxtrain[{package}]'") for name in args.format
-             for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()} - {""}]  # fmt: skip
-    for option, package, what in [*needs, *[("--push", "huggingface_hub", "huggingface_hub")] * bool(args.push)]:
-        if missing := arguments.missing(package, f"pip install {what}"):
-            arguments.report(f"{option}: {missing}")
-            return arguments.MISTAKE
+    if (args.run is None) == (args.reverse is None):
+        parser.error("give either RUN or --reverse DIR")
+    if not args.out and (args.reverse or not args.push):
+        parser.error("the following arguments are required: --out")
+    if args.push and args.reverse:
+        parser.error("--push uploads an export, and --reverse makes none; omit one of them")
+    if args.format and (args.reverse or not args.out):
+        parser.error("--format belongs to an export of RUN to --out DIR")
+    if args.private and not args.push:
+        parser.error("--private belongs to --push")
+    for name in args.format:
+        for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
+            if package and (wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")):
+                arguments.report(f"--format {name}: {wrong}")
+                return arguments.MISTAKE
+    if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
+        arguments.report(f"--push: {wrong}")
+        return arguments.MISTAKE
     return _export(args)
 
 
@@ -95,10 +98,12 @@ def _export(args: argparse.Namespace) -> int:
         line = safetensors.reverse(args.reverse, args.out)
     else:
         dtype = safetensors.SHORT[args.dtype] if args.dtype else None
-        options = {name: getattr(args, name) for name in ("step", "ema", "only", "shard_size", "base", "license")}
-        line = safetensors.export(args.run, args.out, **options, dtype=dtype, named=args.workload, formats=args.format)
-    seconds, peak = time.perf_counter() - began, machine.peak_memory()
-    print(f"{line}; {seconds:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
+        line = safetensors.export(
+            args.run, args.out, step=args.step, ema=args.ema, only=args.only, dtype=dtype, shard_size=args.shard_size,
+            named=args.workload, base=args.base, formats=args.format, license=args.license,
+        )  # fmt: skip
+    peak = machine.peak_memory()
+    print(f"{line}; {time.perf_counter() - began:.1f} s, at most {peak / 1e6:.0f} MB of host memory")
     if args.push:
         print(hub.push(args.out, args.push, private=args.private))
     return 0

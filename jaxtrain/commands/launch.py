@@ -23,7 +23,6 @@ jobs.jsonl lists the jobs:
 """
 
 import argparse
-import io
 import json
 import os
 import pathlib
@@ -307,19 +306,20 @@ def _status(workdir: str) -> int:
 def _tail(workdir: str) -> int:
     job = _jobs(workdir)[-1]["job"]
     _check_installed(*ASKED)
-    read, active = 0, True
-    while active:
-        active = state_of(job)["JobState"] in ACTIVE
-        try:
-            path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")
-            with files.regular(path) if path.exists() else io.BytesIO() as file:
-                file.seek(read)
-                while text := file.read(PIECE):
-                    read += len(text)
-                    sys.stdout.write(text.decode(errors="replace"))
-        except files.FileError as error:
-            raise LaunchError(str(error)) from error
-        sys.stdout.flush()
-        if active:
+    read = 0
+    try:
+        path = files.inside(pathlib.Path(workdir), f"slurm/{job}_0_log.out")
+        while True:
+            active = state_of(job)["JobState"] in ACTIVE
+            if path.exists():
+                with files.regular(path) as file:
+                    file.seek(read)
+                    while text := file.read(PIECE):
+                        read += len(text)
+                        sys.stdout.write(text.decode(errors="replace"))
+                sys.stdout.flush()
+            if not active:
+                return 0
             time.sleep(1)
-    return 0
+    except files.FileError as error:
+        raise LaunchError(str(error)) from error

@@ -27,9 +27,6 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
-from jaxtrain.telemetry.report import run as run_lib
-from jaxtrain.telemetry.report import steps
-from jaxtrain.telemetry.report.run import RunError
 
 DEMO = "xcm"  # makes its own data
 FIELDS = {"metrics.every": "1", "metrics.digest": "true", "train.eval_every": "0"}
@@ -63,6 +60,8 @@ def _minutes(text: str) -> float:
 
 
 def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path) -> int:
+    from jaxtrain.telemetry.report.run import RunError
+
     given = given or [f"--config={DEMO}"]
     fields = FIELDS | {"train.steps": str(args.steps), "checkpoint.every": str(max(args.steps // 12, 1))}
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
@@ -96,6 +95,8 @@ def _prove(given: Sequence[str], args: argparse.Namespace, folder: pathlib.Path)
 
 def _train(command: Sequence[str], workdir: pathlib.Path) -> None:
     """Start a run or start it again, to its end. Raises RunError with the end of its output."""
+    from jaxtrain.telemetry.report.run import RunError
+
     done = subprocess.run([*command, f"--config.workdir={workdir}"], capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"a run ended with code {done.returncode}:\n{(done.stderr or done.stdout)[-1000:].strip()}")
@@ -120,12 +121,16 @@ def _killed(command: Sequence[str], workdir: pathlib.Path, seconds: float, *, af
 
 
 def _step(workdir: pathlib.Path) -> int:
+    from jaxtrain.telemetry.report import run as run_lib
+
     return run_lib.open_run(str(workdir)).step if (workdir / "metrics.jsonl").exists() else 0
 
 
 def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
     """Whether two runs agree in each recorded step and the last checkpoint, and a line on it."""
     from jaxtrain.arrays import saved_steps, source
+    from jaxtrain.telemetry.report import run as run_lib
+    from jaxtrain.telemetry.report import steps
 
     a, b = (steps.read(run_lib.open_run(str(path))) for path in (whole, again))
     compared = steps.Compared(a, b)

@@ -30,13 +30,14 @@ import os
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
-from jaxtrain.telemetry.report import run as run_lib
-from jaxtrain.telemetry.report import steps
-from jaxtrain.telemetry.report.run import Run, RunError
 from loaders.io.checks import UserError
+
+if TYPE_CHECKING:
+    from jaxtrain.telemetry.report.run import Run
+    from jaxtrain.telemetry.report.steps import Steps
 
 SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
 
@@ -89,6 +90,8 @@ def _mesh(text: str) -> tuple[int, int, int]:
 
 def _replay(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
+    from jaxtrain.telemetry.report import run as run_lib
+    from jaxtrain.telemetry.report import steps
 
     run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
@@ -122,7 +125,9 @@ def _replay(args: argparse.Namespace) -> int:
     return 0 if compared.steps and compared.differs is None else 1
 
 
-def _refuse(args: argparse.Namespace, run: Run, recorded: steps.Steps, until: int) -> None:
+def _refuse(args: argparse.Namespace, run: "Run", recorded: "Steps", until: int) -> None:
+    from jaxtrain.telemetry.report.run import RunError
+
     first, last = min(recorded.values["loss"]), max(recorded.values["loss"])
     if until < first:
         raise RunError(f"{args.run} has recorded its steps from {first} on; choose --step or --until from there")
@@ -133,8 +138,13 @@ def _refuse(args: argparse.Namespace, run: Run, recorded: steps.Steps, until: in
         raise RunError(f"{every}, and none from step {args.step} to {until}; add --until STEP")
 
 
-def _begin(args: argparse.Namespace, run: Run, out: pathlib.Path, until: int) -> None:
-    """Make the workdir of the replay, with the newest checkpoint before its step."""
+def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) -> None:
+    """Make the workdir of the replay, with the newest checkpoint before its step.
+
+    A checkpoint that the run deletes meanwhile is passed over. Raises RunError.
+    """
+    from jaxtrain.telemetry.report.run import RunError
+
     if out.exists():
         raise RunError(f"{out} exists; remove it, or choose another --out")
     if out.resolve().is_relative_to(run.path.resolve()):
@@ -189,7 +199,7 @@ def _check(args: argparse.Namespace, out: str, expected: str, data: Any, offset:
         dissect.kept(dissect.names(index, data.rows.batch), args.without)
 
 
-def _compiler(run: Run, step: int) -> dict[str, Any]:
+def _compiler(run: "Run", step: int) -> dict[str, Any]:
     """Return the compiler's options of the run that its number of CPU cores made others."""
     from jaxtrain.compile import xla_options
     from loaders.io import machine
@@ -201,18 +211,18 @@ def _compiler(run: Run, step: int) -> dict[str, Any]:
     return {} if theirs == own else theirs
 
 
-def _start(run: Run, step: int) -> Any:
+def _start(run: "Run", step: int) -> Any:
     starts = [start for start in run.starts if start.first < step] or run.starts[:1]
     return starts[-1] if starts else None
 
 
-def _of_start(run: Run, step: int, name: str) -> int:
+def _of_start(run: "Run", step: int, name: str) -> int:
     start = _start(run, step)
     found = start.facts.get(name) if start else 0
     return found if type(found) is int and 0 < found < 100_000 else 0
 
 
-def _otherwise(run: Run, made: Run, step: int) -> list[str]:
+def _otherwise(run: "Run", made: "Run", step: int) -> list[str]:
     """List the versions, devices, cores and sizes of the mesh that differ from the run's."""
     from jaxtrain.arrays import saved_steps
 
@@ -229,7 +239,7 @@ def _otherwise(run: Run, made: Run, step: int) -> list[str]:
     return [f"{'; '.join(changes)}: so bits need not agree"] if changes else []
 
 
-def _write_page(args: argparse.Namespace, config: Any, run: Run, lines: list[str]) -> None:
+def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[str]) -> None:
     import jax
 
     from jaxtrain import dissect
@@ -257,7 +267,7 @@ def _write_page(args: argparse.Namespace, config: Any, run: Run, lines: list[str
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, step {args.step}; open it in a browser")
 
 
-def _kept(run: Run) -> dict[int, pathlib.Path]:
+def _kept(run: "Run") -> dict[int, pathlib.Path]:
     found: dict[int, pathlib.Path] = run.checkpoints()
     if (other := run.setting("resume.path", "")) and run.starts:
         path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
@@ -267,6 +277,8 @@ def _kept(run: Run) -> dict[int, pathlib.Path]:
 
 def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
     """Make a workdir with links to a checkpoint's files. False if one was deleted meanwhile."""
+    from jaxtrain.telemetry.report.run import RunError
+
     try:
         shutil.copytree(saved, out / "checkpoints" / saved.name, copy_function=_link_file)
         saved.stat()
@@ -290,10 +302,11 @@ def _link_file(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _config(run: Run, out: pathlib.Path, args: argparse.Namespace) -> Any:
+def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
     """Return the run's config with its own workdir, all steps recorded, and a page's checkpoint."""
     from jaxtrain import config as config_lib
     from jaxtrain.arrays import run_workload
+    from jaxtrain.telemetry.report.run import RunError
 
     if not run.config:
         why = "is missing or cannot be read; put it back, since a replay needs the run's config"

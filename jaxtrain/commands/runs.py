@@ -19,12 +19,13 @@ import pathlib
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands import arguments
-from jaxtrain.telemetry import console, goodput
-from jaxtrain.telemetry.report import run as run_lib
-from jaxtrain.telemetry.report.run import Run
+from jaxtrain.telemetry import console
+
+if TYPE_CHECKING:
+    from jaxtrain.telemetry.report.run import Run
 
 PATIENCE = 10  # [s] for an answer of SLURM
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(folder: str, metric: str, as_json: bool) -> int:
+    from jaxtrain.telemetry.report import run as run_lib
+
     top = pathlib.Path(folder)
     runs, launched = run_lib.find(top)
     if (above := top.resolve().parent / run_lib.LAUNCHED).is_dir():
@@ -72,7 +75,9 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
     return 0
 
 
-def _row(run: Run, metric: str) -> dict[str, Any]:
+def _row(run: "Run", metric: str) -> dict[str, Any]:
+    from jaxtrain.telemetry import goodput
+
     score, share = run.score(metric), goodput.goodput(run.seconds)
     return {
         "run": run.name, "workdir": str(run.path), "state": run.state, "step": run.step, "steps": run.steps,
@@ -95,6 +100,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def size(n: float) -> str:
+    """Format a number of bytes, for example 1.2 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
@@ -112,6 +118,8 @@ def _waiting(launched: list[pathlib.Path]) -> set[str]:
     for folder in launched:
         with contextlib.suppress(launch.LaunchError):  # `jaxtrain launch --status` reports the error
             jobs |= {os.path.realpath(job["workdir"]): job["job"] for job in launch._jobs(str(folder))}
+    if not jobs:
+        return set()
     command = ["squeue", "--noheader", "--array", "--states=PENDING", "--format=%i"]
     try:
         pending = set(subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout.split())

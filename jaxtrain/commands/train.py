@@ -87,12 +87,15 @@ def _train(given: config.Arguments) -> int:
     except UserError as error:
         arguments.report(error)
         return arguments.MISTAKE
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or resolved is None:
+            raise
+        where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
+        arguments.report(f"{where}; free some space, then rerun the same command to resume")
+        return arguments.MISTAKE
+    except RuntimeError as error:
         reason = arguments.homeless(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and resolved is not None:
-            where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
-            reason = f"{where}; free some space, then rerun the same command to resume"
-        elif "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
+        if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
             reason = f"a device has too little memory: {first_line(error)}; the same command with --plan names remedies"
         if not reason:
             raise

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.telemetry import loopback
-from jaxtrain.telemetry.report import run as run_lib
 from loaders.io.checks import UserError
 
 REST = 9  # times as long as a page took, until it is made again: that of a million records takes seconds
@@ -38,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         server = Server(pages, args.port)
     except OSError as error:
+        from jaxtrain.telemetry.report.run import RunError
+
         why = f"port {args.port} of 127.0.0.1 cannot be used: {error.strerror}"
-        raise run_lib.RunError(f"{why}; choose another --port") from error
+        raise RunError(f"{why}; choose another --port") from error
     with server:
         print(f"{server.address}   (Ctrl-C ends)", flush=True)
         try:
@@ -63,6 +64,7 @@ class Pages:
     def current(self) -> tuple[bytes, int]:
         """Return the page, and a number that rises when it changes. Raises UserError."""
         from jaxtrain.telemetry.report import page
+        from jaxtrain.telemetry.report import run as run_lib
 
         with self._lock:
             if (began := time.monotonic()) < self._until:

@@ -18,7 +18,10 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def plain(text: str) -> str:
-    """Escape control characters of ``text``, except a carriage return at its beginning."""
+    """Escape control characters of ``text`` (\\u001b), except a carriage return at its beginning.
+
+    A name in a file from elsewhere may hold anything.
+    """
     back = "\r" if text.startswith("\r") else ""
     return back + STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text[len(back) :])
 
@@ -107,8 +110,9 @@ def _is_of_a_save(record: logging.LogRecord) -> bool:
 
 
 def start_console(*, process: int = 0, folder: str = "") -> Console:
-    """Route logging, ours from INFO on, through a console, which only process 0 has.
+    """Route logging through a console, which only process 0 has.
 
+    It takes ours from INFO on, and everybody's from WARNING on.
     With ``folder``, every process also logs into ``folder``/process-N.log, with the time.
     """
     console = Console() if process == 0 else Console(open(os.devnull, "w"))
@@ -158,8 +162,8 @@ def progress_line(
 ) -> str:
     """Return the text of the progress line.
 
-    ``terms``: of the loss, by name. ``slowest``: the loader's slowest stage, named after a long
-    wait.
+    ``terms``: of the loss, by the metrics' names. ``slowest``: the loader's slowest stage, which is
+    named after a long wait.
     """
     each = " + ".join(f"{name.removesuffix('_loss')} {value:.4f}" for name, value in (terms or {}).items())
     why = [f"most in {slowest}"] if slowest else []

@@ -68,6 +68,7 @@ def is_known(workload: str) -> bool:
 
 
 def of_workload(name: str) -> tuple[Entry, ...]:
+    """Return the entries of a workload, () of one that is not known."""
     return workload_lib.of(name).get("glossary") if is_known(name) else ()
 
 

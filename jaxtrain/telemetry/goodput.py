@@ -46,7 +46,7 @@ TOTALS: dict[str, Any] = {
     "timed": 0, "total": 0.0, "squares": 0.0, "longest": 0.0, "blocked": 0.0,
 }  # fmt: skip
 DATA = "data"  # in the totals, and then a fact of the start: the digest of the data
-MAX_LINES = 1000  # of totals, after which all but the last are dropped
+MAX_LINES = 1000  # of totals, after which all but the last are dropped: else a start of some weeks has `MAX_BYTES`
 
 
 class Clock:
@@ -91,9 +91,11 @@ class Clock:
         self._write()
 
     def reads(self, data: str) -> None:
+        """Record which data this start reads, by their digest."""
         self._data = {DATA: data}
 
     def steps(self, step: int) -> None:
+        """Begin the steps after ``step``."""
         self.switch(AGAIN if step < self._highest else STEPS)
         self._totals["step"], self._read_at = step, math.nan
         self._first = step if self._first is None else self._first
@@ -227,6 +229,7 @@ class Start:
 
     @property
     def deviation(self) -> float:
+        """Standard deviation of a step's time [s]."""
         mean = self.total / self.timed if self.timed else math.nan
         return math.sqrt(max(self.squares / self.timed - mean * mean, 0.0)) if self.timed else math.nan
 
@@ -297,8 +300,11 @@ def totals(each: Iterable[Start]) -> dict[str, float]:
 
 
 def of_run(processes: Mapping[int, Sequence[Start]]) -> dict[str, float]:
-    each = [totals(starts) for starts in processes.values()]
-    return {phase: s for phase in PHASES if (s := sum(seconds.get(phase, 0.0) for seconds in each)) > 0}
+    """Phase -> seconds, added over all processes."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for each in processes.values():
+        seconds.update(totals(each))
+    return {phase: seconds[phase] for phase in PHASES if seconds[phase] > 0}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:

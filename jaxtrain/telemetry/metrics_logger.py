@@ -42,6 +42,7 @@ class MetricsLogger:
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext, *, first: int, peak: tuple[float, str]):
+        """``peak``: `metrics.peak_flops`."""
         config, task = assembly.config, assembly.task
         self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
         self._everywhere = assembly.layout.replicated()
@@ -97,7 +98,9 @@ class MetricsLogger:
         self._meter.begin(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
-        """Read the step before this one, and keep this one. True when that step agreed to stop.
+        """Read the step before this one, and keep this one.
+
+        True when that step agreed to stop: it changed nothing.
 
         ``state``: after this step, for its digest, computed before the next step takes its place.
         """
@@ -116,7 +119,8 @@ class MetricsLogger:
         if not self._pending:
             return False
         (out, item, digested), self._pending = self._pending, None
-        step, began = item.step, time.perf_counter()
+        step = item.step
+        began = time.perf_counter()
         record = metrics.mean([out])
         self._process.clock.read(step, time.perf_counter() - began)
         self._process.beat(f"step {step + 1}")
@@ -192,6 +196,7 @@ class MetricsLogger:
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 
     def saved(self, step: int, saved: Saved) -> None:
+        """Write how long the loop waited for a save."""
         steps = saved.seconds / self._meter.seconds_per_step
         self._write(step, "save", {"seconds": saved.seconds, "steps": steps, "failures": saved.failures})
         self._process.beat(f"step {step + 1}")

@@ -50,7 +50,9 @@ class Writer(Protocol):
 
 
 class JsonlWriter(Writer):
-    """A file of records in the workdir, continued after ``step``. Others are moved to its .odd.
+    """A file of records in the workdir, continued after ``step``.
+
+    Lines that are no records are moved to its neighbour .odd.
 
     ``reached``: split -> the last step that was written before, also after ``step``. Raises
     WorkdirError: something else than a file has that name, or the file is gone when it is written
@@ -153,7 +155,9 @@ class WandbWriter(Writer):
 
 
 class MlflowWriter(Writer):
-    """An MLflow run whose id is kept in workdir/mlflow_id, sent in the background.
+    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI.
+
+    It is sent in the background.
 
     ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
     """
@@ -268,8 +272,9 @@ class Lines:
     """Lines of evaluations by `write_lines`. What a full disk refuses waits in memory."""
 
     def __init__(self, workdir: str):
-        self._workdir, self._warned = workdir, False
+        self._workdir = workdir
         self._waiting: list[tuple[str, int, Sequence[Mapping[str, Any]]]] = []
+        self._warned = False
 
     def write(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         self._waiting.append((name, step, lines))
@@ -281,13 +286,14 @@ class Lines:
             while self._waiting:
                 write_lines(self._workdir, *self._waiting[0])
                 self._waiting.pop(0)
+            self._warned = False
         except OSError as error:
             if error.errno not in FULL:
                 raise
             if not self._warned:
                 path = os.path.join(self._workdir, self._waiting[0][0])
                 log.error("%s cannot be written (%s); its lines are kept in memory until it can", path, error.strerror)
-        self._warned = bool(self._waiting)
+            self._warned = True
 
     def close(self) -> None:
         self.flush()

@@ -142,3 +142,19 @@ def test_the_records_of_runs_become_one_table(tmp_path, capsys):
     (b / "metrics.jsonl").write_text("")
     assert cli.main(["metrics", str(b), "--out", str(tmp_path / "n.parquet")]) == 2
     assert "no record in metrics.jsonl" in capsys.readouterr().err and not (tmp_path / "n.parquet").exists()
+
+
+def test_digests_that_cannot_be_read_are_named_and_not_passed_over(tmp_path, capsys):
+    first, second = (make(tmp_path / name) for name in ("first", "second"))
+    assert cli.main(["diff", str(first), str(second)]) == 0, "without digests"
+    (second / "digests.jsonl").mkdir()
+    assert cli.main(["diff", str(first), str(second)]) == 2
+    assert "digests.jsonl" in capsys.readouterr().err
+
+
+def test_commands_that_read_runs_import_slow_packages_after_their_arguments():
+    for command in ("diff", "prove", "replay", "runs"):
+        seen = "print([name for name in ('numpy', 'pyarrow', 'jax') if name in sys.modules])"
+        code = f"import sys; from jaxtrain.commands import {command}; {seen}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n", command

@@ -27,6 +27,7 @@ Z = 1.959964  # of a normal distribution's 95 %
 
 
 def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
+    """Return the line of counts, which `jaxtrain.types.COUNTS` describes."""
     rows, right, answers = np.rint(counts).astype(int)
     found: dict[str, Any] = {"n": int(rows.sum()), "classes": len(rows)}
     if confusions is not None:
@@ -42,7 +43,9 @@ def line(counts: np.ndarray, confusions: np.ndarray | None) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    return {record["step"]: record for record in sorted(run_lib.objects(path), key=lambda r: r["step"]) if _is_line(record)}
+    """Step -> its line, by step. Lines that are none are left out."""
+    found = {record["step"]: record for record in run_lib.objects(path) if _is_line(record)}
+    return {step: found[step] for step in sorted(found)}
 
 
 def _is_line(record: Mapping[str, Any]) -> bool:
@@ -168,8 +171,9 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
     for i in chosen:
         cells = []
         for j in chosen:
-            count, kind = counts.get((i, j), 0), "hit" if i == j else "miss"
+            count = counts.get((i, j), 0)
             share = count / rows[i] if rows[i] else 0.0
+            kind = "hit" if i == j else "miss"
             cells.append(f'<td class="{kind}" style="--s:{70 * math.sqrt(share):.0f}%">{count}</td>' if count else "<td></td>")
         body.append(f'<tr><th scope="row">{esc(called[i][:24])}</th>{"".join(cells)}</tr>')
     which = "" if len(chosen) == record["classes"] else f"the {len(chosen)} classes that are confused most; "

@@ -21,10 +21,11 @@ def section(runs: Sequence[Run], scores: Sequence[Score | None], charts: list[di
     columns = [("run", ""), ("state", ""), ("step", "n"), (f"best {name}", "n"), ("last", "n")]
     rows = []
     for i in ranked(scores):
-        score, name_of = shown[i], f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}'
+        score = shown[i]
+        called = f'<span class="swatch run{i % 8}"></span>{esc(runs[i].name)}'
         best_and_last = (number(score.best), number(score.last)) if score else ("–", "–")
         settings = (esc(short(differ[field][str(i)])) for field in fields)
-        rows.append([name_of, runs[i].state, f"{runs[i].step:,}", *best_and_last, *settings])
+        rows.append([called, runs[i].state, f"{runs[i].step:,}", *best_and_last, *settings])
     ranking = table([*columns, *((field, "code") for field in fields)], rows)
     more = f"<p class='soft'>{len(differ) - 40} more fields differ.</p>" if len(differ) > 40 else ""
     none = "" if differ else "<p class='soft'>Their configs are equal.</p>"
@@ -47,6 +48,7 @@ def _parallel(
     scores: Sequence[Score | None],
     charts: list[dict[str, Any]],
 ) -> str:
+    """Parallel coordinates of the fields that a sweep varied, and the score."""
     name, sign = next(((s.name, s.sign) for s in scores if s), ("", 1))
     chosen = [i for i, score in enumerate(scores) if score and score.name == name]
     if len(chosen) < 3:

@@ -18,6 +18,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return a time as a page shows it, for example 2 h 05 min."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 60:
@@ -28,6 +29,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: object) -> str:
+    """Return a value of a config, on a line."""
     text = value if isinstance(value, str) else f"{value:.6g}" if type(value) is float else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "…"
 
@@ -56,6 +58,7 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[str]], nam
 
 
 def title(name: str, several: bool) -> str:
+    """Return the name of a run as a heading, on a page of several."""
     return f"<h3>{esc(name)}</h3>" if several else ""
 
 

@@ -58,7 +58,7 @@ class Page:
             raise RunError(f"{len(runs)} runs are more than a page can hold; name at most {MAX_RUNS}")
         self.runs = runs
         self.records = [records_lib.read(run.file("metrics.jsonl")) for run in runs]
-        self.scores = [run.score(metric) for run in runs]
+        self.scores = [r.score(metric, of.splits.get("test", {})) for r, of in zip(runs, self.records, strict=True)]
         self.charts: list[dict[str, Any]] = []
         self.notes = [f"{run.name}: {r.odd} lines of metrics.jsonl are no records, and are left out"
                       for run, r in zip(runs, self.records, strict=True) if r.odd]  # fmt: skip
@@ -148,7 +148,7 @@ class Page:
         run, train = self.runs[i], self.records[i].splits.get("train", {})
         skipped = train.get("skipped")
         steps = [int(s) for s in train["step"][np.nan_to_num(skipped) > 0]] if skipped is not None else []
-        shown = esc(", ".join(map(str, steps[:60]))) + " …" * (len(steps) > 60)
+        shown = ", ".join(map(str, steps[:60])) + (" …" if len(steps) > 60 else "")
         text = f"<p>{len(steps)} steps were skipped: {shown}.</p>" if steps else ""
         text += _spikes(run, train, steps)
         if lines := _warnings(run):

@@ -41,6 +41,7 @@ class Run:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
+        """The run's config, or {} if none can be read."""
         try:
             return files.read_json(self.file("config.json"))
         except (files.FileError, OSError):
@@ -51,6 +52,7 @@ class Run:
         return files.inside(self.path, name)
 
     def setting(self, path: str, default: Any = None) -> Any:
+        """Return the value of ``section.field`` in the config."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -69,10 +71,12 @@ class Run:
 
     @property
     def traces(self) -> list[pathlib.Path]:
+        """The folders of its traces that are whole, by name."""
         return sorted(path for path in (self.path / "traces").glob("steps-*") if path.is_dir() and not path.is_symlink())
 
     @property
     def steps(self) -> int:
+        """The planned number of steps, or 0 if it is unknown."""
         steps = self.setting("train.steps", 0)
         return steps if type(steps) is int and steps > 0 else 0
 
@@ -118,10 +122,12 @@ class Run:
 
     @functools.cached_property
     def step(self) -> int:
+        """The last step that is known."""
         return max([self.latest.get("step", 0), *(start.step for start in self.starts[-1:])])
 
     @functools.cached_property
     def tests(self) -> list[dict[str, Any]]:
+        """The records of its evaluations, by step."""
         try:
             text = files.read(self.file("metrics.jsonl"), most=1 << 31)
         except (files.FileError, OSError):
@@ -129,15 +135,22 @@ class Run:
         found = (parse(line) for line in _lines_with(text, b'"split": "test"'))
         return [record for record in found if record and record["split"] == "test"]
 
-    def score(self, metric: str = "") -> "Score | None":
-        """Return the score of the last evaluation and the best one, or None."""
+    def score(self, metric: str = "", tests: Mapping[str, Any] | None = None) -> "Score | None":
+        """Return the score of the last evaluation and the best one, or None.
+
+        ``tests``: "step", and metrics, -> values of the evaluations, if they have been read.
+        """
         wanted = metric or str(self.setting("checkpoint.best", "") or "")
         for name in (wanted,) if wanted else BEST:
             sign, plain = (-1 if name.startswith("-") else 1), name.removeprefix("-")
-            values = [(r["step"], x) for r in self.tests if math.isfinite(x := number(r.get(plain)))]
+            if tests is None:
+                values = [(r["step"], number(r.get(plain))) for r in self.tests]
+            else:
+                values = [(int(s), float(x)) for s, x in zip(tests.get("step", ()), tests.get(plain, ()), strict=False)]
+            values = [(step, value) for step, value in values if math.isfinite(value)]
             if values:
-                step, best = max(values, key=lambda pair: sign * pair[1])
-                return Score(plain, sign, values[-1][1], best, step)
+                best = max(values, key=lambda pair: sign * pair[1])
+                return Score(plain, sign, values[-1][1], best[1], best[0])
         return None
 
     @functools.cached_property
@@ -173,19 +186,21 @@ class Run:
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
+        """Phase -> seconds, over all processes."""
         return goodput.of_run(self.processes)
 
     @functools.cached_property
     def disk(self) -> int:
+        """Bytes of its files."""
         return _size(str(self.path))
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A number by which runs are compared. ``sign``: 1 if more is better."""
+    """A number by which runs are compared."""
 
     name: str
-    sign: int
+    sign: int  # 1: more is better
     last: float
     best: float
     step: int  # of the best
@@ -270,11 +285,11 @@ def _lines_with(text: bytes, part: bytes) -> Iterator[bytes]:
         at = text.find(part, end)
 
 
-def objects(path: pathlib.Path, most: int = 64 << 20) -> list[dict[str, Any]]:
-    """List the JSON objects with a step of a file's lines. Other lines and files are left out."""
+def objects(path: pathlib.Path) -> list[dict[str, Any]]:
+    """List a file's lines that are JSON objects with a step. Others are left out, and odd files."""
     found = []
     with contextlib.suppress(files.FileError, OSError):
-        for line in files.read(path, most=most).split(b"\n"):
+        for line in files.read(path, most=64 << 20).split(b"\n"):
             with contextlib.suppress(ValueError):
                 record = files.parse(line.decode(), path.name)
                 if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:

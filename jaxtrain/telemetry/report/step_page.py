@@ -68,8 +68,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1)
 def _variants(columns: Mapping[str, np.ndarray], step: int, found: Any) -> str:
     at = np.flatnonzero(columns.get("step", np.zeros(0)) == step)
     first, *tries = found.variants
+    names = [n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))]
     rows = []
-    for name in (n for n in first.numbers if not n.startswith(("grad_norm_", "update_norm_", "param_norm_"))):
+    for name in names:
         recorded = float(columns[name][at[-1]]) if len(at) and name in columns else math.nan
         rows.append([esc(name), number(recorded), *(number(v.numbers.get(name)) for v in found.variants)])
     head = ["", "recorded", "again, on one device", *(v.name for v in tries)]

@@ -1,6 +1,5 @@
 """The training steps of two runs, compared by what their records say of them."""
 
-import contextlib
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.telemetry.report import records
-from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report.run import Run, RunError
+from loaders.io import files
 
 FIELDS = ("loss", "grad_norm")  # that each record of a training step has
 DIGEST = ("digest_high", "digest_low")  # the halves of `jaxtrain.step.digest` in a record with one
@@ -46,22 +45,31 @@ def arrays(run: Run) -> dict[int, dict[str, str]]:
     """Read the digests of arrays. Lines that are none are left out."""
     found: dict[int, dict[str, str]] = {}
     names: list[str] = []
-    for record in run_lib.objects(run.file(DIGESTS), most=1 << 31):
-        with contextlib.suppress(KeyError, TypeError):
-            names, text = record.get("names", names), record["arrays"]
-            found[record["step"]] = {name: text[16 * i : 16 * (i + 1)] for i, name in enumerate(names)}
+    path = run.file(DIGESTS)
+    if not path.exists():
+        return found
+    for line in files.read(path, most=1 << 31).split(b"\n"):
+        try:
+            record = files.parse(line.decode(), DIGESTS)
+            step, names, text = record["step"], record.get("names", names), record["arrays"]
+            found[step] = {name: text[16 * i : 16 * (i + 1)] for i, name in enumerate(names)}
+        except (ValueError, KeyError, TypeError):
+            continue
     return found
 
 
 def digest_text(halves: Iterable[float]) -> str:
+    """Format a digest as 16 hexadecimal digits."""
     return "".join(f"{int(half):08x}" for half in halves)
 
 
 class Compared:
     """Two runs, step by step.
 
-    Attributes: ``by``, the fields compared: the digest alone, if both have it; ``steps`` that both
-    have recorded; ``differs``, the first of them that is not the same, or None.
+    Attributes:
+      by: the fields by which steps are compared: the digest alone, if both have it.
+      steps: that both have recorded.
+      differs: the first of them that is not the same, or None.
     """
 
     def __init__(self, a: Steps, b: Steps):

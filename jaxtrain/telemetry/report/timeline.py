@@ -100,9 +100,9 @@ def _starts(starts: Sequence[goodput.Start], *, alive: bool) -> str:
     cells = []
     for i, start in list(enumerate(starts, start=1))[-MAX_STARTS:]:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began))
-        steps, lasted = (f"{start.first:,}", f"{start.step:,}"), duration(start.now - start.began)
+        lasted = duration(start.now - start.began)
         ended = _ending(start, alive and start is starts[-1])
-        cells.append([str(i), began, lasted, *steps, esc(ended), esc(start.host)])
+        cells.append([str(i), began, lasted, f"{start.first:,}", f"{start.step:,}", esc(ended), esc(start.host)])
     return svg + table(STARTS, cells)
 
 

@@ -74,9 +74,11 @@ def _summary(found: list[tuple[str, str, int, int]]) -> Trace | None:
     n, last = 0, begin
     for at, starts, i in edges:
         if at > last:
-            for each, count in running.items() if n else [(GAPS, 1)]:
+            if not n:
+                parts[GAPS] += at - last
+            for each, count in running.items() if n else ():
                 if count:
-                    parts[each] += (at - last) * count / max(n, 1)
+                    parts[each] += (at - last) * count / n
             last = at
         running[of[i]] += 1 if starts else -1
         n += 1 if starts else -1
@@ -99,7 +101,10 @@ def _part(name: str, scope: str) -> str:
 
 
 def _short(name: str, scope: str) -> str:
-    """Return a scope without JAX's decoration, or an operation's name without its numbers."""
+    """Return a scope without JAX's decoration, as in ``jit(step)/loss/transpose(jvp(block))/dot``.
+
+    Without a scope, the operation's name without the numbers at its end.
+    """
     if path := "/".join(part for part in scope.split("/")[1:] if part):
         return path[:120]
     numbers = re.match(r"(?:\d++[._])++", name[::-1])
@@ -156,9 +161,11 @@ def _plane(data: memoryview) -> dict[str, Any]:
             plane["lines"].append((_text(about.get(2, b"")), 1000 * about.get(3, 0), [v for n, v in fields if n == 4]))
         elif number in (4, 5):  # maps: key = 1, value = 2, which has id = 1, name = 2, and stats = 5
             entry = dict(_fields(value))
-            title = _text(dict(_fields(entry[2])).get(2, b""))
+            fields = list(_fields(entry[2]))
+            title = _text(dict(fields).get(2, b""))
             plane["kinds" if number == 4 else "stats"][entry.get(1, 0)] = title
-            for stat in _all(entry[2], 5) if number == 4 else ():
+            stats = [v for n, v in fields if n == 5] if number == 4 else []
+            for stat in stats:
                 if isinstance(program := dict(_fields(stat)).get(6), memoryview):  # bytes_value: an HloProto
                     plane["programs"][title] = _scopes(program)
     return plane
@@ -170,27 +177,35 @@ def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str,
     XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1,
     uint64_value = 3, int64_value = 4, str_value = 5, ref_value = 7).
     """
-    fields = list(_fields(data))
-    about = dict(fields)
-    program, named = None, {"hlo_op": "", "hlo_module": ""}
-    for stat in (dict(_fields(value)) for number, value in fields if number == 4):
-        if (name := plane["stats"].get(stat.get(1))) in named:
-            named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
-        elif name == "program_id":
-            program = stat.get(3, stat.get(4))
-    kind = plane["kinds"].get(about.get(1, 0), "")
-    return kind, about.get(2, 0), about.get(3, 0), named["hlo_op"], program, named["hlo_module"]
+    kind = offset = length = 0
+    program = None
+    named = {"hlo_op": "", "hlo_module": ""}
+    for number, value in _fields(data):
+        if number == 1:
+            kind = value
+        elif number == 2:
+            offset = value
+        elif number == 3:
+            length = value
+        elif number == 4:
+            stat = dict(_fields(value))
+            if (name := plane["stats"].get(stat.get(1))) in named:
+                named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
+            elif name == "program_id":
+                program = stat.get(3, stat.get(4))
+    return plane["kinds"].get(kind, ""), offset, length, named["hlo_op"], program, named["hlo_module"]
 
 
 def _scopes(program: memoryview) -> dict[str, str]:
     """Instruction -> scope, of HloProto: hlo_module = 1, computations = 3, instructions = 2."""
     found = {}
-    computations = (computation for module in _all(program, 1) for computation in _all(module, 3))
-    for instruction in (instruction for computation in computations for instruction in _all(computation, 2)):
-        fields = dict(_fields(instruction))  # name = 1, metadata = 7, an OpMetadata: op_name = 2
-        scope = dict(_fields(fields[7])).get(2) if 7 in fields else None
-        if 1 in fields and scope is not None:
-            found[_text(fields[1])] = _text(scope)
+    for module in _all(program, 1):
+        for computation in _all(module, 3):
+            for instruction in _all(computation, 2):
+                fields = dict(_fields(instruction))  # name = 1, metadata = 7, an OpMetadata: op_name = 2
+                scope = dict(_fields(fields[7])).get(2) if 7 in fields else None
+                if 1 in fields and scope is not None:
+                    found[_text(fields[1])] = _text(scope)
     return found
 
 
