@@ -33,13 +33,6 @@ from ml_collections import config_dict
 AUDIO = 0.003
 
 
-SMALL = dict(
-    video_widths=(704, 512, 256), audio_widths=(128, 64), text_widths=(128, 64), trunk_widths=(1024, 2000),
-    bottleneck=512, head_width=4096, decoder_widths=(2000, 1024, 512, 384), decode_video_widths=(512, 1024),
-    decode_audio_widths=(512, 512), decode_text_widths=(256, 256), normalised=True, weight_audio=AUDIO, dtype="float32",
-)  # fmt: skip
-
-
 def get_config(argument: str = "") -> config_dict.ConfigDict:
     path = argument or os.environ.get("JAXTRAIN_GIBLET", "")
     if path in ("", "demo"):
@@ -66,7 +59,21 @@ def demo() -> dict[str, Any]:
         workload="jaxtrain.workloads.giblet",
         loader="loaders.film.multimodal",
         workdir="runs/giblet-demo",
-        model=SMALL,
+        model=dict(
+            video_widths=(704, 512, 256),
+            audio_widths=(128, 64),
+            text_widths=(128, 64),
+            trunk_widths=(1024, 2000),
+            bottleneck=512,
+            head_width=4096,
+            decoder_widths=(2000, 1024, 512, 384),
+            decode_video_widths=(512, 1024),
+            decode_audio_widths=(512, 512),
+            decode_text_widths=(256, 256),
+            normalised=True,
+            weight_audio=AUDIO,
+            dtype="float32",
+        ),
         data=dict(path="demo", hrf=("video", "text")),
         train=dict(steps=40, batch=32, eval_every=20),
         optim=dict(lr=1e-3, schedule="cosine", warmup=0.1, weight_decay=1e-5),

@@ -86,9 +86,10 @@ def last(name: str, *sources: dict[str, Any], steps: int, eval_every: int, growt
 def extreme() -> dict[str, Any]:
     """Return the recipe of contract "last" for Sudoku-Extreme on one GPU, in bfloat16.
 
-    A step is 117 TFLOP on average: 7,500 take 1.1 hours at 22 % of an H100's peak, which contract
-    "deep" reaches (docs/results/h100.md). `jaxtrain plan` counts each as one of the end. No result
-    has been measured.
+    A step takes 1 to 16 supervision steps in the end, and fewer before: 117 TFLOP on average. At
+    the 22 % of the peak that a step of contract "deep" reaches on an H100 (docs/results/h100.md),
+    the 7,500 steps take 1.1 hours. `jaxtrain plan` says 0.95 hours at 40 %, since it counts each
+    step as one of the end, and 31.5 GB. No result has been measured.
     """
     config = get_config().to_dict()
     config["model"] |= dict(contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4)

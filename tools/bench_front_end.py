@@ -73,6 +73,7 @@ def on_cpu(rows: int, rounds: int) -> None:
 
 
 def traffic(program: hlo.Program) -> float:
+    """Bytes that the kernels of a step read and write."""
     sizes = {(name, i.name): sum(_bytes(*shape) for shape in i.shapes) for name, i in program.executed()}
     kernels = ((name, i) for name, i in program.executed() if name not in program.fused and i.op not in NO_KERNELS)
     return sum(

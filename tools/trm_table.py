@@ -112,6 +112,7 @@ def train(contract: str, run: pathlib.Path, overrides: Sequence[str]) -> float:
 
 
 def start(command: Sequence[str]) -> float:
+    """Run a command. Return the CPU seconds of it and of the processes that it waited for."""
     process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -121,6 +122,7 @@ def start(command: Sequence[str]) -> float:
 
 
 def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
+    """Return the table of a grade's boards, which is made once, by a seed that no training has."""
     name, fewest, most = grade.split(":")
     folder = args.out / f"{name}-{fewest}-{most}-{args.boards}"
     if not (folder / "test.csv").exists():

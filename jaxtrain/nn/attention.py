@@ -38,10 +38,13 @@ def within(
     shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, *, causal: bool = False, window: int = 0,
     segments_bt: Array | None = None, keep: str | None = None, policy: str = "none"
 ) -> Array:  # fmt: skip
-    """Compute `attention` of arrays that ``shard`` lays out, rows and heads split over a mesh.
+    """Compute `attention` of arrays that ``shard`` lays out over a mesh. Rows and heads are split.
 
-    ``keep`` names the activations that the backward pass reads, for `remat.scan` (`is_forward`). By
-    ``policy``, the `remat` of the layers around it, XLA's attention is computed again backward.
+    Args:
+      keep: a name of `remat.scan` for the activations that the backward pass reads. `is_forward`
+        knows those of cuDNN and `flash`.
+      policy: of the layers around it, a word of `jaxtrain.nn.remat`. By `remat.cheap` it decides
+        whether XLA's own attention is computed again from q, k and v in the backward pass.
     """
     platform, capability = shard.devices
     run = functools.partial(attention, causal=causal, window=window, platform=platform, capability=capability, keep=keep)
@@ -71,8 +74,11 @@ def attention(
 ) -> Array:  # fmt: skip
     """Compute the attention of a sequence to itself, [B, T, H, K].
 
-    ``segments_bt``: int32 documents that do not see each other. ``platform`` and ``capability`` are
-    of the devices, None for this process's. ``keep`` as in `within`.
+    Args:
+      segments_bt: int32, documents that do not see each other.
+      platform: "cpu", "gpu" or "tpu". None = the platform of this process.
+      capability: of the GPUs, as "9.0". Empty = unknown.
+      keep: as in `within`.
     """
     if platform is None:
         platform, capability = one_device.host()
@@ -98,7 +104,10 @@ def attention(
 def choose(
     shape: tuple[int, ...], dtype: Any, *, causal: bool, window: int, packed: bool, platform: str, capability: str = ""
 ) -> str:
-    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla"."""
+    """Return the kernel for queries [B, T, H, K]: "cudnn", "flash", "splash" or "xla".
+
+    Only these arguments may decide it, since a plan is traced on another machine.
+    """
     if platform == "tpu" and splash_fits(shape):
         return "splash"
     if platform != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):

@@ -21,7 +21,11 @@ def over_data(x: PyTree) -> PyTree:
 
 
 def member(row_b: Array, groups: int, batch: int) -> Array:
-    """Return each place's run of G equal ones, float32 [B, G], one-hot. ``row_b``: int32 [B]."""
+    """Return which of G equal runs of the batch's rows a row belongs to, float32 [B, G], one-hot.
+
+    Args:
+      row_b: int32 [B] places in the global batch of ``batch`` rows.
+    """
     return ((row_b * groups // batch)[:, None] == jnp.arange(groups, dtype=row_b.dtype)[None]).astype(jnp.float32)
 
 
@@ -30,9 +34,15 @@ def batch_norm(
 ) -> tuple[Array, PyTree]:
     """Compute (x - mean) / sqrt(var + eps) scale + bias for each channel (Ioffe & Szegedy 2015).
 
-    ``running`` is {"mean": [D], "var": [D]}. With ``member_bg`` (`member`), in training, mean and
-    biased variance are of each group's rows. Returns float32 [B, D] and the new running values,
-    which take the share ``momentum`` of the groups' mean and unbiased variance.
+    Args:
+      running: {"mean": [D], "var": [D]}, the statistics of an evaluation.
+      member_bg: `member` in training: mean and (biased) variance are of each group's rows. None in
+        an evaluation.
+      momentum: share of this batch in the new running values. They have the mean of several groups,
+        and of the unbiased variance, n / (n - 1) times the biased.
+
+    Returns:
+      float32 [B, D], and the new running values, without gradient.
     """
     x_bd = x_bd.astype(jnp.float32)
     if member_bg is None:

@@ -59,10 +59,16 @@ def cross_entropy(
 ) -> Sums:  # fmt: skip
     """Sum weight × (-log softmax(w x)[label] + z_loss lse^2) with lse = log sum exp(w x).
 
-    z_loss is of de Brébisson & Vincent (2016), ``smoothing`` the target's share for the whole
-    vocabulary, the first ``size`` rows of ``w_vd``, ``chunk`` the tokens of a device whose logits
-    exist at once, and ``axes`` the logical ones of ``w_vd``. A token of weight 0 may have any
-    label. Products are of ``x``'s dtype and summed in float32.
+    z_loss is of de Brébisson & Vincent (2016). Products are of ``x``'s dtype and summed in float32.
+    ``w_vd`` is rounded to that dtype, and its gradient is not.
+
+    Args:
+      weight_bt: float32, 0 for tokens that do not count, which may have any label.
+      smoothing: share of the target that is spread over the whole vocabulary, the label included.
+      chunk: [tokens] on each device whose logits exist at the same time.
+      size: rows of ``w_vd`` that are a vocabulary. The others fill it up, so that devices can share
+        it.
+      axes: logical axes of ``w_vd``, and of its gradient.
     """
     how = How(z_loss, smoothing, chunk, w_vd.shape[0] if size is None else size, axes)
     return _total(shard, how, x_btd, w_vd, label_bt, weight_bt)

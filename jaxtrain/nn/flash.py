@@ -1,6 +1,11 @@
-"""Attention for NVIDIA GPUs by the flash kernel of Pallas, for documents and heads not of cuDNN's.
+"""Attention for NVIDIA GPUs by the flash kernel of Pallas.
+
+It is for documents and heads that cuDNN's kernel does not take.
 
 cuDNN takes documents as a mask [B, 1, T, S]. This kernel has no array that grows with T × S.
+
+Pallas lowers it by Triton. From jax 0.11 on that raises a DeprecationWarning, which Python hides by
+default.
 
 Shapes: B batch, T queries, S keys, H heads, G key/value heads, K head dimension.
 """

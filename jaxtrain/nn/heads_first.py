@@ -21,7 +21,10 @@ from jaxtrain.types import Array
 
 @jax.custom_vjp
 def heads_first(q_bthk: Array, k_bsgk: Array, v_bsgk: Array, mask_bts: Array) -> Array:
-    """Compute softmax(q k^T / sqrt(K)) v, [B, T, H, K], under a full mask [B or 1, T, S]."""
+    """Compute softmax(q k^T / sqrt(K)) v, [B, T, H, K], over the keys of a mask [B or 1, T, S].
+
+    Each query sees at least one key.
+    """
     return _forward(q_bthk, k_bsgk, v_bsgk, mask_bts)[0]
 
 

@@ -16,11 +16,21 @@ from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
 
 LAYER = {
-    "scale_attention": "input_layernorm.weight", "scale_mlp": "post_attention_layernorm.weight",
-    **{f"w_{x}": f"self_attn.{x}_proj.weight" for x in "qkv"}, **{f"b_{x}": f"self_attn.{x}_proj.bias" for x in "qkv"},
-    **{f"scale_{x}": f"self_attn.{x}_norm.weight" for x in "qk"}, "w_out": "self_attn.o_proj.weight",
-    **{f"w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-}  # fmt: skip
+    "scale_attention": "input_layernorm.weight",
+    "w_q": "self_attn.q_proj.weight",
+    "w_k": "self_attn.k_proj.weight",
+    "w_v": "self_attn.v_proj.weight",
+    "b_q": "self_attn.q_proj.bias",
+    "b_k": "self_attn.k_proj.bias",
+    "b_v": "self_attn.v_proj.bias",
+    "scale_q": "self_attn.q_norm.weight",
+    "scale_k": "self_attn.k_norm.weight",
+    "w_out": "self_attn.o_proj.weight",
+    "scale_mlp": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight",
+    "w_up": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
+}
 
 # Fields of `Decoder`, and of its `Rope` if that is stretched: ours -> those of config.json.
 SIZES = {
@@ -98,7 +108,14 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) -> dict[str, Any] | None:
-    """Read ``names`` and `Decoder` of an own export, or None. Raises HuggingFaceError."""
+    """Read the fields of the section ``model`` from a folder of `jaxtrain export`, else None.
+
+    Args:
+      workload: the module whose run it has to be.
+      names: fields of the workload's ``Config`` that decide shapes, besides those of `Decoder`.
+
+    Raises HuggingFaceError for an export of another workload, and for a damaged one.
+    """
     path = pathlib.Path(folder).expanduser() / EXPORT_FILE
     if not path.is_file():
         return None
@@ -131,10 +148,16 @@ def tokenizer_files(
     named: Sequence[str | None], base: pathlib.Path | None, vocab: int | None,
     read: Callable[[pathlib.Path], dict[str, bytes]]
 ) -> tuple[dict[str, bytes], bool]:  # fmt: skip
-    """Read a run's tokenizer files, and tell whether its base's token ids mean the same tokens.
+    """Read a run's tokenizer files, and whether its base's token ids mean the same tokens.
 
-    They are of the first tokenizer of ``named`` (a path, or "bytes"), else of the base weights,
-    unless those have another ``vocab``. ``read`` takes a folder or a tokenizer.json of any name.
+    They are those of the first tokenizer that is named, else of the base weights. Its companions
+    may lie at either.
+
+    Args:
+      named: what the run knows of its tokenizer: a tokenizer.json, or "bytes" if texts were bytes
+      or characters.
+      vocab: the run's. Base weights with another one have another tokenizer.
+      read: a reader of a tokenizer's files, given a folder or a tokenizer.json of any name.
     """
     own = next(filter(None, named), None)
     of_base = read(base) if base and base.is_dir() else {}
@@ -167,7 +190,11 @@ def folded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decoder_fields(h: Mapping[str, Any], path: pathlib.Path, problems: Sequence[str] = ()) -> dict[str, Any]:
-    """Read `Decoder` from Llama's config.json. HuggingFaceError lists all that it lacks."""
+    """Read the fields of `transformer.Decoder` from a config.json of Llama's kind.
+
+    The spelling may be that of transformers 4 or 5. Raises HuggingFaceError, also with the caller's
+    ``problems``, for every field that changes the function in a way that `Decoder` lacks.
+    """
     rope = h.get("rope_scaling") or h.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise HuggingFaceError(f"{path}: rope_scaling or rope_parameters is {str(rope)[:80]!r}; expected an object")

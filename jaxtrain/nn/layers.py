@@ -52,7 +52,14 @@ def layer_norm(x: Array, scale: Array, bias: Array | None, eps: float, shard: Sh
 
 
 def spread(x: Array, shape: tuple[int, ...], shard: Shard | None) -> Array:
-    """Broadcast x to every row of ``shape``. Without a shard, they are few."""
+    """Broadcast x over the dimensions that ``shape`` has before its own, to every row.
+
+    For CPUs its gradient, a sum over rows, is a product with ones. XLA turns the sum into windows
+    there, which takes several times as long as reading the rows.
+
+    Args:
+      shard: None = a few rows.
+    """
     return _spread(shape, x) if _by_ones(shape[: len(shape) - x.ndim], shard) else jnp.broadcast_to(x, shape)
 
 
@@ -114,7 +121,11 @@ def _gelu_derivative(xs: tuple[Array], dxs: tuple[Array]) -> tuple[Array, Array]
 
 
 def rope_angles(rope: Rope, position_bt: Array, head_dim: int) -> tuple[Array, Array]:
-    """Return cos and sin [B, T, 1, K / 2] of the angles t theta^(-2 i / K) (Su et al. 2021)."""
+    """Return cos and sin [B, T, 1, K / 2] of the angles t theta^(-2 i / K) (Su et al. 2021).
+
+    A factor divides the frequencies f with original × f / 2 pi < low, leaves those with > high, and
+    interpolates between (Llama 3.1, Grattafiori et al. 2024).
+    """
     f = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if rope.factor != 1:
         turns = rope.original * f / (2 * math.pi)
@@ -198,10 +209,13 @@ def project(equation: str, x: Array, w: Array | Unmerged, shard: Shard) -> Array
 def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab", "embed"), dtype: Any = None) -> Array:
     """Look up rows w[index], [B, T, D], of a table that is split over devices.
 
-    Each device looks into its part of the table, and the parts are added up or put together. A
-    table split over the indices' devices is gathered, unless it has more rows than there are
-    indices. Then each device looks up its columns of all their indices, and the results, rounded to
-    ``dtype`` before, are exchanged: no device has the whole table, or its gradient.
+    Each device looks into its part of the table, and the parts are added up or put together. If the
+    table's columns and the indices are split over the same devices, the table is gathered. If it
+    has more rows than there are indices, each device looks up its columns of all their indices, and
+    the results are exchanged. Then no device has the whole table, or its gradient.
+
+    Args:
+      dtype: of the result, rounded before it is sent. None = the table's.
     """
     v, d = w_vd.shape
     b, t = index_bt.shape
@@ -234,7 +248,10 @@ def lookup(w_vd: Array, index_bt: Array, shard: Shard, *, axes: Axes = ("vocab",
 
 
 def shared_columns(shard: Shard, axis: str | None, d: int, shape_bt: tuple[int, int]) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes that a table's columns and B (0) or T (1) share, and which of them."""
+    """Return the mesh axes that both the columns of a table and B or T of [B, T] are split over.
+
+    Also returns which of the two it is. ``axis`` is the logical axis of the ``d`` columns.
+    """
     names = shard.names(axis, d)
     for i, (rows, size) in enumerate(zip(("batch", "seq"), shape_bt, strict=True)):
         if names and set(names) <= set(shard.names(rows, size)):

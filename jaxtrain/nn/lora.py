@@ -65,7 +65,10 @@ class Adapted(Unmerged):
         return (self.w.astype(wide) + self.scale * more.astype(wide)).astype(dtype)
 
     def project(self, equation: str, x: Array, product: Callable[[str, Array, Array], Array]) -> Array:
-        """Compute einsum(equation, x, one layer's matrix) over one side, by A and then B."""
+        """Compute einsum(equation, x, the matrix) in x's dtype, without merging, by A and then B.
+
+        ``equation`` is of one layer's matrix, and contracts all dimensions of one side.
+        """
         left, out = equation.split("->")
         of_x, of_w = left.split(",")
         sides = {"a": of_w[self.n_first :], "b": of_w[: self.n_first]}
@@ -102,7 +105,12 @@ def sides(spec: Spec) -> tuple[int, int]:
 
 
 def sort(config: Lora, table: PyTree) -> dict[str, str]:
-    """Return path -> adapt, train or freeze. Raises LoraError with all that do not fit."""
+    """Return path -> adapt, train or freeze.
+
+    Raises:
+      LoraError: none or several of the patterns match a parameter, one to adapt is not a matrix, or
+        lora.adapt matches nothing.
+    """
     kind_of, problems = {}, []
     flat = _flat(table)
     patterns = {kind: getattr(config, kind) for kind in KINDS}

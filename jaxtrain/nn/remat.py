@@ -38,10 +38,14 @@ def name(x: Array, label: str) -> Array:
 def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
     """Decorate a part of a layer that the backward pass computes again from its arguments.
 
-    It is for norms and activations with the product that reads them. A norm in float32 of a 16-bit
-    array leaves three float32 arrays, and a GELU six, which take longer to write and read than to
-    compute again. A part in float32 stays as it is, for the same bits, and so does one of a layer
-    that ``word`` recomputes.
+    It is for norms and activations, with the product that reads them. A product has no part in its
+    own derivative, so none is computed twice. For each layer, a norm in float32 of a 16-bit array
+    leaves three float32 arrays of its size, and a GELU six. Writing and reading them takes longer
+    than computing them again.
+
+    The part stays as it is in two cases: if its first argument has float32, so that the numbers of
+    those models do not change by a bit, and if ``word`` recomputes the whole layer. A second
+    recomputation would gather the layer's matrices once more.
     """
     whole = word != "none"
 
@@ -59,10 +63,13 @@ def scan(
     layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], x: PyTree, stack: PyTree, word: str, *,
     unroll: int | bool = 1, kernels: Mapping[str, Callable[[str], bool]] | None = None
 ) -> tuple[PyTree, PyTree]:  # fmt: skip
-    """Carry ``x`` through layer(x, w) -> (x, y) over the stack's first axis; return x and all y.
+    """Carry ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis.
 
-    ``kernels``: name of activations -> whether a kernel's results are kept with them, as only the
-    kernel could name those that its backward pass reads.
+    Returns (x, all y, stacked).
+
+    Args:
+      kernels: by a name of activations, tells whether a kernel's results are kept with them. The
+        backward pass of a kernel reads more than its result, and only the kernel could name that.
     """
     if word == "full":
         layer = jax.checkpoint(layer)

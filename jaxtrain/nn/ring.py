@@ -24,7 +24,11 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def attention(
     shard: Shard, q_bthk: Array, k_bsgk: Array, v_bsgk: Array, segments_bt: Array | None, *, causal: bool, window: int
 ) -> Array:
-    """Compute `nn.attention.within` if "seq" is split, over one mesh axis, else ValueError."""
+    """Compute `nn.attention.within` for arrays whose logical axis "seq" is split.
+
+    The activations that the backward pass reads are named "attention". Raises ValueError if "seq"
+    is split over several mesh axes.
+    """
     b, t = q_bthk.shape[:2]
     names = shard.names("seq", t)
     if len(names) > 1:
@@ -35,12 +39,15 @@ def attention(
 
 
 class Ring(NamedTuple):
-    """Attention over a sequence whose parts lie on the devices of a (manual) mesh axis, in order.
+    """Attention over a sequence whose parts lie on the devices of a mesh axis, in order.
 
-    Keys and values go around (Liu et al. 2023), ``chunk`` keys at a time. Only the softmax's
-    normaliser is kept, by which the backward pass computes the weights again (Dao et al. 2022).
-    Parts that the causal mask empties are computed too, as all devices would wait for the last one
-    anyway.
+    Keys and values go around (Liu et al. 2023). Each device computes the attention of its queries
+    to the part that is there, ``chunk`` keys at a time. It keeps only the softmax's normaliser, by
+    which the backward pass computes the weights again (Dao et al. 2022). No device holds more than
+    its part of the sequence and T × chunk weights of each head. Parts that the causal mask empties
+    are computed too. They are half of them, and all devices would wait for the last one anyway.
+
+    The axis must be manual in a call.
     """
 
     axis: str

@@ -21,11 +21,16 @@ def generate(
     c: transformer.Decoder, params: PyTree, prompt_bp: Array, length_b: Array, key: Key, shard: Shard, *, n_new: int,
     temperature: float = 1.0, top_p: float = 1.0, ends: Sequence[int] = ()
 ) -> Array:  # fmt: skip
-    """Continue each prompt, int32 [B, N]. After one of ``ends``, all tokens are the first of them.
+    """Continue each prompt, int32 [B, N].
 
-    Places of ``prompt_bp`` from ``length_b`` on are not read. A row draws by fold_in(key, row), and
-    does not depend on the others. ``top_p`` takes the fewest tokens whose probabilities add up to
-    it (Holtzman et al. 2020).
+    After one of the tokens ``ends`` all further ones are the first of them.
+
+    A row draws by its own key, fold_in(key, row), so that it does not depend on the other prompts.
+
+    Args:
+      prompt_bp: int32. Places from ``length_b`` on are not read.
+      temperature: divides the logits. 0 takes the largest.
+      top_p: draws from the fewest tokens whose probabilities add up to it (Holtzman et al. 2020).
     """
     keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
     logits_bv, cache = prefill(c, params, prompt_bp, length_b, shard, n_new=n_new)

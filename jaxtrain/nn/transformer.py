@@ -193,7 +193,10 @@ def _placed(c: Decoder, z_bthk: Array, scale_k: Array | None, angles: tuple[Arra
 def attend(
     c: Decoder, w: Weights, x_btd: Array, shard: Shard, *, angles: tuple[Array, Array] | None, mix: Mix
 ) -> tuple[Array, PyTree]:
-    """Compute x + attention(norm(x)) by ``mix``, and the extra results of `mixer` or another."""
+    """Compute x + attention(norm(x)), and return the extra results of ``mix``.
+
+    ``mix`` computes attention between the projections: `mixer`, or `sampling.cached`.
+    """
     dtype = x_btd.dtype
     with jax.named_scope("attention"):
         names, qkv = ("q", "k", "v"), []
@@ -288,13 +291,19 @@ def mixer(c: Decoder, segments_bt: Array | None, shard: Shard, *, causal: bool =
 
 
 def token_flops(c: Decoder, specs: PyTree) -> int:
-    """Count the FLOPs of one token's products with parameters, forward. A tied head counts once."""
+    """Count the floating-point operations of products with parameters for one token, forward.
+
+    Each number of a matrix counts 2. A tied embedding counts once, as the head.
+    """
     flops = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
     return flops + 2 * math.prod(head(c, specs).shape)
 
 
 def attention_flops(c: Decoder, tokens: int, *, causal: bool) -> int:
-    """Count the FLOPs of one row's scores and weighted sums, forward, without masked places."""
+    """Count the floating-point operations of scores and weighted sums over one row, forward.
+
+    With ``causal``, places that the mask or the window hides are left out.
+    """
     pairs = tokens * tokens
     if causal:
         seen = min(c.window or tokens, tokens)

@@ -31,8 +31,13 @@ class Optimizer(NamedTuple):
 def make_optimizer(optim: Optim, specs: PyTree, *, steps: int) -> Optimizer:
     """Make the optimizer: p -= lr(s) (u + weight_decay p), with u from one of `UPDATE_RULES`.
 
-    A table under sign_sgd moves and decays only in the rows that the loss reports as read
-    (``sparse_rows``). Raises OptimError if patterns, rules and parameters do not fit.
+    A table under sign_sgd moves and decays only in the rows that the step has read, if the loss
+    reports them (``sparse_rows``).
+
+    Raises:
+      OptimError: neither or both of optim.decayed and optim.undecayed match a parameter, a group
+        has no parameters, a parameter cannot have its rule, no parameter needs masters or
+        layer_decay, or an optimizer of one's own fails on these parameters.
     """
     groups = group_of_each(optim, specs)
     frozen = jax.tree.map(lambda g: g.freeze, groups)
@@ -147,7 +152,12 @@ def root_of_sum(tree: PyTree) -> Array:
 
 
 def _only_read_rows(sparse: PyTree) -> optax.GradientTransformationExtraArgs:
-    """Keep the rows of a sparse table that the batch has not read as they are."""
+    """Keep the rows of a sparse table that the batch has not read as they are.
+
+    The gradient is dense, and split over devices like its table, so that microbatches, reductions,
+    clipping and norms need no rules for it. It does not show which rows were read: the gradients of
+    a row's readers may cancel, and that row still decays. So the workload counts the reads.
+    """
 
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, sparse_rows: PyTree = None, **_: Any

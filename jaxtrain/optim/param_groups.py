@@ -20,7 +20,10 @@ class OptimError(UserError, ValueError):
 
 
 def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
-    """Return the `Group` of every parameter. Raises OptimError for patterns that do not fit."""
+    """Return the `Group` of every parameter. Raises OptimError unless the patterns cover the table.
+
+    Only built-in rules decay parameters by optim.decayed and optim.undecayed.
+    """
     names, rest, problems = paths(specs), Group(), []
     for path in () if factories.is_factory(optim.name) else names:
         matches = [bool(re.search(pattern, path)) for pattern in (optim.decayed, optim.undecayed)]
@@ -41,7 +44,11 @@ def group_of_each(optim: Optim, specs: PyTree) -> PyTree:
 
 
 def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
-    """Return the name of each parameter's rule. Raises OptimError if it cannot have it."""
+    """Return the name of every parameter's update rule.
+
+    A rule for matrices leaves all but hidden ones to optim.rest. Raises OptimError for a rule that
+    a parameter cannot have.
+    """
     problems = []
 
     def name(path: str, spec: Spec, group: Group) -> str:
@@ -66,10 +73,11 @@ def update_rule_of_each(optim: Optim, specs: PyTree, groups: PyTree) -> PyTree:
 
 
 def rate_factors(optim: Optim, specs: PyTree) -> PyTree:
-    """Return each parameter's factor of the rate, layer_decay^above (Clark et al. 2020).
+    """Return each parameter's factor of the learning rate (Clark et al. 2020).
 
-    ``above`` is n - i for layer i of n, as the head counts, n + 1 for optim.layer_first, else 0.
-    Raises OptimError if no parameter has a layer, or is below them.
+    It is layer_decay to the number of layers above. Layer i of a stack of n has n - i, since the
+    head counts. A match of optim.layer_first has n + 1, and any other parameter none. Raises
+    OptimError if no parameter has a layer, or none is below the first.
     """
     stacks = [spec.shape[spec.axes.index("layer")] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "layer" in spec.axes]
     if optim.layer_decay == 1:

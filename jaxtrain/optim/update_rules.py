@@ -29,10 +29,11 @@ class RuleError(ValueError):
 
 
 def matrix_axes(path: str, spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions of the rows, and of the columns, of a parameter's matrices.
+    """Return the dimensions of the rows, and those of the columns, of a parameter's matrices.
 
-    The others count matrices: "layer", and a nameless one next to two others. "head_dim" belongs to
-    the heads before it. Raises RuleError unless two are left.
+    Every other dimension counts matrices: "layer", and a nameless dimension next to two others
+    (query, key and value stacked). "head_dim" belongs to the heads before it. Raises RuleError
+    unless this leaves two.
     """
     groups: list[list[int]] = []
     for i, axis in enumerate(spec.axes):
@@ -62,10 +63,15 @@ def is_hidden_matrix(path: str, spec: Spec) -> bool:
 
 
 def scale_by_muon(specs: Mapping[str, Spec], *, momentum: float, muon_scale: str) -> optax.GradientTransformation:
-    """Make Muon: B <- momentum B + g, then g + momentum B, orthogonal (Jordan et al. 2024).
+    """Make Muon: B <- momentum B + g, then u = g + momentum B (Jordan et al. 2024).
 
-    ``muon_scale``: "rms" moves as far as AdamW (0.2 sqrt(max(rows, columns)), Liu et al. 2025),
-    "in_out" and "out_in" by sqrt(max(1, outputs / inputs)), with the inputs or the outputs first.
+    Every matrix of u is orthogonalised and scaled.
+
+    Args:
+      specs: path -> Spec.
+      muon_scale: "rms" is 0.2 sqrt(max(rows, columns)), which moves as far as AdamW does (Liu et
+        al. 2025). "in_out" and "out_in" are sqrt(max(1, outputs / inputs)), for parameters with the
+        inputs or the outputs first.
     """
 
     def init(params: PyTree) -> MuonState:
@@ -111,8 +117,10 @@ def scale_by_adam_atan2(
 ) -> optax.GradientTransformation:
     """Make Adam with its quotient as an angle, which needs no eps (Everett et al. 2024).
 
-    "inside" is a atan2(m_hat, b sqrt(v_hat)), as published. "outside" is a / (1 - b1^t) atan2(m, b
-    sqrt(v_hat)), as the package adam-atan2 computes it (0.0.3).
+    It does not depend on the gradient's scale. The two corrections differ while 1 - b1^t is far
+    from
+    1. "inside" is a atan2(m_hat, b sqrt(v_hat)), as published. "outside" is
+    a / (1 - b1^t) atan2(m, b sqrt(v_hat)), as the package adam-atan2 computes it (0.0.3).
     """
     a, b = atan2_a, atan2_b
 
@@ -135,5 +143,9 @@ def scale_by_adam_atan2(
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
-    """Make Adafactor without first moments and relative rates (Shazeer & Stern 2018)."""
+    """Make Adafactor: g / sqrt(v), v of rank one over the two largest dimensions.
+
+    It has neither first moments nor relative rates. A root mean square of an update beyond 1 is
+    scaled down to 1 (Shazeer & Stern 2018).
+    """
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))

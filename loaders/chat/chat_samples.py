@@ -167,6 +167,7 @@ class Tools(NamedTuple):
 
 
 def open_codec(config: Config) -> codec_lib.Codec:
+    """Return the codec of a config. Raises DataError."""
     return codec_lib.open_codec(
         config.codec, codebooks=config.codebooks, size=config.codebook_size, frame_rate=config.frame_rate
     )
@@ -233,10 +234,11 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
 def stamps(config: Config) -> files.Stamps:
     """Tell the files that a config names from later ones."""
     names = (config.manifest, config.test, config.tokenizer, config.codec, config.codes)
-    return files.stamps(pathlib.Path(name).expanduser() for name in names if name)
+    return files.stamps(name for name in names if name)
 
 
 def tools_of(config: Config, manifest: str) -> Tools:
+    """Return tokenizer and codes of a config, for one of its manifests. Raises DataError."""
     return _tools_once(config, manifest, stamps(config))
 
 

@@ -62,7 +62,7 @@ class Film(NamedTuple):
 
     def release(self) -> None:
         """Give the mapped pages back, so that a process holds a batch and not the film."""
-        for array in self.arrays.values():
+        for array in (self.video, self.audio, self.text, *self.fmri):
             base: Any = array.base
             if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
                 base.madvise(mmap.MADV_DONTNEED)

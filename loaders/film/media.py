@@ -104,6 +104,7 @@ class Clock(NamedTuple):
 
 
 def clock(path: pathlib.Path) -> Clock:
+    """Return the clock of a file's sound and pictures. Raises DataError."""
     with _open(path) as container:
         return _clock(container)
 

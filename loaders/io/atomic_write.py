@@ -122,11 +122,13 @@ def save(path: str | os.PathLike[str], array: np.ndarray) -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file. Raises OSError with its name."""
     with file(path) as opened:
         opened.write(text.encode())
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *, errors: str = "strict") -> None:
+    """Write a CSV in UTF-8. Raises OSError with its name."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     with file(path) as opened:

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 from loaders.base import DataError
 from loaders.io import files
 
+FILE = b"ARROW1"  # the beginning of an IPC file, which no stream has
+
 
 def read(path: pathlib.Path, name: str) -> tuple[pa.ChunkedArray, list[str] | None]:
     """Read a column, and its classes' names if Hugging Face's metadata have them.
@@ -107,6 +109,7 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is a list of whole numbers."""
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return lists and pa.types.is_integer(kind.value_type)
 
@@ -122,13 +125,13 @@ def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
 def arrow(path: pathlib.Path) -> tuple[pa.Schema, list[pa.RecordBatch]]:
     """Return the batches of an IPC stream or file, mapped: unused columns are never read."""
     source = pa.memory_map(str(path))
-    try:
-        stream = pa.ipc.open_stream(source)
-        return stream.schema, list(stream)
-    except pa.ArrowInvalid:
-        source.seek(0)
+    is_file = source.read(len(FILE)) == FILE
+    source.seek(0)
+    if is_file:
         file = pa.ipc.open_file(source)
         return file.schema, [file.get_batch(i) for i in range(file.num_record_batches)]
+    stream = pa.ipc.open_stream(source)
+    return stream.schema, list(stream)
 
 
 def _class_names(schema: pa.Schema, name: str) -> list[str] | None:

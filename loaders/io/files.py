@@ -329,6 +329,16 @@ def _check_size(path: os.PathLike[str], shape: tuple[int, ...], dtype: "np.dtype
         raise FileError(f"{path} cannot be read as an array: {size:,} bytes are too few for {dtype} {shape}")
 
 
-def stamps(paths: Iterable[pathlib.Path]) -> Stamps:
-    """Return the names, sizes and times of the files that exist, to tell them from later ones."""
-    return tuple((str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths if path.is_file())
+def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
+    """Return the names, sizes and times of the files that exist, to tell them from later ones.
+
+    A name that no file can have is left to the reader, whose error says what it is for.
+    """
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, a null, no such user's home
+            place = pathlib.Path(path).expanduser()
+            status = place.stat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((str(place), status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -101,6 +101,7 @@ def check_boards(kind: str, boards: np.ndarray, where: Callable[[int], str]) -> 
 
 
 def read_npy(folder: pathlib.Path, source: Source) -> Puzzles:
+    """Return the puzzles of a folder of arrays. Raises DataError."""
     names = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
     try:
         loaded = [files.array(files.inside(folder, f"all__{name}.npy")) for name in names]

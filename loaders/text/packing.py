@@ -114,6 +114,7 @@ class Packed:
         self._lock = threading.Lock()  # of the two above: batches are read by several threads
 
     def n_rows(self) -> int:
+        """Rows of the first pass."""
         while len(self._ends) < self._n_windows:
             self._placed(len(self._ends))
         return self._ends[self._n_windows - 1] if self._n_windows else 0
@@ -179,6 +180,7 @@ class Windows:
             raise DataError(f"the source has {self._tokens} tokens to train on, too few for a context of {context}")
 
     def n_rows(self) -> int:
+        """Rows of one pass: whole windows in training. In testing the last one may be padded."""
         return (self._tokens - 1) // self._context if self._train else -(-max(self._tokens - 1, 0) // self._context)
 
     def fill(self, batch: dict[str, np.ndarray], at: np.ndarray, number: np.ndarray) -> None:

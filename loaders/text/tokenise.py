@@ -276,18 +276,23 @@ def _shard(job: tuple[pathlib.Path, int, Part, Options]) -> None:
     out, number, part, options = job
     encoder = _tokenizer(options)
     end = [] if encoder.eos is None else [encoder.eos]
-    bad, texts, documents, firsts, held = [], [], [], [], 0  # held: special tokens inside the texts
-    for where, text in _texts(part, options):
-        if isinstance(text, str):
-            texts.append(text)
-        else:
-            bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
-    for start in range(0, len(texts), 1000):
-        for ids, first in encoder.encode(texts[start : start + 1000]):
+    bad, documents, sizes, firsts = [], [], [], []
+    held = 0  # special tokens inside the texts
+
+    def usable() -> Iterator[str]:
+        for where, text in _texts(part, options):
+            if isinstance(text, str):
+                yield text
+            else:
+                bad.append(f"{where}: holds {text if text is None else type(text).__name__}")
+
+    rest = usable()
+    while texts := list(itertools.islice(rest, 1000)):  # never all of a shard's texts in memory
+        for (ids, first), text in zip(encoder.encode(texts), texts, strict=True):
             firsts.append(first)
             documents.append(np.asarray([*ids, *end], np.int64))
             held += sum(i in encoder.specials for i in ids)
-    sizes = [len(text.encode()) for text in texts]
+            sizes.append(len(text.encode()))
     shard = token_files.write_shard(out, f"{number:05}", documents, sizes, token_files.token_dtype(encoder.vocab), firsts)
     atomic_write.write(_entry(out, number), json.dumps({"shard": shard, "bad": bad, "specials": held}))
 

@@ -304,3 +304,9 @@ def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, caps
     assert encode_audio.main(command) == 0
     assert capsys.readouterr().out.startswith("0 recordings encoded, 3 were there already, 0 could not be encoded; ")
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
+
+
+def test_names_that_no_file_can_have_are_refused_by_the_field() -> None:
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(DataError, match=r"^data\.tokenizer: "):
+            chat_samples.tools_of(chat_samples.Config(manifest=name, tokenizer=name), name)

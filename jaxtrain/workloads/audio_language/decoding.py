@@ -103,6 +103,16 @@ class Grammar(NamedTuple):
     shift_k: Array  # int32 [K]: columns by which each codebook is late
 
 
+class Place(NamedTuple):
+    """The content of the next place of each row: a token, or a column of codes."""
+
+    token_b: Array
+    codes_bk: Array
+    is_audio_b: Array  # bool
+    column_b: Array  # int32: its number in the recording
+    end_b: Array  # int32: the column of the first codebook's end, `NEVER` before
+
+
 NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
 
 
@@ -125,10 +135,15 @@ def generate(
     """Continue each prompt: text, and from a token ``opens`` on a recording's columns.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column.
-    With a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by
-    fold_in(key, row), place and stream, and does not depend on others. ``prompt`` is of
-    `loaders.chat.chatml.row`, of ``length_b`` valid places; ``n_new`` places are written, ``ends``
-    ends a row, and ``longest`` columns a recording (0 = none).
+    With a delay, codebook k follows k columns later. Then ``closes`` is written. A row draws by its
+    own key, fold_in(key, row), place and stream: a continuation does not depend on others.
+
+    Args:
+      prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid
+      places.
+      n_new: [places] that are written at most.
+      ends: the token after which a row is done.
+      longest: [columns] of codes at most, after which a recording is ended. 0 = as many as fit.
     """
     grammar = Grammar(
         opens, closes, ends, c.codebook_size, c.codebook_size + 1, longest, jnp.arange(c.codebooks) * delay
@@ -137,14 +152,16 @@ def generate(
 
     def write(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
         token_b, drawn_bk = draw(c, params, streams, grammar, state.x_bd, keys_b, i)
-        token_b, codes_bk, is_audio_b, column_b, end_b = next_place(grammar, state, token_b, drawn_bk)
-        fed_b = jnp.where(state.done_b, ends, token_b)
-        x_bd, cache = extend(c, params, fed_b, codes_bk, is_audio_b, length_b + i, state.cache, shard)
+        place = next_place(grammar, state, token_b, drawn_bk)
+        is_audio_b = place.is_audio_b
+        fed_b = jnp.where(state.done_b, ends, place.token_b)
+        x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
         new = Writing(
-            x_bd, cache, jnp.where(is_audio_b, -1, token_b), jnp.where(is_audio_b, column_b + 1, 0), end_b,
-            state.done_b | (~is_audio_b & (token_b == ends)),
+            x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
+            state.done_b | (~is_audio_b & (place.token_b == ends)),
         )  # fmt: skip
-        return new, (jnp.where(is_audio_b | state.done_b, -1, token_b), jnp.where(is_audio_b[:, None], codes_bk, -1))
+        tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
+        return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
 
     x_bd, cache = prefill(c, params, prompt, length_b, shard, n_new=n_new)
     # None ends within a recording, so that its last place is a token.
@@ -177,8 +194,8 @@ def draw(
     return token_b, jnp.stack(codes_bk, axis=1)
 
 
-def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> tuple[Array, ...]:
-    """Return each row's next token, codes, whether these are taken, their column, and the end's."""
+def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
+    """Return each row's next place from a token and codes, by its state and codebooks."""
     # A recording continues until its last codebook has ended, then its closing token follows.
     inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b
@@ -189,4 +206,4 @@ def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array
     stream_bk = at_b[:, None] - grammar.shift_k[None]  # column of each codebook's own sequence
     over_bk = stream_bk >= end_b[:, None]
     codes_bk = jnp.where(stream_bk <= 0, grammar.begin, jnp.where(over_bk, grammar.end, drawn_bk))
-    return jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b
+    return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)

@@ -37,7 +37,11 @@ class Answer(NamedTuple):
 
 
 def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str = "", codec_path: str = "") -> Speaker:
-    """Read a model with its tokenizer and codec, or others. StoredError, ConfigError, DataError."""
+    """Read a model with the tokenizer and the codec that it was trained with, or others.
+
+    ``run`` is a run, a step or an export. Raises StoredError if it is none of them, or holds
+    adapters alone, and WarmStartError, ConfigError, DataError.
+    """
     source = source_lib.find(run, step)
     run_config = source.config(__package__)
     model = run_workload.model_section(run_config, Config)

@@ -107,7 +107,10 @@ EXPORT = Export(export_names, export_shape, export_files, export_hub)
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return sections ``model`` and ``warm_start`` for a folder. Raises HuggingFaceError."""
+    """Return sections ``model`` and ``warm_start`` for a folder of config.json and safetensors.
+
+    It is of Hugging Face, or of `jaxtrain export`. Raises HuggingFaceError.
+    """
     own = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
     if exported := hugging_face.own_export(folder, __package__, own):
         return exported, dict(source=str(folder))

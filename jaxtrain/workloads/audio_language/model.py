@@ -131,7 +131,12 @@ def layer(
     *, angles: tuple[Array, Array], mix: transformer.Mix,
     audio_attend: Callable[[PyTree, Array], tuple[Array, PyTree]]
 ) -> tuple[Array, PyTree]:  # fmt: skip
-    """Compute a layer by ``nets``, (text net, audio net, x) -> x, and what both attentions keep."""
+    """Compute one layer, and the second results of ``mix`` and ``audio_attend``.
+
+    Args:
+      nets: (text net, audio net, x) -> x: which places go through which.
+      audio_attend: (weights, x) -> x after the columns' own attention, and keys and values to keep.
+    """
     audio: dict[str, Array] = w["audio"]
     kept: tuple[Array, ...] = ()
     before = audio["scale_attention"]
@@ -147,7 +152,11 @@ def layer(
 
 
 def decode(c: Config, params: PyTree, batch: Batch, shard: Shard, *, keep: bool = False) -> Any:
-    """Compute the last normed states [B, U, D]; if ``keep``, also keys and values of all layers."""
+    """Compute the last hidden states [B, U, D], after the last norm. Times a head they are logits.
+
+    With ``keep``, also keys and values of all layers [L, B, U, G, head dimension], and of the
+    columns' own attention.
+    """
     (b, u), s = batch["place"].shape, batch["text"].shape[1]
     place_bu, slot_bu = batch["place"], batch["slot"]
     is_audio_bu = slot_bu >= s
@@ -208,7 +217,11 @@ def audio_logits(params: PyTree, x_bud: Array) -> Array:
 
 
 def step_flops(c: Config, bucket: tuple[int, int, int, int, float], *, causal: bool, frozen: bool) -> int:
-    """Count the FLOPs of one row of a bucket. ``frozen`` matrices have no derivative."""
+    """Count the FLOPs of one row of a bucket, forward and backward.
+
+    Each place goes through its own net, and labelled ones alone through the heads. Matrices that
+    are ``frozen`` have no derivative. Their adapters' products are left out.
+    """
     s, a, n, m, _ = bucket
 
     def size(specs: Mapping[str, Spec]) -> int:

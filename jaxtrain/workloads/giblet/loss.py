@@ -146,7 +146,10 @@ def targets(c: Config, batch: Batch, shard: Shard) -> dict[str, Array]:
 
 
 def scale(x_bd: Array, weight_b: Array) -> Array:
-    """Return the unbiased deviation of the global batch's valid rows + 1e-8, or 1 if it is 0."""
+    """Return an error's divisor: the standard deviation of the global batch's valid rows.
+
+    It is the unbiased one, plus 1e-8, or 1 if all values are equal (no text, a dark film).
+    """
     w_b1 = weight_b[:, None]
     n = jnp.maximum(over_data(weight_b.sum()) * x_bd.shape[1], 2)
     mean = over_data((x_bd * w_b1).sum()) / n

@@ -36,7 +36,10 @@ class Predictor(NamedTuple):
 
 
 def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, links: bool = False) -> Predictor:
-    """Read a run for a film of `prepare-giblet`. DataError if that has another shape."""
+    """Read a run of this workload for the film in a folder of `jaxtrain prepare-giblet`.
+
+    Raises StoredError, WarmStartError, ConfigError, and DataError if the film has another shape.
+    """
     source = source_lib.find(run, step)
     config = source.config(__package__)
     c = run_workload.model_section(config, giblet.Config)
@@ -57,7 +60,10 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
 
 
 def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
-    """Yield each volume's prediction (None before ``first``) and mean measurement, [voxels]."""
+    """Yield each volume's prediction, None before number ``first``, and the viewers' mean.
+
+    Both are float32 [voxels]. Raises DataError.
+    """
     c, layout, data = predictor.model, predictor.layout, predictor.data
     film = multimodal.open_film(data)
     abstract = {
@@ -119,7 +125,12 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
 
 
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> tuple[int, np.ndarray]:
-    """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's."""
+    """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's.
+
+    `loaders.io.records` says how it is resumed. Returns the number of volumes, and Pearson's r of
+    prediction and measurement over them, float64 [voxels], 0 if either is constant. Raises
+    DataError, OSError.
+    """
     import nibabel
 
     film = multimodal.open_film(predictor.data)

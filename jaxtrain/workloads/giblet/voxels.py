@@ -25,7 +25,12 @@ def r_squared(y_bv: Array, target_bv: Array) -> Array:
 
 
 def finish(record: Mapping[str, Any]) -> dict[str, float]:
-    """Add each voxel's r and R² over moments, as means over voxels that vary, or nan."""
+    """Add the scores of the whole split.
+
+    They are r and R² of each voxel across moments, from its means, as averages over voxels whose
+    measurement varies, or nan. "voxel_r_best" is the 90 % quantile over the voxels, "voxel_r_null"
+    the average with shuffled pairs.
+    """
     voxel, null = spread(record, "voxel"), spread(record, "null")
     r, r2 = correlation(voxel), 1 - voxel.residual / voxel.var_t
     return {
@@ -64,7 +69,12 @@ def _mean(x: np.ndarray) -> float:
 
 
 def shuffled(x_bv: Array, weight_b: Array, volume_b: Array) -> tuple[Array, Array]:
-    """Return each row's partner [B, V], half of the valid rows away, and if it counts, [B]."""
+    """Return each row's partner for the null, [B, V], half of the valid rows away.
+
+    Also returns whether it has one, [B]. A test split comes in a mixed order, so that partners are
+    no neighbours in time. A row is no partner of itself, nor are two viewers of one moment, who saw
+    the same.
+    """
     n = weight_b.sum().astype(jnp.int32)
     place_b = jnp.cumsum(weight_b).astype(jnp.int32) - 1
     partner_b = (place_b + n // 2) % jnp.maximum(n, 1)

@@ -59,7 +59,10 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
 
 
 def read_prompts(path: str) -> list[str]:
-    """Return a file's lines, of .jsonl their text or "prompt". Raises DataError."""
+    """Return the prompts of a file: of .jsonl the "prompt" of each line, else each line.
+
+    A line of .jsonl may be a string, too. Raises DataError.
+    """
     place = pathlib.Path(path).expanduser()
     found = []
     for number, line in enumerate(files.lines(files.read_text(place, most=MAX_BYTES)), 1):
@@ -80,7 +83,13 @@ def generate(
     writer: Writer, prompts: Sequence[str], *, tokens: int, temperature: float = 0.8, top_p: float = 0.95,
     seeds: Sequence[int] = (0,), batch: int = 16, first: int = 0
 ) -> Iterator[Continuation]:  # fmt: skip
-    """Continue each prompt once a seed, from number ``first`` on. DataError if it does not fit."""
+    """Continue each prompt once for each seed, in order, from continuation number ``first`` on.
+
+    A continuation depends on prompt and seed alone, up to rounding in other shapes: not on the
+    other prompts, their order or ``batch``.
+
+    Raises DataError: a prompt too long for the model's context, or without tokens.
+    """
     c, codec = writer.model, writer.codec
     if not 0 < tokens < c.context:
         raise DataError(

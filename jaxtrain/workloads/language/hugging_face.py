@@ -90,7 +90,11 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """Return config.json, with what the base's has besides, and the tokenizer's files, if known."""
+    """Return config.json, and the tokenizer's files if the run knows them.
+
+    ``config`` is the whole run's, ``dtype`` the arrays'. Fields of the config.json of
+    config.warm_start.source beyond the architecture (token ids, for one) are kept.
+    """
     model, family = config["model"], _family(config["model"])
     base = _folder(config["warm_start"]["source"])
     data = config["data"]
@@ -210,7 +214,12 @@ def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, l
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-    """Return the section ``model`` of a config.json. Raises HuggingFaceError for what it lacks."""
+    """Return the fields of the section ``model`` from a config.json of transformers 4 or 5.
+
+    Raises:
+      HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window
+      that this model lacks.
+    """
     path = pathlib.Path(path).expanduser()
     path = path / "config.json" if path.is_dir() else path
     with hugging_face.reading(path):
@@ -243,7 +252,10 @@ def _read_fields(h: Mapping[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return sections ``model`` and ``warm_start`` for a folder. Raises HuggingFaceError."""
+    """Return sections ``model`` and ``warm_start`` for a folder of config.json and safetensors.
+
+    It is of Hugging Face, or of `jaxtrain export`. Raises HuggingFaceError.
+    """
     if own := hugging_face.own_export(folder, __package__, ("vocab",)):
         return own, dict(source=str(folder))
     model = read_config(folder)

@@ -108,8 +108,11 @@ class Config(transformer.Decoder):
         idle = whole - specs.count(transformer.decoder_specs(self, used))
         if 2 * idle > whole:
             share = min(round(100 * idle / whole), 99)
-            text = f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of"
-            yield "vocab", f"{text} tokens that never come; --config.model.vocab=None takes the data's"
+            yield (
+                "vocab",
+                f"is {self.vocab:,}, and the data have {used:,} tokens: {share}% of the parameters are rows of "
+                "tokens that never come; --config.model.vocab=None takes the data's",
+            )
 
     def _fewer(self, where: str) -> str:
         """Return the remedy for continuations of ``where`` that the context does not hold."""
@@ -149,5 +152,8 @@ def logits(c: Config, params: PyTree, batch: Batch, shard: Shard) -> Array:
 
 
 def forward_flops(c: Config, *, causal: bool) -> int:
-    """Count the FLOPs of one full row, forward, without masked places if ``causal``."""
+    """Count the FLOPs of one full row, forward. The backward pass costs twice as much.
+
+    With ``causal``, places that the mask or a window hides are left out of attention.
+    """
     return c.context * transformer.token_flops(c, make_specs(c)) + transformer.attention_flops(c, c.context, causal=causal)

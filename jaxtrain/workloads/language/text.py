@@ -24,7 +24,13 @@ class Codec(NamedTuple):
 
 
 def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, ends: Sequence[int] | None = None) -> Codec:
-    """Make a codec. ``ends`` may be None for those of the tokenizer's files. Raises CodecError."""
+    """Make a codec from a model's settings of these names.
+
+    Args:
+      ends: None for those that the tokenizer's own files name.
+
+    Raises CodecError.
+    """
     if tokenizer and tokenizer != "bytes":
         try:
             of = tokenizer_lib.open_tokenizer(tokenizer)

@@ -52,9 +52,14 @@ def begin(carry: PyTree, batch: Batch) -> PyTree:
 def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
     slots = jax.device_get(begin(carry, batch))
-    drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], jnp.zeros((0, *slots["inputs"].shape), jnp.int32)))
+    no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
+    drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
     return [
-        Example("" if new else f"row:{k}", f"supervision step {int(slots['steps'][k]) + 1}", {"puzzle and solution": drawn[k]})
+        Example(
+            id="" if new else f"row:{k}",
+            text=f"supervision step {int(slots['steps'][k]) + 1}",
+            pictures={"puzzle and solution": drawn[k]},
+        )
         for k, new in enumerate(np.asarray(carry["halted"]))
     ]
 
@@ -231,7 +236,10 @@ def exploration(model: Model, step: Array) -> Array | float:
 def solve(
     model: Model, variables: Variables, batch: Batch, keep: Callable[[Array, Array], PyTree] | None = None
 ) -> tuple[Array, Array, PyTree]:
-    """Take all supervision steps from the start; return last logits, q, and ``keep`` of each."""
+    """All supervision steps, from the start: last logits and q, and ``keep`` of each, stacked.
+
+    It is called as ``keep(logits, q)``.
+    """
     c, n = model.c, batch["inputs"].shape[0]
 
     def step(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], PyTree]:
@@ -245,7 +253,10 @@ def solve(
 
 
 def predict(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
-    """Return ``answer`` [B, S] and ``confidence`` [B] of ``inputs`` [B, S]."""
+    """Symbols ``answer`` [B, S] of the cells, and ``confidence`` [B].
+
+    The inputs are ``inputs`` [B, S] and, if there are ids, ``puzzle`` [B].
+    """
     n = batch["inputs"].shape[0]
     logits_bsv, q_b2, _ = solve(model, variables, {"puzzle": jnp.zeros(n, jnp.int32), **batch})
     return {"answer": logits_bsv.argmax(-1), "confidence": jax.nn.sigmoid(q_b2[:, 0])}

@@ -150,7 +150,8 @@ class Config(ModelSection):
         for name, unused in (("q_continue", False), ("explore_end", None)):
             if getattr(self, name) != unused:
                 yield name, f"is {getattr(self, name)}, of contract='deep' alone: no row of contract='last' halts in training"
-        if self.least_steps > (most := self.first_steps or self.halt_steps):
+        most = self.first_steps or self.halt_steps
+        if self.least_steps > most:
             yield "least_steps", f"is {self.least_steps}, more than the {most} steps that there are"
 
     def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -208,7 +209,12 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, batch: int) -> PyTree:
-    """Return a slot for each row, all done (of contract "deep"), the first states, and the step."""
+    """Return a slot for each row of the batch, all done, the fixed initial states, and the step.
+
+    The step is for the annealing.
+
+    Of the contract "last", each step begins with its own rows: it has no slots.
+    """
     begin = {f"init_{k}": Spec((c.embed,), (None,), truncated_normal(1.0)) for k in "hl"}
     begin["step"] = Spec((), (), zeros, "int32")
     if c.contract == "last":
@@ -298,7 +304,12 @@ def net(c: Config, w: PyTree, x_btd: Array, shard: Shard) -> Array:
 
 
 def refine(c: Config, params: PyTree, rows: Mapping[str, Array], cycles: Cycles, shard: Shard) -> tuple[Array, ...]:
-    """Take one supervision step: new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32)."""
+    """One supervision step on the slots' states.
+
+    Returns new (z_h, z_l, logits [B, S, V] float32, q [B, 2] float32).
+
+    Gradients reach the parameters through the last cycle alone.
+    """
     dtype = jnp.dtype(c.dtype)
     w = jax.tree.map(lambda x: x.astype(dtype), params["net"])
     with jax.named_scope("embed"):
@@ -355,7 +366,12 @@ def net_flops(c: Config) -> int:
 
 
 def train_flops(c: Config, cycles: Cycles) -> int:
-    """Count the FLOPs of one row in one training step: only the last cycle has a backward pass."""
+    """Floating-point operations of one row in one training step.
+
+    The backward pass costs twice the forward one, and only the last cycle has one. Of the contract
+    "last", the supervision steps before it are forward alone: their mean, if their number is drawn.
+    ``q_continue`` takes another supervision step, forward alone.
+    """
     high, low = cycles
     heads = 2 * c.n_cells * c.embed * c.vocab + 2 * c.embed * 2
     step = high * (low + 1) * net_flops(c)

@@ -46,7 +46,11 @@ class Found(NamedTuple):
     steps: Array  # int32 [B, R] that the rollout took
 
     def best(self, by: str) -> Array:
-        """Return int32 [B]: the q-head's choice, with "check" of those that keep the rules."""
+        """Return int32 [B]: the number of the rollout that is taken for each board.
+
+        The q-head chooses: among all with "q", and with "check" among those whose answers keep the
+        rules, if there are any.
+        """
         q_br = self.q[..., 0]
         if by == "check":
             q_br = jnp.where(self.solved | ~self.solved.any(-1, keepdims=True), q_br, -jnp.inf)
@@ -105,7 +109,14 @@ def search_of(c: Config) -> Search:
 def explore(
     c: Config, variables: Variables, rows: Mapping[str, Array], search: Search, noise: Array | float, key: Key, shard: Shard
 ) -> Found:
-    """Search boards. Noise and symmetry follow from the key, board, rollout and step alone."""
+    """Search boards.
+
+    A row's noise and symmetry follow from the key, its board, its rollout and the step alone.
+
+    Args:
+      rows: ``inputs`` [B, S] and ``puzzle`` [B], among others.
+      noise: standard deviation, in units of the state's root mean square.
+    """
     n_boards, r = rows["inputs"].shape[0], search.rollouts
     given = {
         name: shard(jnp.repeat(rows[name], r, axis=0), "batch", *[None] * (rows[name].ndim - 1))

@@ -131,6 +131,8 @@ def need_head(solver: Solver) -> None:
 def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
     """Return the puzzles of a table with a column question, or of text with a board a line.
 
+    `jaxtrain sudoku` writes such a table.
+
     Raises DataError, with the line and the cell: another size, other symbols, no solution or
     several, or an answer that is none.
     """
