@@ -66,6 +66,7 @@ class FrontEnd(checks.Section):
 
     @property
     def scale(self) -> float:
+        """The divisor of a row's values."""
         return 2 * self.std
 
     @property

@@ -112,7 +112,8 @@ def prepare(
     Args:
       part: (k, n): of every n shards or recordings, this process makes number k.
 
-    Raises DataError: a source that is none, or an ``out`` that holds other things. Raises OSError.
+    Raises DataError: a source that is none, or an ``out`` that holds other things. Raises OSError,
+    with the name of a file that could not be written.
     """
     found = pathlib.Path(shards.resolve(source)).expanduser()
     if any((at / NAME).is_file() for at in (found, found.parent)):
@@ -199,13 +200,21 @@ class _Pool:
             ahead.append(self._pool.submit(function, item))
             if len(ahead) > 2 * self._threads:
                 yield ahead.popleft().result()
-        yield from (future.result() for future in ahead)
+        while ahead:  # a result is freed before the next one is awaited
+            yield ahead.popleft().result()
 
     def prepare(self, index: "_rust.Index", row: int, channel: int, **more: Any) -> tuple[bytes, int]:
         """Return a row prepared, and its clipped samples. Raises ValueError for a broken one."""
         settings = self._settings
-        form: dict[str, Any] = dict(rate=settings.sample_rate, time_expansion=settings.time_expansion, packed=settings.packed)
-        return index.prepare(row, channel=None if channel < 0 else channel, stop=self._stop.is_set, **form, **more)
+        return index.prepare(
+            row,
+            rate=settings.sample_rate,
+            time_expansion=settings.time_expansion,
+            channel=None if channel < 0 else channel,
+            packed=settings.packed,
+            stop=self._stop.is_set,
+            **more,
+        )
 
 
 def _shards(

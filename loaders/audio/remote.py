@@ -3,10 +3,10 @@
 Addresses begin with gs://, s3://, hf:// or https://. Files are copied in parts, several at once,
 first the parts that a reader waits for. Training begins with the headers of Arrow shards, but waits
 for whole Parquet shards. An interrupted copy resumes at its end, unless the file has another tag
-since. An MD5 or SHA-256 of the store is compared when the file is whole. Copies lie in
-$JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for each address. Beyond
-$JAXTRAIN_SHARDS_GB, 200 by default, the address that was not used for longest is removed first, and
-none that a process uses. Credentials are those of fsspec's file systems.
+since. A part that comes short is requested again. An MD5 or SHA-256 of the store is compared when
+the file is whole. Copies lie in $JAXTRAIN_CACHE/shards (or ~/.cache/jaxtrain/shards), a folder for
+each address. Beyond $JAXTRAIN_SHARDS_GB, 200 by default, the address that was not used for longest
+is removed first, and none that a process uses. Credentials are those of fsspec's file systems.
 """
 
 import base64
@@ -340,12 +340,14 @@ class _Copy:
         with self._lock:
             for state in (WANTED, ABSENT):
                 for file, parts in self._parts.items():
-                    free = [part for part in np.flatnonzero(parts == state).tolist() if (file, part) not in self._taken]
-                    if free:
-                        first = free[0]
-                        n = next((k for k, part in enumerate(free[:TOGETHER]) if part != first + k), len(free[:TOGETHER]))
-                        self._taken |= {(file, part) for part in range(first, first + n)}
-                        return file, first, first + n
+                    for first in np.flatnonzero(parts == state).tolist():
+                        if (file, first) in self._taken:
+                            continue
+                        last, most = first + 1, min(first + TOGETHER, len(parts))
+                        while last < most and parts[last] == state and (file, last) not in self._taken:
+                            last += 1
+                        self._taken |= {(file, part) for part in range(first, last)}
+                        return file, first, last
         return None
 
     def _end(self, file: File, place: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ A path is one of
     a folder of ``*.arrow``, ``*.parquet``   by name, also in its data/; of several splits
                                              (``name-train-00000-of-00007.arrow``) the one wanted
     a glob, or one file                      by name
-    an address gs://, s3://, hf://, https:// of any of these, copied first: `remote`
+    an address gs://, s3://, hf://, https:// of any of these, copied first: `loaders.audio.remote`
     "demo"                                   the built-in corpus, made at its first use
 
 Paths, labels and class names of 16 shards or more are kept in $JAXTRAIN_CACHE/index (or
@@ -262,8 +262,9 @@ def open_index(shards: Sequence[pathlib.Path], *, label: str, audio_root: str, l
 
 
 def _root(shards: Sequence[pathlib.Path], audio_root: str) -> str | None:
-    file = None if audio_root else index_file(shards[0])
-    return str(index_root(file)) if file else os.path.expanduser(audio_root) or None
+    if not audio_root and (file := index_file(shards[0])):
+        return str(index_root(file))
+    return os.path.expanduser(audio_root) or None
 
 
 def fingerprint(index: "_rust.Index", shards: Sequence[pathlib.Path], *, audio_root: str, links: bool = False) -> str:

@@ -18,6 +18,12 @@ spectrogram on the device. Sound below the resolution of 16 bits differs.
 A row of an index that `jaxtrain index` wrote is a part of a recording: crops are drawn inside it,
 and one that is longer than the part is laid around it (``around``). If a whole recording is shorter
 than a crop, ``short`` decides its place.
+
+With ``multilabel`` the column of labels holds a list of classes for each recording, and a row has
+"labels" instead of "label". With ``background`` a training row also has as many crops of another
+recording, of noise, drawn in an independent order.
+
+`loaders.audio.shards` says which files a path names.
 """
 
 import contextlib
@@ -27,7 +33,7 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import ml_dtypes
 import numpy as np
@@ -257,9 +263,11 @@ class Spectrograms(Loader):
                 clip_samples=config.clip_samples,
                 n_frames=config.n_frames,
                 views=config.views,
-                form=cast(Any, "waveform" if config.form == "waveform" else config.dtype),
+                form=cast(
+                    Literal["float32", "bfloat16", "waveform"], "waveform" if config.form == "waveform" else config.dtype
+                ),
                 channel=config.channel if config.channel >= 0 else None,
-                short=cast(Any, config.short),
+                short=cast(Literal["random", "centre", "start", "origin"], config.short),
                 repeat=config.short_fill == "repeat",
                 silence=config.around == "silence",
                 block=(config.block_rows, config.block_window) if config.order == "block" else None,
@@ -368,7 +376,9 @@ def facts(config: Config) -> Facts:
         "background": bool(config.background),
     }
     facts |= {name: getattr(config, name) for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")}
-    return facts | ({"n_classes": len(names), "class_names": names} if (names := train.names) else {})
+    if names := train.names:
+        facts |= {"n_classes": len(names), "class_names": names}
+    return facts
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
@@ -384,7 +394,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
 def _order(config: Config, chosen: np.ndarray, batch: int) -> dict[str, Any]:
     fold = int(np.bitwise_xor.reduce(order.hash_of(np.arange(len(chosen)), chosen), initial=np.uint64(0)))
-    rows = f"{int(order.hash_of(len(chosen), fold)[0]):016x}"  # a digest of the rows and their order
+    # A digest of the rows and their order, which covers exclude and test_share.
+    rows = f"{int(order.hash_of(len(chosen), fold)[0]):016x}"
     found: dict[str, Any] = {"version": _rust.ORDER_VERSION, "batch": batch, "n_rows": len(chosen), "rows": rows}
     if config.order == "block":
         found["block"] = [config.block_rows, config.block_window]
@@ -433,15 +444,19 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
             )
     else:
         is_test = order.held_out(rows, config.test_share)
-        of_train, of_test = (Split(train, rows[which], train_lists, train_shards) for which in (~is_test, is_test))
+        of_train = Split(train, rows[~is_test], train_lists, train_shards)
+        of_test = Split(train, rows[is_test], train_lists, train_shards)
     if not len(of_train.rows):
         raise DataError(f"{train_path} leaves no recordings to train on, of {train.n_rows}")
     return {"train": of_train, "test": of_test if len(of_test.rows) else Split(None, np.arange(0), None)}
 
 
 def _excluded_names(names: Sequence[str]) -> set[str]:
-    excluded = {name for name in names if not name.startswith("@")}
-    for name in set(names) - excluded:
+    excluded: set[str] = set()
+    for name in names:
+        if not name.startswith("@"):
+            excluded.add(name)
+            continue
         try:
             lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MAX_JSON))
         except (OSError, files.FileError) as error:

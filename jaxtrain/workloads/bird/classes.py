@@ -47,17 +47,19 @@ def cross_entropy(logits_bc: Array, label_b: Array, *, smoothing: float = 0.0) -
 
 
 def asymmetric_loss(logits_bc: Array, target_bc: Array, *, gamma_positive: float, gamma_negative: float, clip: float) -> Array:
-    """-sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0), [B].
+    """Return the asymmetric loss of scores, [B] (Ridnik et al. 2021).
 
-    The source is Ridnik et al. 2021. With all of them 0 it is the summed binary cross-entropy.
+    -sum_c [y (1 - p)^g+ log p + (1 - y) q^g- log(1 - q)], q = max(p - clip, 0). With both exponents
+    and the clip 0 it is the binary cross-entropy, summed over the classes.
     """
     log_p_bc, log_not_p_bc = jax.nn.log_sigmoid(logits_bc), jax.nn.log_sigmoid(-logits_bc)
     p_bc = jax.nn.sigmoid(logits_bc)
     positive_bc = log_p_bc * _power(1 - p_bc, gamma_positive)
+    q_bc = p_bc
     if clip:
-        p_bc = jnp.maximum(p_bc - clip, 0)
-        log_not_p_bc = jnp.log(jnp.maximum(1 - p_bc, 1e-8))
-    negative_bc = log_not_p_bc * _power(p_bc, gamma_negative)
+        q_bc = jnp.maximum(p_bc - clip, 0)
+        log_not_p_bc = jnp.log(jnp.maximum(1 - q_bc, 1e-8))
+    negative_bc = log_not_p_bc * _power(q_bc, gamma_negative)
     return -(target_bc * positive_bc + (1 - target_bc) * negative_bc).sum(-1)
 
 

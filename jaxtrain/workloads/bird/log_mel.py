@@ -1,4 +1,4 @@
-"""The spectrogram of a waveform on the device, inside the step, as the Rust loader makes it.
+"""The spectrogram of a waveform on the device, inside the step: the Rust loader's numbers.
 
 Kaldi's log-mel filter bank (feat/feature-window.cc, feat/mel-computations.cc) of a front end, by
 default 800 samples every 320 at 32 kHz and 128 mels. Of each whole frame: its mean subtracted, y[i]
@@ -27,7 +27,10 @@ PARTS = 16  # slices of a frame, at most, given by samples that window and hop s
 
 
 def spectrogram(wave: Array, n_frames: int, of: FrontEnd = DEFAULT) -> Array:
-    """Of int16 samples [..., N]: float32 [..., n_frames, W], the rest filled with its minimum."""
+    """Return int16 samples [..., N] as the model sees them: float32 [..., n_frames, W].
+
+    Missing frames hold the minimum of the others. Then (x - mean) / (2 std).
+    """
     x_rfw = log_mel(wave.reshape(-1, wave.shape[-1])[:, : of.window + (n_frames - 1) * of.hop], of)
     missing = n_frames - x_rfw.shape[1]
     least_r11 = x_rfw.min((1, 2), keepdims=True)

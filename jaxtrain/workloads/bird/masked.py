@@ -49,7 +49,10 @@ class Masks(NamedTuple):
 
 
 def draw_masks(key_b: Key, grid: tuple[int, int], n_masked: int, block: int) -> Masks:
-    """Mask exactly ``n_masked`` patches: squares of side ``block``, then single ones."""
+    """Mask exactly ``n_masked`` patches, in blocks of ``block`` × ``block`` as far as possible.
+
+    As many blocks as would fit without overlap, then single patches.
+    """
     rows, columns = grid
     n = rows * columns
     high, wide = min(block, rows), min(block, columns)
@@ -97,7 +100,10 @@ def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
 
 
 def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
-    """float32 [B, N, P]: predictions. The mean CLS goes first, without a position."""
+    """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
+
+    The mean CLS goes first, without a position. A learned token replaces a masked patch.
+    """
     filled_bnd = jnp.einsum("bvn,bvd->bnd", masks.visible, seen.patches, precision=vit.EXACT)
     filled_bnd += masks.masked[:, :, None] * params["bias_mask"][None, None]
     x_btd = jnp.concatenate([seen.cls.mean(1, keepdims=True), filled_bnd], axis=1)
@@ -111,7 +117,7 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
 
 
 def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
-    """Of one spectrogram, forward."""
+    """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
     return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
 
 

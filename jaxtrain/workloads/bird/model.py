@@ -10,8 +10,9 @@ The loss is a weighted sum of objectives, each on if its weight is above 0; each
     teacher     the average encoder's features of masked patches (Assran et al. 2023)
 
 mae and teacher share masks and the pass over visible patches, the others one over all patches. The
-probe reads the same features without passing gradients back, and is comparable between objectives.
-A row may hold several views of its recording (data.views); every view is encoded.
+probe (layer norm, linear) reads the same features without passing gradients back. It has its own
+learning rate, and is comparable between objectives. A row may hold several views of its recording
+(data.views); every view is encoded.
 
 Modules of this folder, each of which imports only those before it: vit, log_mel, augment, masked,
 settings, classes, objective, views, objectives, model.
@@ -43,7 +44,7 @@ log = logging.getLogger("jaxtrain")
 
 
 def with_objectives(cls: type) -> type:
-    """Declare a field for each objective's section."""
+    """Declare a field for each objective's section, so that config and command line know all."""
     for name, objective in OBJECTIVES.items():
         cls.__annotations__[name] = objective.section
         setattr(cls, name, field(default_factory=objective.section))
@@ -95,6 +96,7 @@ def make_specs(c: Config) -> PyTree:
 
 
 def make_carry(c: Config, table: PyTree) -> PyTree:
+    """Return a table for each objective with a state, or ()."""
     return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
 
 
@@ -106,8 +108,11 @@ def forward_flops(c: Config) -> int:
 
 def train_flops(c: Config) -> int:
     """Of one view in a step: three encoder passes, the probe forward, and the objectives."""
-    forward = 2 * c.embed * (c.n_classes or 0) + c.reads(ALL) * vit.forward_flops(c)
-    forward += c.reads(VISIBLE) * vit.forward_flops(c, c.n_patches - c.n_masked)
+    forward = 2 * c.embed * (c.n_classes or 0)
+    if c.reads(ALL):
+        forward += vit.forward_flops(c)
+    if c.reads(VISIBLE):
+        forward += vit.forward_flops(c, c.n_patches - c.n_masked)
     return 3 * forward + sum(objective.flops(c, c.section(name)) for name, objective in c.on.items())
 
 
@@ -227,7 +232,10 @@ def inputs(
     model: Model, variables: Variables, batch: Batch, x: Array, needs: str, *, key: Key | None = None,
     labels: Labels | None = None, share_bv: Array | None = None,
 ) -> Inputs:  # fmt: skip
-    """One pass of the encoder over ``x``. Without a ``key`` there is no stochastic depth."""
+    """One pass of the encoder over spectrograms ``x``; `of_objective` adds what one objective has.
+
+    ``key``: of the step; without it, in an evaluation, there is no stochastic depth.
+    """
     c, x_rfw = model.c, views.flat(c=model.c, x=x)
     masks = views.masks(c, model.seed, batch) if needs == VISIBLE else None
     keep = views.survival(c, batch, key, needs) if key is not None else None
@@ -248,9 +256,13 @@ def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
 
 
 def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
+    """Return the carry after a step, by the new parameters."""
     c = model.c
-    advances = {name: objective.advance for name, objective in c.on.items() if objective.advance}
-    moved = {name: f(c.section(name), params, carry[name], step, model.steps) for name, f in advances.items()}
+    moved = {
+        name: objective.advance(c.section(name), params, carry[name], step, model.steps)
+        for name, objective in c.on.items()
+        if objective.advance
+    }
     return {**carry, **moved} if moved else carry
 
 

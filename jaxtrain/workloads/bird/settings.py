@@ -64,8 +64,9 @@ class Settings(vit.Config, ModelSection):
                 yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
         if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
             yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
-        if self.views not in (None, n := facts.get("views", 1)):
-            yield "views", f"is {self.views}, and the data have {n}; set data.views"
+        n_views = facts.get("views", 1)
+        if self.views not in (None, n_views):
+            yield "views", f"is {self.views}, and the data have {n_views}; set data.views"
         names = facts.get("class_names", ())
         if self.class_names and names and self.class_names != tuple(names):
             differing = next((pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]), None)

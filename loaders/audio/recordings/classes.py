@@ -90,7 +90,8 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
                 remedy = f"split it with --separator {between!r}"
                 if 0 < len(numbers) < len(parts):
                     remedy = f"write {numbers[0]} into a column of its own"
-                if (text := f"{where}: {name!r}; {remedy}") not in told:
+                text = f"{where}: {name!r}; {remedy}"
+                if text not in told:
                     mistakes.add("joined-labels", text)
                 break
 

@@ -151,9 +151,7 @@ def _as_named(table: Table, options: Options, used: Used, scales: dict[str, floa
             columns = [] if meaning == "duration" and fixed_length(table, options) else _named(table, option, flag)
             for each in used.values():
                 each[:] = [name for name in each if name not in columns]
-            texts = {text for name in columns for text in table.values(name) if values.given(text)}
-            are_words = texts and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
-            several = len(columns) > 1 and not are_words  # species 1 and species 2 hold labels, not 0 and 1
+            several = len(columns) > 1 and not _are_words(table, columns)
             if several:
                 column_values.refuse_no_answers(table, columns)
             if meaning == "label" and len(columns) == 1 and what(columns[0]) != "label":
@@ -169,6 +167,12 @@ def fixed_length(table: Table, options: Options) -> float | None:
     """Return the length of all events, if --duration-column gives one, such as 5s."""
     fixed = re.fullmatch(r"(\d+(?:\.\d+)?) ?s", options.duration_column)
     return float(fixed[1]) if fixed and not table.find(options.duration_column) else None
+
+
+def _are_words(table: Table, names: Sequence[str]) -> bool:
+    """Whether all named columns hold labels, as species 1 and species 2, not 0 and 1."""
+    texts = {text for name in names for text in table.values(name) if values.given(text)}
+    return bool(texts) and all(values.answer(text) is None and not values.are_numbers([text]) for text in texts)
 
 
 def _named(table: Table, option: str, flag: str) -> list[str]:
@@ -280,9 +284,11 @@ def _named_numbers(table: Table, used: Used, names: Sequence[str]) -> list[str]:
     if len(set(numbers)) < 2 or not values.are_numbers(numbers):
         return []
     texts = {name: table.values(name) for name in names if not is_other(name) and not meaning_of(name)}
-    texts = {name: its for name, its in texts.items() if not values.are_numbers(its)}
-    pairs = {name: set(zip(numbers, its, strict=True)) for name, its in texts.items()}
-    return [name for name, its in texts.items() if len(set(numbers)) == len(set(its)) == len(pairs[name])]
+    return [
+        name
+        for name, its in texts.items()
+        if len(set(numbers)) == len(set(its)) == len(set(zip(numbers, its, strict=True))) and not values.are_numbers(its)
+    ]
 
 
 def _are_epithets(table: Table, genus: str, species: str) -> bool:
@@ -394,8 +400,8 @@ def _is_position(layout: Layout, name: str) -> bool:
         labelled = bool(layout.used["label"] or layout.used.get("genus") or layout.classes)
         return bool(parts & {"seconds", "time"}) and labelled and (varies or parts.isdisjoint({"begin", "end", "12"}))
     if numbers:
-        pairs = ((a, b) for other in layout.unused if other != name for a, b in ((name, other), (other, name)))
-        return named or varies or any(_is_before(table, *pair) for pair in pairs)
+        others = [other for other in layout.unused if other != name]
+        return named or varies or any(_is_before(table, name, other) or _is_before(table, other, name) for other in others)
     return named or varies or any(":" in text for text in its) or clocks
 
 

@@ -24,7 +24,10 @@ def is_audio(name: str) -> bool:
 
 
 def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
-    """Yield every file below a folder, by name, links followed. What is not entered is counted."""
+    """Yield every file below a folder, by name, links followed.
+
+    Folders that cannot be entered, and recordings in hidden ones, are mistakes.
+    """
 
     def wrong(path: str, error: OSError) -> None:
         kind = {errno.EACCES: "no-permission", errno.EPERM: "no-permission", errno.ELOOP: "link-circle"}
@@ -67,6 +70,7 @@ class Names:
     """Recordings by their names below a folder. A name is compared in one Unicode form."""
 
     def __init__(self, names: Iterable[str]):
+        """names: of recordings, relative to a folder, "/" between."""
         self.all: set[str] = set()
         self.folders: set[str] = set()  # their names, in lower case
         self._by_last: dict[str, list[str]] = {}
@@ -175,8 +179,9 @@ class Finder:
         if ".." not in theirs and os.path.isfile(there):
             self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
             return True
-        is_whole = re.match("/|[A-Za-z]:", name)
-        return not (is_whole or self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}"))
+        if re.match("/|[A-Za-z]:", name):  # a whole path, of another machine perhaps
+            return False
+        return not self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}")
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """Return the recording of a table without file names: the one whose name it begins with."""
@@ -199,16 +204,17 @@ class Finder:
             if part.isdecimal() and not rest.endswith("Table"):
                 break  # a number is a part of the recording's name
             stem = rest
-        text = f"{where}: no recording has the name that the table begins with; name it in a column"
         if not quiet:
+            text = f"{where}: no recording has the name that the table begins with; name it in a column"
             self._mistakes.add("missing-file", text)
         return None
 
     def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
         """Return the recordings in a folder named like a table, or all without such a folder."""
-        own, top = table.parent.name.casefold(), os.path.abspath(folder)
+        own = table.parent.name.casefold()
         if own not in self._of(folder).folders:
             return names
+        top = os.path.abspath(folder)
         return [name for name in names if own in map(str.casefold, pathlib.PurePath(top, name).parent.parts)]
 
     def _has_own(self, folder: pathlib.Path, place: pathlib.Path) -> bool:

@@ -89,7 +89,8 @@ class Splitter:
         self.value, self.seed = value, seed
         self.shares: list[tuple[str, float]] = []
         column, _, wanted = value.partition(":") if self.kind == "column" else ("", "", "")
-        self.column, self.wanted = column, values.split_of(wanted)  # its value that is "test"; empty: it names splits
+        self.column = column  # that names the split; empty: none
+        self.wanted = values.split_of(wanted)  # its value that is the test split; empty: it holds names of splits
         if text and self.kind not in SPLITS:
             raise DataError(f"--split {text!r}: expected one of {', '.join(SPLITS)}; for example recording=0.2")
         if self.kind in ("recording", "site"):
@@ -155,10 +156,11 @@ def plan(
     outside: set[str] = set()  # recordings that are left out, and counted once
     for each in annotations:
         header = headers.get(each.path)
-        wrong = ("outside-root", f"{each.path} is not below {root}") if not each.path.startswith(below) else None
-        if not wrong and options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
-            text = f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0"
-            wrong = ("bad-row", text)
+        wrong = None
+        if not each.path.startswith(below):
+            wrong = ("outside-root", f"{each.path} is not below {root}")
+        elif options.channels.isdecimal() and header is not None and int(options.channels) >= header.channels:
+            wrong = ("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
         if wrong and each.path not in outside:
             outside.add(each.path)
             mistakes.add(*wrong)
@@ -209,8 +211,10 @@ def plan(
     if unknown:
         what = {"site": "a site", "date": "a date", "column": "a split in its column", "folder": "a folder"}[splitter.kind]
         raise DataError(f"--split {splitter.kind}: {len(unknown)} recordings have no {what[2:]}, for example {unknown[0]}")
-    if odd := next((split for split in splits.values() if not re.fullmatch(r"[A-Za-z]\w*", split)), None):
-        raise DataError(f"the split {odd!r} is no name; expected letters, digits and _: for folds, use --split column=fold:5")
+    for split in sorted(set(splits.values())):
+        if not re.fullmatch(r"[A-Za-z]\w*", split):
+            expected = "expected letters, digits and _: for folds, use --split column=fold:5"
+            raise DataError(f"the split {split!r} is no name; {expected}")
     splitter.refuse_missed(each.split for found in events.values() for each in found)
     return Plan(names, kept, splits, {path: headers[path.partition("\0")[0]] for path in kept}, root, options)
 
@@ -251,8 +255,8 @@ def _checked(
     if options.channels == "table" and each.channel is None and header.channels > 1:
         if not mistakes.add("no-channel", f"{where}: a recording with {header.channels}"):
             return None
-    if options.channels == "table" and (each.channel or 0) >= header.channels:
-        mistakes.add("bad-row", f"{each.where}: channel {(each.channel or 0) + 1} of a recording with {header.channels}")
+    if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
+        mistakes.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
         return None
     return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
 
@@ -324,10 +328,11 @@ def _classes(events: dict[str, list[Annotation]], classes: Classes | None, optio
     rare = {label for label, count in counts.items() if count < options.min_count}
     about = {label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)}
     dropped = {label for label, text in about.items() if not mistakes.add("rare-label", text)}
-    for path, found in list(events.items()) if dropped else ():
-        events[path] = [each for each in found if not each.labels or set(each.labels) - dropped]
-        if not events[path] and not options.windows:
-            del events[path]
+    if dropped:
+        for path, found in list(events.items()):
+            events[path] = [each for each in found if not each.labels or set(each.labels) - dropped]
+            if not events[path] and not options.windows:
+                del events[path]
     names: Sequence[str] = classes.names if classes else sorted(counts)
     return [name for name in names if name not in dropped]
 

@@ -84,8 +84,9 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
     with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
     made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
     for path in names:
-        above, last = map(str, pathlib.PurePath(path).parents), os.path.basename(path)
-        if is_audio(path) or path in used or made.intersection(above) or last in ("index.json", "mistakes.csv"):
+        above = map(str, pathlib.PurePath(path).parents)
+        is_own = os.path.basename(path) in ("index.json", "mistakes.csv")
+        if is_audio(path) or path in used or made.intersection(above) or is_own:
             continue
         first = _begin(path)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
@@ -245,8 +246,8 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
         if found := finder.next_to(table.path, str(table.path), quiet=True):
             yield Annotation(found, where=str(table.path), nothing=True)
             return
+    named = bool(layout.used["file"])
     for line in lines.read(layout, options, mistakes):
-        named = bool(layout.used["file"])
         found = finder.find(line.file, table.path, line.where) if named else finder.next_to(table.path, line.where)
         if line.answer == "skip" and not line.labels:
             mistakes.add("unanswered", line.where)
@@ -279,7 +280,8 @@ def _audacity(
             numbers = [values.number(field) for field in (fields[1:3] if fields[0] == "\\" else fields[:2])]
         except ValueError:
             numbers = []
-        text, is_band = fields[2].strip() if len(fields) > 2 else "", fields[0] == "\\"
+        text = fields[2].strip() if len(fields) > 2 else ""
+        is_band = fields[0] == "\\"
         shown = f"{path}:{number}: {line[:60]!r}"
         if values.is_sheet_error(text):
             mistakes.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
@@ -361,7 +363,17 @@ def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator
         several = lines.labels(several, "") if isinstance(several, str) else tuple(map(str, several))
         single = (str(row["ebird_code"]),) if row.get("ebird_code") else ()
         names = several if split == "test_5s" else single or several
-        start, end, low, high = (row.get(name) if split == "test" else None for name in numbers)
+        part = {name: row.get(name) for name in numbers} if split == "test" else {}
         about = {"latitude": row.get("lat"), "longitude": row.get("long"), "time": row.get("local_time")}
         about = {key: str(value) for key, value in about.items() if value not in (None, "")}
-        yield Annotation(found, start, end, names, low, high, split=split, where=where, about=about)
+        yield Annotation(
+            found,
+            start=part.get("start_time"),
+            end=part.get("end_time"),
+            labels=names,
+            low=part.get("low_freq"),
+            high=part.get("high_freq"),
+            split=split,
+            where=where,
+            about=about,
+        )

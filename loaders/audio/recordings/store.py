@@ -54,7 +54,11 @@ def schema(names: list[str]) -> pa.Schema:
 
 
 def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write an index in place of ``out`` at once. Return index.json. Raises DataError, OSError."""
+    """Write an index into a folder next to ``out`` and rename it. Return its index.json.
+
+    Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk
+    is full.
+    """
     refuse_other(out)
     with atomic_write.folder(out, replace=True) as fresh:
         (fresh / "data").mkdir()
@@ -94,11 +98,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, "index.json"))
         splits, names = about.get("splits"), about.get("classes")
-        counts = ("rows", "recordings", "hours", "hours_of_recordings")
-        if not isinstance(splits, dict) or not all(
-            isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in counts)
-            for split in splits.values()
-        ):
+        if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
             raise TypeError("it has no splits, or one without its rows and hours")
         if not isinstance(about.get("mistakes", {}), dict):
             raise TypeError("its mistakes are no counts")
@@ -109,6 +109,11 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         return about
     except (ValueError, TypeError) as error:
         raise DataError(f"{folder} is not an index of jaxtrain index: {error}") from error
+
+
+def _is_counted(split: Any) -> bool:
+    numbers = ("rows", "recordings", "hours", "hours_of_recordings")
+    return isinstance(split, dict) and all(isinstance(split.get(name), int | float) for name in numbers)
 
 
 def read_recordings(folder: pathlib.Path) -> dict[str, Header]:

@@ -183,7 +183,8 @@ def _plain(name: str) -> str:
 def _unique(names: Iterable[str]) -> list[str]:
     """Names of columns in the form of labels. Later ones of one name get a number, as of pandas."""
     found: list[str] = []
-    for name in (" ".join(unicodedata.normalize("NFC", name.strip().strip('"')).split()) for name in names):
+    for given in names:
+        name = " ".join(unicodedata.normalize("NFC", given.strip().strip('"')).split())
         n = found.count(name)
         found.append(f"{name}.{n}" if n and name else name if not n else f"unnamed.{len(found)}")
     return found

@@ -20,6 +20,11 @@ NO_CALL = set("none nocall nocalls nocalling noid nobird nobirds nobat nobats no
 UNKNOWN = set("unknown unk unid unidentified undetermined unidentifiable unknownbird unknownbat unknownspecies unknowncall "
               "unbekannt inconnu inconnue desconocido desconocida indet".split())  # fmt: skip
 SLASHED = re.compile(r"\s*(\d{1,2})[/-](\d{1,2})[/-]\d{4}(?!\d)")
+CLOCK = r"(?:[T ,]+(?P<clock>.*))?"  # after a date
+WORDED = (
+    re.compile(r"(?P<d>\d{1,2})\.?[ -]+(?P<m>[^\W\d_]{3,10})\.?[ ,-]+(?P<y>\d{4})" + CLOCK),
+    re.compile(r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})" + CLOCK),
+)
 WORDS = 100  # different spellings of answers in a column, at most
 # Words of columns of answers alone.
 CONFIRMED = {"confirmed", "accepted", "verified", "approved", "valid", "validated", "tp", "true positive", "ok", "agree",
@@ -273,8 +278,16 @@ class Dates:
         stated = "day-first" if day_first else "month-first" if month_first else order
         if order and stated != order:
             raise ValueError(f"--dates is {order}, and the column is {stated}")
-        self._dots_day_first = order != "month-first"
-        self._day_first = stated != "month-first"
+        day, month, year = r"(?P<d>\d{1,2})", r"(?P<m>\d{1,2})", r"(?P<y>\d{4})"
+        dotted = (day, month) if order != "month-first" else (month, day)
+        slashed = (day, month) if stated != "month-first" else (month, day)
+        forms = (
+            rf"{year}(?P<mark>[-/.]){month}(?P=mark){day}",
+            r"(?P<y>(?:19|20)\d\d)(?P<m>\d\d)(?P<d>\d\d)",
+            rf"{dotted[0]}\.{dotted[1]}\.{year}",
+            rf"{slashed[0]}(?P<mark>[/-]){slashed[1]}(?P=mark){year}",
+        )
+        self._forms = [re.compile(form + CLOCK) for form in forms]
 
     def read(self, text: str) -> tuple[str, str]:
         """Return date "2024-05-23" and time of day of a text, "" for none. Raises ValueError."""
@@ -288,21 +301,11 @@ class Dates:
         return day.isoformat(), time_of_day(rest) if rest else ""
 
     def _split(self, text: str) -> tuple[date, str]:
-        clock = r"(?:[T ,]+(?P<clock>.*))?"
-        dots, slashes = ("d", "m") if self._dots_day_first else ("m", "d"), ("d", "m") if self._day_first else ("m", "d")
-        for form in (
-            r"(?P<y>\d{4})(?P<mark>[-/.])(?P<m>\d{1,2})(?P=mark)(?P<d>\d{1,2})",
-            r"(?P<y>(?:19|20)\d\d)(?P<m>\d\d)(?P<d>\d\d)",
-            r"(?P<{}>\d{{1,2}})\.(?P<{}>\d{{1,2}})\.(?P<y>\d{{4}})".format(*dots),
-            r"(?P<{}>\d{{1,2}})(?P<mark>[/-])(?P<{}>\d{{1,2}})(?P=mark)(?P<y>\d{{4}})".format(*slashes),
-        ):
-            if found := re.fullmatch(form + clock, text):
+        for form in self._forms:
+            if found := form.fullmatch(text):
                 return date(int(found["y"]), int(found["m"]), int(found["d"])), found["clock"] or ""
-        for form in (
-            r"(?P<d>\d{1,2})\.?[ -]+(?P<m>[^\W\d_]{3,10})\.?[ ,-]+(?P<y>\d{4})",
-            r"(?P<m>[^\W\d_]{3,10})\.? (?P<d>\d{1,2}),? (?P<y>\d{4})",
-        ):
-            found = re.fullmatch(form + clock, text)
+        for form in WORDED:
+            found = form.fullmatch(text)
             name = found["m"].casefold() if found else ""
             if found and (month := MONTHS.get(name[:4]) or MONTHS.get(name[:3])):
                 return date(int(found["y"]), month, int(found["d"])), found["clock"] or ""

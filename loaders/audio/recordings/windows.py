@@ -74,7 +74,8 @@ class Windows:
         at = {os.path.join(self.root, each.name): each.header for each in self.recordings}
         whole = {path: [Annotation(path)] for path in at}
         options = rows.Options(windows=self.seconds, hop=self.hop)
-        plan = rows.Plan([], whole, dict.fromkeys(at, "train"), at, self.root, options)
+        splits = dict.fromkeys(at, "train")
+        plan = rows.Plan(names=[], events=whole, splits=splits, headers=at, root=self.root, options=options)
         (folder / "data").mkdir(parents=True)
         about = store.write_split(folder / "data", "train", plan)
         root = os.path.relpath(self.root, os.path.realpath(folder))
@@ -109,14 +110,19 @@ def cut(
       root: the folder that names are relative to; empty = a folder or index that is alone given, or
         the nearest that holds all.
       links: whether links may lead out of the root.
+      mistakes: takes every recording that cannot be read.
 
     Raises DataError: something given that is none of these, or nothing that can be read.
     """
     if hop < rows.SHORTEST:
         raise DataError(f"windows would begin every {hop:g} s; at least {rows.SHORTEST:g} s apart: give less overlap")
     known: dict[str, Header] = {}
-    several = [_recordings_of(each, root, known, reading or columns.Options(), mistakes) for each in given]
-    roots, paths = [folder for folder, _ in several], set[str]().union(*(found for _, found in several))
+    paths: set[str] = set()
+    roots: list[str] = []
+    for each in given:
+        folder, found = _recordings_of(each, root, known, reading or columns.Options(), mistakes)
+        paths |= found
+        roots.append(folder)
     common = root or (roots[0] if len(roots) == 1 else "") or os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"])
     root = os.path.abspath(os.path.expanduser(common))
     for path in sorted(paths):

@@ -4,11 +4,14 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from jaxtrain.commands import arguments
-from loaders.audio.recordings.annotations import Mistakes
-from loaders.audio.recordings.columns import FLAGS, Options
-from loaders.io import checks, machine
+from loaders.io import checks
+
+if TYPE_CHECKING:  # numpy is not imported for the help of a command that reads no table
+    from loaders.audio.recordings.annotations import Mistakes
+    from loaders.audio.recordings.columns import Options
 
 SKLEARN = "pip install 'jaxtrain[probe]'"
 
@@ -25,23 +28,28 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = tuple(FLAGS)) -> None:
+def add_table_flags(parser: argparse._ArgumentGroup, names: Sequence[str] = ()) -> None:
     """Add the options of `loaders.audio.recordings.columns`, or those of some columns alone."""
+    from loaders.audio.recordings.columns import FLAGS
+
     several = {"label": ", or several between commas", "duration": ", or the length of all events, 5s"}
-    for name in names:
+    for name in names or FLAGS:
         text = f"column of a table: {name}{several.get(name, '')}; none; default: by usual names"
         parser.add_argument(FLAGS[name], default="", metavar="NAME", help=text)
-    if len(names) > 1:
+    if not names:
         parser.add_argument(
             "--dates", default="", choices=("", "day-first", "month-first"), help="which of 01/06/2024 is first"
         )
         parser.add_argument(
             "--encoding", default="", metavar="NAME", help="of tables, for example cp1250; default: by their bytes"
         )
-        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in a field")
+        parser.add_argument("--separator", default="", metavar="TEXT", help="between several labels in a field of a table")
 
 
-def table_options(args: argparse.Namespace) -> Options:
+def table_options(args: argparse.Namespace) -> "Options":
+    """Return the options of `add_table_flags` that were given."""
+    from loaders.audio.recordings.columns import Options
+
     named = vars(args)
     return Options(**{name: named[name] for name in Options.__dataclass_fields__ if name in named and name != "labels"})
 
@@ -49,6 +57,7 @@ def table_options(args: argparse.Namespace) -> Options:
 def prepare_process() -> None:
     """Make a process that computes with an encoder start and load quickly."""
     from jaxtrain.parallel import cluster
+    from loaders.io import machine
 
     cluster.use_compilation_cache()
     machine.keep_freed_memory()
@@ -59,8 +68,8 @@ def need_sklearn() -> None:
         raise checks.UserError(wrong)
 
 
-def show_mistakes(mistakes: Mistakes, listed: pathlib.Path | None = None) -> None:
-    """Print mistakes to stderr, and write the whole list."""
+def show_mistakes(mistakes: "Mistakes", listed: pathlib.Path | None = None) -> None:
+    """Print a few mistakes of each kind to stderr, and write the whole list into a file."""
     for line in mistakes.report():
         print(line, file=sys.stderr)
     if listed:

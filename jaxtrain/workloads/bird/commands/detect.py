@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=arguments.out_folder, metavar="DIR", help="folder to make or resume")
     parser.add_argument("--model", metavar="FILE", help="a head of `jaxtrain fit`, instead of the run's own")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="S", help="of neighbouring windows; default: 0")
-    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table; default: --model's, 0.5")
+    parser.add_argument("--threshold", default="", metavar="SCORE", help="number, or table by class; default: --model's, 0.5")
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
@@ -115,7 +115,8 @@ def _detect(args: argparse.Namespace) -> int:
             return 0
         counts = detections.write(parts, options, mistakes)
     commands.show_mistakes(mistakes)
-    n, bad = len(windows.recordings), f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
+    n = len(windows.recordings)
+    bad = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
     print(f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}")
     print(f"{n} recordings used, {counts['silent']} without detections; {mistakes.summary(f'{args.out}/mistakes.csv')}")
     return 1 if counts["mistakes"] else 0

@@ -18,7 +18,7 @@ long as the run's clips, and each is a row.
         label.npy        int64 [n]; or labels.npy uint8 [n, C] with --multilabel
         rows.parquet     path, start, end [s], clock of every row, as far as the data say them
         index.npy        int64 [n]             the recording's row in its split's shards
-        weight.npy       float32 [n]           0 if the recording cannot be decoded
+        weight.npy       float32 [n]           0 if it cannot be decoded: its features mean nothing
         NAME.npy         any other column of integers: --columns fold,site
         embeddings.json  model, data and options, class names, and the progress
 
@@ -81,7 +81,8 @@ def _embed(args: argparse.Namespace) -> int:
     changes |= {"train": args.data, "test": ""} if args.data else {}
     columns = [name for name in args.columns.split(",") if name]
     options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
-    code, counts, out = 0, "", pathlib.Path(args.out).expanduser()
+    out = pathlib.Path(args.out).expanduser()
+    code, counts = 0, ""
     with atomic_write.alone(out):
         if args.recordings:
             done, counts, code = _embed_windows(args, model, changes, options, out)

@@ -7,9 +7,10 @@
 
 EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain
 index` into the folder MODEL-embeddings (without .npz). `search` reads it too. Their own labels are
-taken, or those of a table with file, start, end, label, and answer (yes, no, skip). Lines about
-other recordings are listed in MODEL-mistakes.csv. A row that has a label is taken to have no other;
---background adds rows that the table does not name as counter-examples.
+taken, or those of a table with file, start, end, label, and answer (yes, no, skip), as `jaxtrain
+index` reads it. Lines about other recordings are counted, and listed in MODEL-mistakes.csv. A row
+that has a label is taken to have no other; --background adds rows that the table does not name as
+counter-examples.
 
     linear       logistic regression on standardised features
     prototypes   cosine with the mean direction of a class

@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from loaders.audio import prepared
 
     settings = prepared.Settings(args.sample_rate, args.time_expansion, args.channel, args.packed)
-    part, note = (int(match[1]), int(match[2])), functools.partial(print, file=sys.stderr)
+    part = int(match[1]), int(match[2])
+    note = functools.partial(print, file=sys.stderr)
     where = {"audio_root": args.audio_root, "links": args.follow_links}
     counts = prepared.prepare(args.source, args.out, settings, part=part, threads=args.threads, note=note, **where)
     for line in counts.kept[:SHOWN]:

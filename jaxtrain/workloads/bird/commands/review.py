@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     listed = args.out.with_name(f"{args.out.stem}-mistakes.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
-    mistakes, reading = Mistakes(), commands.table_options(args)
+    mistakes = Mistakes()
+    reading = commands.table_options(args)
     items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, mistakes=mistakes)
     commands.show_mistakes(mistakes, listed)
     near = None

@@ -91,7 +91,8 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
     """model.onnx, further data if it would be too large, and example_onnx.py: name -> content.
 
     ``c``, ``data``: sections of the run's config. ``arrays``: its parameters, without a head's for
-    no scores. ``about``: further metadata. Raises StoredError.
+    no scores. ``about``: further metadata. Raises StoredError: parameters are missing, or the front
+    end does not fit the model.
     """
     import onnx
     from onnx import helper

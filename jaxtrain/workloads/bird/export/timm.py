@@ -95,7 +95,8 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
         if "://" in rules.source or not stored.is_safetensors(rules.source):
             return
         arrays = stored.open_safetensors(rules.source)
-        if not (there := timm_names.unprefixed(arrays)):
+        there = timm_names.unprefixed(arrays)
+        if not there:
             return
         patch = there[timm_names.PATCH]
         says = timm_names.about(rules.source, patch.shape[0])
@@ -110,10 +111,14 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
             yield name, f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set config.model.{name}={value}"
     if not says.image or len(patch.shape) != 4 or c.positions != "learned":
         return
-    grid = tuple(n / side for n, side in zip(says.image, patch.shape[2:], strict=True))
+    sides = list(zip(says.image, patch.shape[2:], strict=True))
+    if any(n % side for n, side in sides):
+        return
+    grid = tuple(n // side for n, side in sides)
     declared = any(re.search(pattern, "encoder/pos") for pattern in (*rules.reshape, *rules.skip))
-    if grid != c.grid and all(n == int(n) for n in grid) and not declared:
-        theirs, ours = (f"{int(rows)}x{int(columns)}" for rows, columns in (grid, c.grid))
+    if grid != c.grid and not declared:
+        theirs = f"{grid[0]}x{grid[1]}"
+        ours = f"{c.grid[0]}x{c.grid[1]}"
         yield (
             "patch",
             f"cuts {c.n_frames} frames and {c.n_mels} mels into a grid of {ours}, and the positions of {rules.source} are of "

@@ -106,7 +106,7 @@ def _is_size(value: Any) -> bool:
 
 
 def as_ours(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> dict[str, Stored]:
-    """Return the encoder's parameters of such a folder by our paths, others by their own, unread.
+    """Return the encoder's parameters of a folder by our paths, others by their own, unread.
 
     An array of a wrong shape stays as it is: the reader of the table refuses it. Raises
     StoredError: odd patches, an unknown number of heads, layers that differ, an odd config.json.
@@ -194,7 +194,8 @@ def _view(one: Stored, shape: tuple[int, ...], change: Any) -> Stored:
 def as_timm(arrays: Mapping[str, Stored], model: Mapping[str, Any]) -> dict[str, Stored]:
     """Return a run's encoder, and its supervised head, by timm's paths and in its shapes.
 
-    Raises StoredError, with all that timm's has not, and every array that is missing.
+    ``model``: the section of the run's config. Raises StoredError, with all that timm's has not,
+    and every array that is missing.
     """
     c = vit.from_saved(model)
     wrong = {"n_cls": c.n_cls != 1, "positions": c.positions != "learned", "mlp": c.mlp == "swiglu"}

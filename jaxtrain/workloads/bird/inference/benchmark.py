@@ -128,8 +128,11 @@ def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[
         raise InferenceError(
             f"{model.name} has none of the classes {', '.join(test.names[:5])} …, but {', '.join(known[:5])} …; add --probe"
         )
-    padded = np.pad(logits, ((0, 0), (0, 1)), constant_values=UNKNOWN)
-    return padded[:, [places.get(each, -1) for each in test.names]], missing
+    scores = np.full((len(logits), len(test.names)), UNKNOWN, np.float32)
+    for c, each in enumerate(test.names):
+        if each in places:
+            scores[:, c] = logits[:, places[each]]
+    return scores, missing
 
 
 def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) -> str:

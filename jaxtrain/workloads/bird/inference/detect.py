@@ -83,9 +83,10 @@ class Parts(NamedTuple):
                 raise ValueError("it has other windows or classes")
             columns = [column.to_numpy(zero_copy_only=False) for column in table.columns[len(META) :]]
             return np.stack(columns, 1).astype(np.float32) if columns else np.zeros((table.num_rows, 0), np.float32)
-        except (files.FileError, pa.ArrowException, ValueError, TypeError) as error:
-            is_named = isinstance(error, files.FileError)
-            text = error if is_named else f"{self.path(number)} cannot be read: {files.said(error)}"
+        except files.FileError as error:
+            raise InferenceError(f"{error}; remove it, then rerun the same command") from error
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            text = f"{self.path(number)} cannot be read: {files.said(error)}"
             raise InferenceError(f"{text}; remove it, then rerun the same command") from error
 
 
@@ -189,11 +190,13 @@ def score(
         setup = encoder.set_up(model, data, compute_of(head, chosen), dict(head.arrays), batch=batch)
         meter = _Meter(parts.windows, sum(len(range(*parts.between(number))) for number in todo), progress)
         with concurrent.futures.ThreadPoolExecutor(1) as writer:
-            writing: concurrent.futures.Future[Any] = writer.submit(bool)
+            writing: concurrent.futures.Future[Any] | None = None
             for number, scores in _computed(setup, data, parts, todo, batch, meter):
-                writing.result()
+                if writing:
+                    writing.result()
                 writing = writer.submit(_write, parts, number, scores)
-            writing.result()
+            if writing:
+                writing.result()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {"windows": meter.done, "seconds": time.perf_counter() - meter.began, "waiting": meter.waiting}
@@ -239,7 +242,8 @@ def compute_of(head: Head, chosen: Sequence[int]) -> encoder.Compute:
 
 
 def _write(parts: Parts, number: int, scores: np.ndarray) -> None:
-    rows, recordings = list(parts.windows.between(*parts.between(number))), parts.windows.recordings
+    rows = list(parts.windows.between(*parts.between(number)))
+    recordings = parts.windows.recordings
     used, codes = np.unique([k for k, _, _ in rows], return_inverse=True)
     names = pa.array([recordings[k].name for k in used], pa.string())
     clocks = [recordings[k].clock(start) or None for k, start, _ in rows]

@@ -78,7 +78,8 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
     if not label or not column:
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected class and threshold")
     for number, row in table.rows():
-        where, bound = f"{path}:{number}", number_of(row.get(column, ""))
+        where = f"{path}:{number}"
+        bound = number_of(row.get(column, ""))
         if not 0 <= bound <= 1:
             raise InferenceError(f"{where}: the threshold is {row.get(column, '')!r}; expected a number in [0, 1]")
         found[read_names([row.get(label, "")], names, where)] = bound
@@ -122,10 +123,12 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
     remove_partial(out)
     remove_partial(parts.folder)
-    tables = {"recordings": RECORDINGS, **({"detections": BIRDNET} if "csv" in options.formats else {})}
+    headings: dict[str, tuple[str, ...]] = {"recordings": RECORDINGS}
+    if "csv" in options.formats:
+        headings["detections"] = BIRDNET
     with contextlib.ExitStack() as stack:
-        writers = {name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n") for name in tables}
-        for name, columns in tables.items():
+        writers = {name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n") for name in headings}
+        for name, columns in headings.items():
             writers[name].writerow(columns)
         made = (name for name in ("raven", "audacity") if name in options.formats)
         folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in made}
@@ -133,7 +136,8 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
             found = of_recording((window for _, window in rows), options)
-            missing, n = len(unreadable[k]), int(parts.windows.first[k + 1] - parts.windows.first[k])
+            missing = len(unreadable[k])
+            n = int(parts.windows.first[k + 1] - parts.windows.first[k])
             about = (f"{recording.header.seconds:.6f}", recording.clock(0.0), n, missing, len(found))
             writers["recordings"].writerow((recording.name, *about))
             if missing:
@@ -171,7 +175,8 @@ def _write_tables(
     names = [_plain(name) for name in parts.names]
     if "detections" in writers:
         for each in found:
-            name, times = names[each.label], (seconds(each.start), seconds(each.end))
+            name = names[each.label]
+            times = (seconds(each.start), seconds(each.end))
             writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
     if "raven" in folders:
         lines = ["\t".join(RAVEN)]

@@ -33,7 +33,6 @@ class Embeddings(NamedTuple):
     about: Mapping[str, Any]  # embeddings.json
     n: int  # rows
     names: tuple[str, ...]  # of the classes of its labels
-
     root: str  # the folder of the recordings, or "" if it is not known
     encoder: str  # the digest of the encoder
 
@@ -92,10 +91,10 @@ class Embeddings(NamedTuple):
                 column.validate(full=True)
             if table.num_rows != self.n:
                 raise ValueError(f"it has {table.num_rows} rows, and there are {self.n}")
-        except (files.FileError, pa.ArrowException, ValueError, KeyError) as error:
-            is_named = isinstance(error, files.FileError)
-            text = error if is_named else f"{self.folder / ROWS} cannot be read: {files.said(error)}"
-            raise InferenceError(f"{text}; embed again") from error
+        except files.FileError as error:
+            raise InferenceError(f"{error}; embed again") from error
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise InferenceError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
         texts = {name: [value or "" for value in columns[name].to_pylist()] for name in ("path", "clock")}
         start, end = (columns[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "end"))
         return Places(texts["path"], start, end, texts["clock"])
@@ -120,5 +119,9 @@ def read(folder: str | pathlib.Path) -> Embeddings:
         raise InferenceError(
             f"{folder} holds {about['done']} of {about['rows']} embeddings; rerun the same `jaxtrain embed` to resume"
         )
-    texts = [text if isinstance(text, str) and "\0" not in text else "" for text in map(about.get, ("root", "encoder"))]
-    return Embeddings(folder, about, about["rows"], tuple(names), *texts)
+
+    def text(name: str) -> str:
+        found = about.get(name)
+        return found if isinstance(found, str) and "\0" not in found else ""
+
+    return Embeddings(folder, about, about["rows"], tuple(names), root=text("root"), encoder=text("encoder"))

@@ -129,9 +129,10 @@ Arrays = Mapping[str, jax.Array]
 
 
 def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any) -> tuple[windows.Windows, Mistakes]:
-    """Return windows, ``overlap`` seconds of them shared, and the recordings that cannot be read.
+    """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
 
-    ``how``: as `loaders.audio.recordings.windows.cut` has it. Raises InferenceError, DataError.
+    ``how``: as `loaders.audio.recordings.windows.cut` has it. Returns the windows, and the
+    recordings that cannot be read. Raises InferenceError, DataError.
     """
     if not 0 <= overlap < seconds:
         raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
@@ -180,11 +181,11 @@ def set_up(
     data = of_split(data, split)
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
-    abstract = {
-        name: jax.ShapeDtypeStruct(shape, f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), shape))
-        for name, f in spectrogram.fields(data).items()
-        for shape in [(batch, *f.shape)]
-    }
+    abstract = {}
+    for name, f in spectrogram.fields(data).items():
+        shape = (batch, *f.shape)
+        sharding = layout.sharding(("batch", *(None,) * len(f.shape)), shape)
+        abstract[name] = jax.ShapeDtypeStruct(shape, f.dtype, sharding=sharding)
     rows = feed.rows_for(abstract)
     for where, text in data.problems():
         raise DataError(f"data.{where} {text}")

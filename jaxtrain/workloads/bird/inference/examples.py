@@ -3,8 +3,8 @@
 Labels are the embeddings' own, or a table with a line for each part of a recording: file, start,
 end, label, and answer ("yes", "no", "skip"; without that column: yes). A row that holds at least
 `OVERLAP` seconds of a part, or all of a shorter one, has its label: one "yes" counts more than any
-"no". A row of some class is taken to have no other. A line without a label says that its part has
-none. Of an example with denials alone, nothing else is known.
+"no". A row of some class is taken to have no other. A line without a label, or with 0 for all
+classes, says that its part has none. Of an example with denials alone, nothing else is known.
 """
 
 import os

@@ -240,7 +240,9 @@ def _telling(directions: np.ndarray, y: np.ndarray, weight: np.ndarray, k: int, 
         for i in np.argsort(-contrast, kind="stable"):  # without duplicates
             if len(chosen) < k and all(float(tried[i] @ each) < 0.9 for each in chosen):
                 chosen.append(tried[i])
-        found.append(np.stack(chosen + chosen[:1] * (k - len(chosen))))
+        while len(chosen) < k:
+            chosen.append(chosen[0])
+        found.append(np.stack(chosen))
     return np.stack(found).astype(np.float32)
 
 

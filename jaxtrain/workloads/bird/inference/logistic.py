@@ -19,8 +19,9 @@ def fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Minimise penalty / 2 × |w|² + sum of losses / n. Returns the weights [D, C] and biases [C].
 
-    ``softmax``: each row has one class; else each class has a regression of its own, in which the
-    entries of ``y`` count that are ``known``, [n, C]. ``n`` = 0 is the number of rows.
+    ``softmax``: each row has one class. If not, each class has a regression of its own, in which
+    the entries of ``y`` count that are ``known``, [n, C], or all if that is None. ``n`` = 0 is the
+    number of rows.
     """
     w, b = np.zeros((x.shape[1], y.shape[1])), np.full(y.shape[1], -NEVER)
     c = 1 / ((n or max(len(x), 1)) * penalty)

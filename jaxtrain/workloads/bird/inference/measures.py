@@ -21,7 +21,8 @@ PART = 1000  # bootstrap draws whose sums are held at once, times a class
 
 def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """[n, C], [n, C], [R, n] -> [R]."""
-    has, right = y.any(1), y[np.arange(len(y)), score.argmax(1)] > 0
+    has = y.any(1)
+    right = y[np.arange(len(y)), score.argmax(1)] > 0
     return (weight[:, has] @ right[has]) / np.maximum(weight[:, has].sum(1), 1e-9)
 
 

@@ -41,8 +41,8 @@ def read(folder: str | pathlib.Path, *, kind: str = "mean", group: str | None = 
         scores = None  # of a run with other classes
     folds = np.array(stored.array(group, 1)[known]) if group else None
     front_end = stored.about.get("front_end", DEFAULT.settings)
-    x, several = stored.features(kind, known), stored.about["multilabel"]
-    return Features(x, y[known], scores, folds, several, stored.names, front_end)
+    x = stored.features(kind, known)
+    return Features(x, y[known], scores, folds, stored.about["multilabel"], stored.names, front_end)
 
 
 # Classifiers. Each gives scores [n, C] of the test rows.

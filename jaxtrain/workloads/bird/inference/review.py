@@ -137,7 +137,9 @@ def read(
     given: str, *, root: str = "", order: str = "table", label: str = "", reading: columns.Options | None = None,
     mistakes: Mistakes | None = None,
 ) -> list[Item]:  # fmt: skip
-    """Return the windows of a table, as `jaxtrain detect` or `jaxtrain search` write, in an order.
+    """Return the windows of a table with file, start, end and label, in an order.
+
+    It may be one of `jaxtrain detect` or `jaxtrain search`.
 
     ``root``: the folder that every recording must lie below; empty: of a search, that of its
     embeddings; else the nearest that holds all. ``label``: of these alone, or the class of all rows

@@ -1,4 +1,4 @@
-"""lejepa: views agree, and embeddings are isotropic Gaussians (Balestriero & LeCun 2025).
+"""lejepa: views agree, and embeddings spread as a Gaussian does (Balestriero & LeCun 2025).
 
 SIGReg compares, along random directions, the empirical characteristic function of a batch with that
 of a standard normal. Both statistics are over the global batch on every mesh
@@ -91,7 +91,7 @@ def sigreg(z_vbp: Array, a_ps: Array, weight_b: Array) -> Array:
 
     B × mean over views and slices of sum_k w_k ((mean_b cos t_k u - phi_k)^2 + (mean_b sin t_k
     u)^2), u = z A. phi_k = exp(-t_k^2 / 2); w_k = phi_k times the trapezoid rule's weights, twice,
-    for the half line that symmetry leaves out.
+    for the half line that symmetry leaves out. Rows of weight 0 are left out.
     """
     t = np.linspace(0, LAST, KNOTS)
     phi = np.exp(-(t**2) / 2)
