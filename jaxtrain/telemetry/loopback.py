@@ -79,4 +79,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Request are not listed: their lines hold the token."""
+        """List no requests: their lines hold the token."""
