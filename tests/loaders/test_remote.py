@@ -16,7 +16,7 @@ import pytest
 from loaders.audio import remote, remote_cache, shards
 from loaders.audio.spectrogram import Config, facts, make_loader
 from loaders.base import DataError, Rows
-from tests.support import corpus, object_store
+from tests.support import corpus, object_store, processes
 
 pytest.importorskip("aiohttp")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_a_run_reads_shards_from_an_address(store, tmp_path):
     config = Config(train=address, label="label", clip_seconds=0.4, n_frames=64, threads=1)
     assert not config.exists() and not list(config.problems()), "nothing is copied to look at a config"
     assert (facts(config)["n_train"], facts(config)["n_test"]) == (3, 2)
-    assert config.exists()
+    processes.wait_for(config.exists)  # the facts need the headers, and the rest comes meanwhile
     local = Config(**{**config.__dict__, "train": str(tmp_path / "web" / "birds")})
     batches = []
     for each in (config, local):
