@@ -82,8 +82,9 @@ PARTS = {
         "workloads/bird/test_embed.py commands/test_export.py workloads/test_trm_run.py",
     ),
     "data": Part(
-        "the built-in birds, the loader's pipeline, indexes at length; a review in a browser",
-        "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py workloads/bird/test_fit.py",
+        "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a check of a chip",
+        "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py workloads/bird/test_fit.py "
+        "tools/test_gpu_check.py",
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",

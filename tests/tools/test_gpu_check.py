@@ -46,6 +46,18 @@ def test_the_small_form_prints_a_table_and_writes_every_number(tmp_path):
         assert text in done.stdout, text
 
 
+@pytest.mark.slow
+def test_the_small_form_feeds_a_step_and_resumes_a_run(tmp_path):
+    out = tmp_path / "numbers.json"
+    command = [sys.executable, "tools/gpu_check.py", "--only=feeding,state", f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["feeding"]) == {"float32", "bfloat16", "waveform"}
+    assert all(0 < form["rows_per_second"] and 0 <= form["wait_share"] <= 1 for form in found["feeding"].values())
+    assert found["state"]["same_bits"] and found["state"]["restore_seconds"] > 0
+
+
 def test_a_gradient_that_differs_is_found_and_named():
     rng = np.random.default_rng(0)
     grads = {"a": rng.normal(size=(4, 4)).astype("f4"), "b": rng.normal(size=8).astype("f4")}

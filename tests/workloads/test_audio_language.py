@@ -219,6 +219,17 @@ def exported(c, params):
     return found
 
 
+def test_codebooks_add_up_in_the_wider_type():
+    """A frozen table of bfloat16 in a model of float32: compilers keep more bits of a sum of
+    bfloat16 or fewer, each as it likes."""
+    c = config_lib.section(audio_language.Config, {"dtype": "float32", "codebooks": 8, "codebook_size": 30, "vocab": 8})
+    table = np.random.default_rng(0).normal(size=(8, c.n_codes, 16)).astype(jnp.bfloat16)
+    codes = np.random.default_rng(1).integers(0, c.n_codes, (2, 5, 8))
+    x = audio_language.embed_codes(c, {"embed_audio": table}, codes, alone())
+    expected = table.astype("f8")[np.arange(8), codes].sum(2)
+    np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
+
+
 def test_the_published_size():
     """The sizes: 5.77 billion parameters in total, the text model's size without the audio's part,
     and that of the published adapters."""

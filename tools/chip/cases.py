@@ -119,12 +119,12 @@ def _language(context: int, batches: Sequence[int]) -> Case:
     )
 
 
-def _trm(name: str, argument: str) -> Case:
+def _trm(name: str, argument: str, **more: str) -> Case:
     return Case(
         name,
         "trm",
         lambda data: "configs/trm_sudoku.py:4x4" if data.small else f"configs/trm_sudoku.py{argument}",
-        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)"},
+        lambda data: {} if data.small else {"data.sources": "({'n_train': 1000, 'n_test': 16},)", **more},
         [*_each("train.accumulate", (1, 2, 4), train__batch="768")],
         {
             "data.sources": "({'kind': 'sudoku4', 'n_train': 64, 'n_test': 16, 'views': 0},)",
@@ -142,7 +142,8 @@ CASES = (
     _language(2048, (16, 8, 4)),
     _language(8192, (4, 2, 1)),
     _trm("trm", ""),
-    _trm("trm-last", ":extreme"),
+    # Its steps have one depth, the largest, which is what its FLOPs are counted of.
+    _trm("trm-last", ":extreme", **{f"model.{name}_steps": "0" for name in ("least", "first", "growth")}),
     Case(
         "higgs-lora",
         "higgs",

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from typing import Any
 
+from jaxtrain.telemetry import goodput
 from tools.chip import cases
 
 FIRST = re.compile(r"([\d.]+) s from the command to the first step: (.*)")
@@ -44,7 +45,7 @@ def measure(data: cases.Data, cache: pathlib.Path, *, quick: bool) -> dict[str, 
         "bytes": sum(f.stat().st_size for f in (workdir / "checkpoints" / str(steps)).rglob("*") if f.is_file()),
         "save_stall_seconds": [record["seconds"] for record in saves],
         "save_stall_steps": [record["steps"] for record in saves],
-        "restore_seconds": again["restore"],
+        "restore_seconds": again[goodput.RESTORE],
         "same_bits": losses == expected and len(losses) == steps + steps // 2,
         "first_step_seconds": {"fresh": fresh, "resumed": again},
     }

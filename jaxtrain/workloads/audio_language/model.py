@@ -120,9 +120,10 @@ def states(shard: Shard, x_bud: Array, at_bn: Array) -> Array:
 
 
 def embed_codes(c: Config, params: PyTree, codes_bak: Array, shard: Shard) -> Array:
-    """[B, A, D]: the codebooks' embeddings, summed."""
+    """[B, A, D]: the codebooks' embeddings, summed in the table's or the model's wider dtype."""
     w_kcd = params["embed_audio"]
-    x_bad = cast(Array, sum(lookup(w_kcd[k], codes_bak[..., k], shard) for k in range(c.codebooks)))  # there is one
+    wide = jnp.promote_types(w_kcd.dtype, c.dtype)
+    x_bad = cast(Array, sum(lookup(w_kcd[k], codes_bak[..., k], shard, dtype=wide) for k in range(c.codebooks)))  # there is one
     return (x_bad / c.codebooks if c.average_codes else x_bad).astype(c.dtype)
 
 
