@@ -9,6 +9,7 @@ import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
+import jaxtrain
 from jaxtrain import commands
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -56,13 +57,9 @@ def on_pre_build(config):
     """Each public name has a docstring, and a place on the page of the API."""
     package = griffe.load("jaxtrain", search_paths=[str(ROOT)], resolve_aliases=True, resolve_external=True)
     page = (ROOT / "docs" / "api.md").read_text()
-    names = ast.literal_eval(next(
-        ast.unparse(node.value) for node in ast.parse((ROOT / "jaxtrain" / "__init__.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ))  # fmt: skip
-    missing = [name for name in names if f"::: jaxtrain.{name}\n" not in page]
+    missing = [name for name in jaxtrain.__all__ if f"::: jaxtrain.{name}\n" not in page]
     if missing:
         raise PluginError(f"docs/api.md lacks the public names {', '.join(missing)}: add ::: jaxtrain.NAME")
-    bare = [name for name in names if not package[name].has_docstring]
+    bare = [name for name in jaxtrain.__all__ if not package[name].has_docstring]
     if bare:
         raise PluginError(f"public names without a docstring: {', '.join(bare)}")

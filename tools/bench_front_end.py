@@ -17,7 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxtrain.plan import hlo
+from jaxtrain import config as config_lib
+from jaxtrain.plan import hlo, worker
+from jaxtrain.workloads.bird import model as bird
+from tools.our_step import Ours
 
 FORMS = ("spectrogram", "waveform")
 NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
@@ -25,17 +28,6 @@ NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 
 def cpu_steps(form: str, rows: int) -> Iterator[float]:
     """Compile a step on this machine, and yield the CPU seconds of each run of it."""
-    import jax
-
-    from jaxtrain import config as config_lib
-    from jaxtrain.assembly import assemble
-    from jaxtrain.compile import xla_options
-    from jaxtrain.parallel import layout
-    from jaxtrain.step import state as state_lib
-    from jaxtrain.step import train_step
-    from jaxtrain.workloads.bird import model as bird
-    from loaders.base import Field
-
     rng = np.random.default_rng(0)
     values = {
         "spectrogram": rng.standard_normal((rows, 512, 128), "f4"),
@@ -44,18 +36,10 @@ def cpu_steps(form: str, rows: int) -> Iterator[float]:
     batch = {form: values[form], "label": np.zeros(rows, "i4"), "index": np.arange(rows, dtype="i4")}
     batch |= {"epoch": np.zeros(rows, "i4"), "weight": np.ones(rows, "f4")}
     model = bird.Config(preset="s", patch=(16, 16), dtype="float32", n_classes=409, form=form)
-    config = config_lib.Config(model=model, train=config_lib.Train(steps=1000, batch=rows))
-    fields = {name: Field(x.shape[1:], x.dtype) for name, x in batch.items()}
-    run = assemble(config, layout.make_mesh(1, 1, 1, devices=jax.devices()[:1]), make_task=bird.make_task, fields=fields)
-    compiled = xla_options.compile(run.trace(None).lower(), run.compiler_options(), config.compiler)
-    stop = train_step.put_stop(run.layout, False)
-    state = state_lib.init_state(run.task, run.tx, run.abstract, jax.random.key(0))
-
+    step = Ours(bird.make_task, model, config_lib.Optim(), batch)
     while True:
         began = time.process_time()
-        placed = {name: jax.device_put(batch[name], x.sharding) for name, x in run.abstract.batch.items()}
-        state, out = compiled(state, placed, stop)
-        jax.block_until_ready(out)
+        step()
         yield time.process_time() - began
 
 
@@ -74,16 +58,13 @@ def on_cpu(rows: int, rounds: int) -> None:
 
 def traffic(program: hlo.Program) -> float:
     """Bytes that the kernels of a step read and write."""
-    sizes = {(name, i.name): sum(_bytes(*shape) for shape in i.shapes) for name, i in program.executed()}
+    sizes = {
+        (name, i.name): sum(math.prod(dims) * hlo.bits(dtype) / 8 for dtype, dims in i.shapes) for name, i in program.executed()
+    }
     kernels = ((name, i) for name, i in program.executed() if name not in program.fused and i.op not in NO_KERNELS)
     return sum(
         program.times[name] * (sizes[name, i.name] + sum(sizes.get((name, x), 0) for x in i.operands)) for name, i in kernels
     )
-
-
-def _bytes(dtype: str, dims: Sequence[int]) -> float:
-    bits = int("".join(c for c in dtype.partition("e")[0] if c.isdigit()) or 8)
-    return math.prod(dims) * bits / 8
 
 
 def transforms(program: hlo.Program) -> float:
@@ -97,9 +78,6 @@ def transforms(program: hlo.Program) -> float:
 
 
 def on_target(target: str, rows: int) -> int:
-    from jaxtrain import config as config_lib
-    from jaxtrain.plan import worker
-
     settings = {"train.batch": str(rows), "train.accumulate": "1"}
     configs = [config_lib.load("configs/xcm.py:demo", {**settings, "data.form": form}.items()) for form in FORMS]
     answers = worker.ask([worker.Job(config, target, worker.LAST) for config in configs])
@@ -117,9 +95,7 @@ def on_target(target: str, rows: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "bench_front_end", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="as in --plan=; default: this machine's CPU")
     parser.add_argument("--rows", type=int, help="of a step; default: 4, with a target 256")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of steps on the CPU")

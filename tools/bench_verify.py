@@ -25,19 +25,12 @@ from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.parallel import cluster
 from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.verify import Verifier
-from tools.replay_proof import patched
+from tools.replay_proof import CONFIGS, patched
 
 SIZES = {"embed": "256", "depth": "4", "heads": "4", "kv_heads": "2", "head_dim": "64", "mlp": "1024"}
-DEMOS: dict[str, tuple[str, dict[str, str]]] = {
-    "bird": ("configs/xcm.py", {}),
-    "language": ("configs/sums.py", {}),
-    "trm": ("configs/trm_sudoku.py:4x4", {}),
-    "giblet": ("configs/giblet.py:demo", {}),
-    "audio_language": (
-        "configs/higgs.py:blank",
-        {f"model.{name}": value for name, value in SIZES.items()} | {"train.batch": "8", "train.accumulate": "1"},
-    ),
-}  # fmt: skip
+OWN = {  # of a config that is not a demo by itself
+    "audio_language": {f"model.{name}": n for name, n in SIZES.items()} | {"train.batch": "8", "train.accumulate": "1"}
+}
 AT = 200  # of guard.verify_every
 
 
@@ -62,7 +55,7 @@ def measure(name: str, out: pathlib.Path, steps: int) -> str:
         start(self, *arguments, **more)
         self._digest = timed("digest", self._digest)
 
-    demo, sizes = DEMOS[name]
+    demo, sizes = CONFIGS[name][0], OWN.get(name, {})
     own = {"workdir": str(out / name), "train.steps": str(2 * steps + 2), "train.eval_every": "0", "train.patience": "0",
            "checkpoint.best": "", "checkpoint.every": "1000", "metrics.every": "2", "metrics.digest": "true",
            "guard.verify_every": "2", "mesh.data": "-1", "mesh.fsdp": "1"}  # fmt: skip
@@ -83,7 +76,7 @@ def measure(name: str, out: pathlib.Path, steps: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--workload", nargs="+", choices=DEMOS, default=list(DEMOS))
+    parser.add_argument("--workload", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="plain and verified ones of each demo")
     args = parser.parse_args()
     cluster.use_compilation_cache()

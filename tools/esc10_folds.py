@@ -18,8 +18,6 @@ with the margins over "random" of the same recordings, with paired bootstrap int
 import argparse
 import json
 import pathlib
-import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +26,7 @@ import numpy as np
 
 from jaxtrain.parallel import cluster
 from jaxtrain.workloads.bird.inference import embed, encoder, measures, probe
+from tools import trm_table
 
 FOLDS = (1, 2, 3, 4, 5)
 OBJECTIVES = ("mae", "lejepa", "diet", "teacher", "supervised")
@@ -41,10 +40,7 @@ def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Se
     noted = workdir / "finished.json"
     if not noted.exists():
         command = [sys.executable, "-m", "jaxtrain.main", f"--config=configs/esc10_folds.py:{path},{objective},{fold}"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, f"--config.workdir={workdir}", *overrides], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        seconds = trm_table.start([*command, f"--config.workdir={workdir}", *overrides])
         noted.write_text(json.dumps({"path": path, "overrides": sorted(overrides), "cpu_seconds": seconds}))
     earlier = json.loads(noted.read_text())
     if (earlier["path"], earlier["overrides"]) != (path, sorted(overrides)):

@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures
@@ -33,17 +31,12 @@ def drawn(given: examples.Examples, n: int, rng: np.random.Generator) -> example
 def scored(head: heads.Head, folder: embeddings.Embeddings, rows: np.ndarray) -> np.ndarray:
     """Scores, float32 [rows, classes]."""
     kind = "patches" if head.kind == "patches" else head.pool
-    x = folder.array(kind, 4 if kind == "patches" else 2)
-    arrays = {name: jnp.asarray(value) for name, value in head.arrays.items()}
-    run = jax.jit(lambda part: heads.logits(head.kind, arrays, part[:, 0], part))
-    parts = [np.asarray(x[rows[i : i + 64]], np.float32) for i in range(0, len(rows), 64)]
-    return np.concatenate([np.asarray(run(part.reshape(len(part), -1, part.shape[-1]))) for part in parts])
+    x = np.asarray(folder.array(kind, 4 if kind == "patches" else 2)[rows], np.float32)
+    return fit.logits(head.kind, head.arrays, x.reshape(len(x), -1, x.shape[-1]) if kind == "patches" else x)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools.few_examples", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", metavar="TRAIN_EMB")
     parser.add_argument("test", metavar="TEST_EMB")
     parser.add_argument("--draws", type=int, default=10)

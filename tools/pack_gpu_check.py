@@ -53,9 +53,7 @@ class PackError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "pack_gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder, which must not exist")
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
     parser.add_argument("--has", default=",".join(HAS), help=f"packages that it has (default: {','.join(HAS)})")

@@ -256,6 +256,10 @@ class Flipper:
     def kind(self, step: int) -> str:
         return self._of[step // 2 % len(self._of)] if step % 2 == 0 else ""
 
+    def harmful(self) -> dict[int, str]:
+        """Step -> kind of its flip, without the harmless."""
+        return {step: kind for step, kind in self.kinds.items() if step not in self.harmless}
+
     def program(self, inner: Callable[..., Any], number: int, *, restore: bool) -> Callable[..., Any]:
         """Return the program of a step with its flip, which ``restore`` takes back afterwards."""
 
@@ -310,8 +314,15 @@ def belongs(kind: str, path: str, differ: list[str]) -> bool:
     return differ == [path]
 
 
-def counts(flips: Mapping[int, str], seen: set[int], located: set[int]) -> str:
-    """Count the flips that were found, and those whose step and array were, by kind."""
+def counts(flips: Mapping[int, str], arrays: Mapping[int, str], differ: Mapping[int, list[str]]) -> str:
+    """Count the flips that were found, and those whose step and array were, by kind.
+
+    Print the others. ``arrays``: step -> flipped array; ``differ``: step -> arrays found to differ.
+    """
+    seen = flips.keys() & differ.keys()
+    located = {step for step in seen if belongs(flips[step], arrays[step], differ[step])}
+    for step in flips.keys() - located:
+        print(step, flips[step], arrays[step], differ.get(step, [])[:6], flush=True)
 
     def of(good: set[int]) -> str:
         kinds = list(flips.values())
@@ -333,15 +344,10 @@ def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
         made = replay(run, 1, 2 * trials - 1)[2]
     a, b = (steps_lib.read(open_run(str(path))) for path in (run, made))
     compared = steps_lib.Compared(a, b)
-    differ = {step: compared.arrays(step) for step in compared.steps}
-    flips = {step: kind for step, kind in flipper.kinds.items() if step in differ}
-    flips = {step: kind for step, kind in flips.items() if step not in flipper.harmless}
-    seen = {step for step in flips if differ[step]}
-    located = {step for step in seen if belongs(flips[step], flipper.found[step], differ[step])}
-    for step in flips.keys() - located:
-        print(step, flips[step], flipper.found[step], differ[step][:6], flush=True)
-    others = sum(bool(found) for step, found in differ.items() if step not in flips)
-    return f"{counts(flips, seen, located)}; {others} of {len(differ) - len(flips)} other steps differ"
+    differ = {step: found for step in compared.steps if (found := compared.arrays(step))}
+    flips = {step: kind for step, kind in flipper.harmful().items() if step in compared.steps}
+    others = len(differ.keys() - flips.keys())
+    return f"{counts(flips, flipper.found, differ)}; {others} of {len(compared.steps) - len(flips)} other steps differ"
 
 
 def verify_part(name: str, out: pathlib.Path, trials: int) -> str:
@@ -368,15 +374,11 @@ def verify_part(name: str, out: pathlib.Path, trials: int) -> str:
     with flippable_gradients():
         train(name, out / f"{name}-plain", 2 * trials, checkpoint__every=str(2 * trials))
     a, b = (steps_lib.read(open_run(str(out / f"{name}-{run}"))) for run in ("verify", "plain"))
-    flips = {step: kind for step, kind in flipper.kinds.items() if step not in flipper.harmless}
-    seen = flips.keys() & reported.keys()
-    located = {step for step in seen if belongs(flips[step], flipper.found[step], reported[step][0])}
-    for step in flips.keys() - located:
-        print(step, flips[step], flipper.found[step], reported.get(step, ([],))[0][:6], flush=True)
-    single = sum(len(reported[step][1]) == 1 for step in seen if flips[step] != "gradients")
+    flips, differ = flipper.harmful(), {step: names for step, (names, _) in reported.items()}
+    single = sum(len(reported[step][1]) == 1 for step in flips.keys() & reported.keys() if flips[step] != "gradients")
     alarms = len(reported.keys() - flips.keys())
     return (
-        f"{counts(flips, set(seen), located)}, {single} of those in a state to one device; {alarms} of "
+        f"{counts(flips, flipper.found, differ)}, {single} of those in a state to one device; {alarms} of "
         f"{2 * trials - len(flips)} other steps alarmed; the digests are those of an undisturbed run: {a.digests == b.digests}"
     )
 

@@ -149,7 +149,8 @@ def attention(*, quick: bool) -> Iterator[Check]:
         segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (b, t)), 1), jnp.int32) if packed else None
         kernel = functools.partial(attention_lib.attention, causal=causal, segments_bt=segments)
         ours = _with_derivatives(kernel, q, key, v, dy)
-        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *_wide(q, key, v, dy))
+        wide = (x.astype(jnp.float32) for x in (q, key, v, dy))
+        theirs = _with_derivatives(functools.partial(formula, causal=causal, segments_bt=segments), *wide)
         error = max(_relative(x, y) for x, y in zip(ours, theirs, strict=True))
         yield Check(f"attention {name}", error, ATTENTION, f"{'causal ' * causal}{'segments ' * packed}{b}×{t}×{h}/{g}×{k}")
 
@@ -164,10 +165,6 @@ def formula(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, segments_
         seen_bts &= segments_bt[:, :, None] == segments_bt[:, None, :]
     p_bhts = jax.nn.softmax(jnp.where(seen_bts[:, None], x_bhts, -1e30), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", p_bhts, v, precision="highest")
-
-
-def _wide(*xs: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x.astype(jnp.float32) for x in xs)
 
 
 def _with_derivatives(f: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.objectives import supervised
+from tools.our_step import Ours
 from tools.torch_steps import steps
 
 F = torch.nn.functional
@@ -81,7 +82,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
         dtype="float32", unroll=size["depth"], n_classes=12, supervised=supervised.Supervised(label_smoothing=0.1),
     )  # fmt: skip
     batch, o = make_batch(c, size["batch"]), config_lib.Optim(lr=1e-3, schedule="constant")
-    ours = steps.Ours(bird.make_task, c, o, batch)
+    ours = Ours(bird.make_task, c, o, batch)
     inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
     params = ours.params()
 

@@ -20,6 +20,7 @@ from jaxtrain.workloads.giblet import loss as giblet_loss
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import Field
 from loaders.film import multimodal
+from tools.our_step import Ours
 from tools.torch_steps import steps
 
 F = torch.nn.functional
@@ -101,8 +102,8 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
 
     inputs = tuple(torch.from_numpy(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
 
-    def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[steps.Ours, Callable[[bool], steps.Step]]:
-        ours = steps.Ours(giblet_loss.make_task, c, o, batch)
+    def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[Ours, Callable[[bool], steps.Step]]:
+        ours = Ours(giblet_loss.make_task, c, o, batch)
         params = ours.params()
         return ours, lambda compiled: steps.adamw_step(Autoencoder(c, params), inputs, o, compiled=compiled)
 

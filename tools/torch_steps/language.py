@@ -12,6 +12,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
+from tools.our_step import Ours
 from tools.torch_steps import steps
 
 F = torch.nn.functional
@@ -70,7 +71,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
         lr=1e-3, b2=0.99, weight_decay=0.1, schedule="constant", decayed=r"(^|/)(w|embed|pos)[^/]*$", undecayed=r"(^|/)scale"
     )
     batch = make_batch(c, size["batch"])
-    ours = steps.Ours(language_loss.make_task, c, o, batch)
+    ours = Ours(language_loss.make_task, c, o, batch)
     inputs = tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets"))
     params = ours.params()
 

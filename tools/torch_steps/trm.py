@@ -17,6 +17,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
+from tools.our_step import Batch, Ours
 from tools.torch_steps import steps
 
 F = torch.nn.functional
@@ -95,7 +96,7 @@ class Recursive(torch.nn.Module):
         return (lm + 0.5 * bce) / n, z_h.detach(), z_l.detach(), q.detach()[:, 0]
 
 
-def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: steps.Batch, *, compiled: bool) -> steps.Step:
+def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: Batch, *, compiled: bool) -> steps.Step:
     model = Recursive(c, params)
     if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
         model.net = torch.compile(model.net)  # type: ignore[method-assign]
@@ -150,7 +151,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
         name="adam_atan2", lr=LR, b1=B1, b2=B2, weight_decay=DECAY, schedule="constant", clip=0.0, decayed=".", undecayed="^$"
     )
     batch = make_batch(size["cells"], size["batch"])
-    ours = steps.Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)
+    ours = Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)
     params, carry = ours.params(), ours.carry()
 
     def make(compiled: bool) -> steps.Step:

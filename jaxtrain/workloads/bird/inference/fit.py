@@ -10,7 +10,7 @@ Shapes: n rows, C classes, D features, N patches, K prototypes of a class.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +140,7 @@ def _cross_validated(
     out = np.zeros((len(penalties), *y.shape), np.float32)
     for k in range(int(fold.max()) + 1):
         for i, arrays in enumerate(solve(known * (fold != k)[:, None], penalties)):
-            out[i, fold == k] = _logits(method, arrays, x[fold == k])
+            out[i, fold == k] = logits(method, arrays, x[fold == k])
     losses = []
     for z in out:
         scale, offset = calibrated(z, y, known, softmax)  # a scale that is not learned must not decide
@@ -149,7 +149,8 @@ def _cross_validated(
     return penalties[best], out[best]
 
 
-def _logits(method: str, arrays: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+def logits(method: str, arrays: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Logits [rows, classes] of a fitted head. ``x``: pooled features, or those of patches."""
     given = {name: jnp.asarray(value) for name, value in arrays.items()}
     x = x if method == "patches" else x[:, None]
     parts = [jnp.asarray(x[i : i + 64]) for i in range(0, len(x), 64)]
