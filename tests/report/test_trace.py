@@ -45,7 +45,7 @@ def test_the_time_of_operations_is_that_of_jaxs_reader(folder):
     assert found.operations == len(events)
     begin, end = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
     assert found.seconds == pytest.approx((end - begin) * 1e-9, rel=1e-6)
-    own = list(trace._operations(memoryview(path.read_bytes())))
+    own = list(trace._operations(path.read_bytes()))
     assert sum(stop - start for _, _, start, stop in own) == pytest.approx(1000 * sum(e.duration_ns for e in events), rel=1e-6)
 
 

@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.message import DecodeError
+
 from loaders.io import files
 
 MAX_BYTES = 1 << 30  # [bytes] of a file that is read
@@ -23,6 +26,29 @@ PARTS = (
     ("forward", re.compile(r"/loss_and_grad(/|$)|jvp\(")),
     ("guard and metrics", re.compile(r"/guard(/|$)|norm")),
 )
+# What is read of an XSpace: message -> field -> its number, and int, bytes, or the messages that it
+# holds, of which there may be several.
+MESSAGES: dict[str, dict[str, tuple[int, type | str]]] = {
+    "XSpace": {"planes": (1, "XPlane")},
+    "XPlane": {"name": (2, bytes), "lines": (3, "XLine"), "event_metadata": (4, "Entry"), "stat_metadata": (5, "Entry")},
+    "XLine": {"name": (2, bytes), "timestamp_ns": (3, int), "events": (4, "XEvent")},
+    "XEvent": {"metadata_id": (1, int), "offset_ps": (2, int), "duration_ps": (3, int), "stats": (4, "XStat")},
+    "XStat": {
+        "metadata_id": (1, int),
+        "uint64_value": (3, int),
+        "int64_value": (4, int),
+        "str_value": (5, bytes),
+        "bytes_value": (6, bytes),
+        "ref_value": (7, int),
+    },
+    "Entry": {"key": (1, int), "value": (2, "Metadata")},  # of a map
+    "Metadata": {"name": (2, bytes), "stats": (5, "XStat")},  # of events; those of stats have a name alone
+    "HloProto": {"hlo_module": (1, "HloModuleProto")},
+    "HloModuleProto": {"computations": (3, "HloComputationProto")},
+    "HloComputationProto": {"instructions": (2, "HloInstructionProto")},
+    "HloInstructionProto": {"name": (1, bytes), "metadata": (7, "OpMetadata")},
+    "OpMetadata": {"op_name": (2, bytes)},
+}
 OTHER, GAPS = "other operations", "gaps"
 Program = tuple[int | None, str]  # its number and name, as far as a trace has them
 CONTAINER = re.compile(r"^(while|conditional|call|async-start|async-done)([.\-_]\d+)*$")  # their time is their parts'
@@ -45,10 +71,8 @@ def read(path: pathlib.Path) -> Trace | None:
 def operations(path: pathlib.Path) -> list[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of an XSpace file's operations. Raises FileError as `read`."""
     try:
-        return list(_operations(memoryview(files.read(path, most=MAX_BYTES))))
-    except (IndexError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, files.FileError):
-            raise
+        return list(_operations(files.read(path, most=MAX_BYTES)))
+    except DecodeError as error:
         raise files.FileError(f"{path} is no trace, or is cut short; make another with jaxtrain profile") from error
 
 
@@ -111,25 +135,27 @@ def _short(name: str, scope: str) -> str:
     return name[: len(name) - (numbers.end() if numbers else 0)]
 
 
-def _operations(space: memoryview) -> Iterator[tuple[str, str, int, int]]:
+def _operations(space: bytes) -> Iterator[tuple[str, str, int, int]]:
     """(name, scope, start, end) [ps] of operations, on CPUs of events that name them."""
-    planes = [_plane(value) for value in _all(space, 1)]
-    programs = {title: scopes for plane in planes for title, scopes in plane["programs"].items()}
+    planes = list(_message("XSpace").FromString(space).planes)
+    programs = {title: scopes for plane in planes for title, scopes in _programs(plane)}
     is_container = functools.cache(lambda name: bool(CONTAINER.match(name)))
-    devices = [plane for plane in planes if re.match(r"/device:(GPU|TPU):", plane["name"])]
+    devices = [plane for plane in planes if re.match(rb"/device:(GPU|TPU):", plane.name)]
     found: list[tuple[str, str, Program, int, int]] = []
     names: dict[Program, set[str]] = collections.defaultdict(set)
     for plane in devices or planes:
-        lines = plane["lines"]
+        kinds, stats = _titles(plane.event_metadata), _titles(plane.stat_metadata)
+        lines = plane.lines
         if devices:
-            lines = [x for x in lines if x[0].startswith("Stream")] or [x for x in lines if x[0] == "XLA Ops"]
-        for _, begin, events in lines:
-            for event in events:
-                kind, offset, length, op, number, module = _event(event, plane)
+            lines = [x for x in lines if x.name.startswith(b"Stream")] or [x for x in lines if x.name == b"XLA Ops"]
+        for line in lines:
+            for event in line.events:
+                op, program = _instruction(event, stats)
+                kind, start = kinds.get(event.metadata_id, ""), 1000 * line.timestamp_ns + event.offset_ps
                 name = op or kind
-                if length and (op or devices) and not is_container(name):
-                    found.append((kind, name, (number, module), begin + offset, begin + offset + length))
-                    names[number, module].add(name)
+                if event.duration_ps and (op or devices) and not is_container(name):
+                    found.append((kind, name, program, start, start + event.duration_ps))
+                    names[program].add(name)
     scopes = {program: _scopes_of(programs, *program, seen) for program, seen in names.items()}
     for kind, name, program, start, end in found:
         yield kind, scopes[program].get(name, ""), start, end
@@ -149,103 +175,47 @@ def _scopes_of(programs: Mapping[str, dict[str, str]], number: int | None, modul
     return {name: scope for title in programs for name, scope in programs[title].items()}
 
 
-def _plane(data: memoryview) -> dict[str, Any]:
-    """XPlane: name = 2, lines = 3, event_metadata = 4, stat_metadata = 5."""
-    plane: dict[str, Any] = {"name": "", "lines": [], "kinds": {}, "stats": {}, "programs": {}}
-    for number, value in _fields(data):
-        if number == 2:
-            plane["name"] = _text(value)
-        elif number == 3:  # XLine: name = 2, timestamp_ns = 3, events = 4
-            fields = list(_fields(value))
-            about = dict(fields)
-            plane["lines"].append((_text(about.get(2, b"")), 1000 * about.get(3, 0), [v for n, v in fields if n == 4]))
-        elif number in (4, 5):  # maps: key = 1, value = 2, which has id = 1, name = 2, and stats = 5
-            entry = dict(_fields(value))
-            fields = list(_fields(entry[2]))
-            title = _text(dict(fields).get(2, b""))
-            plane["kinds" if number == 4 else "stats"][entry.get(1, 0)] = title
-            stats = [v for n, v in fields if n == 5] if number == 4 else []
-            for stat in stats:
-                if isinstance(program := dict(_fields(stat)).get(6), memoryview):  # bytes_value: an HloProto
-                    plane["programs"][title] = _scopes(program)
-    return plane
+def _programs(plane: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (title, instruction -> scope) of the programs that a plane describes."""
+    for entry in plane.event_metadata:
+        for about in entry.value:
+            for stat in about.stats:
+                if stat.HasField("bytes_value"):
+                    program = _message("HloProto").FromString(stat.bytes_value)
+                    computations = (each for module in program.hlo_module for each in module.computations)
+                    every = (each for computation in computations for each in computation.instructions)
+                    yield _text(about.name), {_text(i.name): _text(m.op_name) for i in every for m in i.metadata if m.op_name}
 
 
-def _event(data: memoryview, plane: dict[str, Any]) -> tuple[str, int, int, str, int | None, str]:
-    """(kind, offset, length, instruction, program's number, program's name).
-
-    XEvent: metadata_id = 1, offset_ps = 2, duration_ps = 3, stats = 4 (metadata_id = 1,
-    uint64_value = 3, int64_value = 4, str_value = 5, ref_value = 7).
-    """
-    kind = offset = length = 0
-    program = None
-    named = {"hlo_op": "", "hlo_module": ""}
-    for number, value in _fields(data):
-        if number == 1:
-            kind = value
-        elif number == 2:
-            offset = value
-        elif number == 3:
-            length = value
-        elif number == 4:
-            stat = dict(_fields(value))
-            if (name := plane["stats"].get(stat.get(1))) in named:
-                named[name] = _text(stat[5]) if 5 in stat else plane["stats"].get(stat.get(7), "")
-            elif name == "program_id":
-                program = stat.get(3, stat.get(4))
-    return plane["kinds"].get(kind, ""), offset, length, named["hlo_op"], program, named["hlo_module"]
+def _instruction(event: Any, stats: Mapping[int, str]) -> tuple[str, Program]:
+    """Return an event's instruction and program, as far as the event names them."""
+    number, named = None, {"hlo_op": "", "hlo_module": ""}
+    for stat in event.stats:
+        if (name := stats.get(stat.metadata_id)) in named:
+            named[name] = _text(stat.str_value) if stat.HasField("str_value") else stats.get(stat.ref_value, "")
+        elif name == "program_id":
+            number = stat.uint64_value or stat.int64_value
+    return named["hlo_op"], (number, named["hlo_module"])
 
 
-def _scopes(program: memoryview) -> dict[str, str]:
-    """Instruction -> scope, of HloProto: hlo_module = 1, computations = 3, instructions = 2."""
-    found = {}
-    for module in _all(program, 1):
-        for computation in _all(module, 3):
-            for instruction in _all(computation, 2):
-                fields = dict(_fields(instruction))  # name = 1, metadata = 7, an OpMetadata: op_name = 2
-                scope = dict(_fields(fields[7])).get(2) if 7 in fields else None
-                if 1 in fields and scope is not None:
-                    found[_text(fields[1])] = _text(scope)
-    return found
+def _titles(entries: Any) -> dict[int, str]:
+    return {entry.key: _text(about.name) for entry in entries for about in entry.value}
 
 
-def _all(data: memoryview, field: int) -> list[Any]:
-    return [value for number, value in _fields(data) if number == field]
+@functools.cache
+def _message(name: str) -> Any:
+    """Return the class of one of `MESSAGES`."""
+    file = descriptor_pb2.FileDescriptorProto(name="jaxtrain/trace.proto", package="jaxtrain")
+    for message, fields in MESSAGES.items():
+        made = file.message_type.add(name=message)
+        for field, (number, kind) in fields.items():
+            if isinstance(kind, str):
+                made.field.add(name=field, number=number, type="TYPE_MESSAGE", type_name=kind, label="LABEL_REPEATED")
+            else:
+                of = "TYPE_UINT64" if kind is int else "TYPE_BYTES"
+                made.field.add(name=field, number=number, type=of, label="LABEL_OPTIONAL")
+    return message_factory.GetMessages([file])[f"jaxtrain.{name}"]
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of a message's fields: an integer, or the bytes of a field."""
-    at, end = 0, len(data)
-    while at < end:
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-        elif wire == 2:
-            length, at = _varint(data, at)
-            if at + length > end:
-                raise ValueError("a field is longer than its message")
-            yield number, data[at : at + length]
-            at += length
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError(f"wire type {wire}")
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at += 1
-        if byte < 128:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number has too many bytes")
-
-
-def _text(value: Any) -> str:
-    return bytes(value).decode(errors="replace")
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
