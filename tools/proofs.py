@@ -32,7 +32,7 @@ HEAD = "| part | what it proves | passed | failed | skipped | minutes | commit |
 class Part(NamedTuple):
     what: str
     names: str  # files below tests/, or FILE::FUNCTION, with spaces between
-    workers: int = 1  # processes that run them; more than one where each test works on one core, and waits for nothing
+    workers: int = 1  # processes that run the tests; those that share a service are in one xdist_group
 
     @property
     def tests(self) -> list[str]:
@@ -43,29 +43,31 @@ PARTS = {
     "kills": Part(
         "200 kills at any instant; one sequence of recordings whatever the processes",
         "test_kills.py",
-        workers=2,
+        workers=4,
     ),
     "faults": Part(
         "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
         "test_reliability.py test_train.py test_hosts.py test_full_disks.py test_object_store.py parallel/test_lease.py "
         "doctor/test_doctor.py commands/test_launch_slurm.py tools/test_soak.py",
+        workers=3,
     ),
     "damage": Part(
         "every file of a checkpoint damaged at many places; damaged shards, and whatever Python reads; the targets of fuzzing",
         "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py hostile/test_hostile_readers.py tools/test_fuzz.py",
         workers=2,
     ),
-    "hostile": Part("hostile files to every command", "hostile/test_hostile_commands.py", workers=2),
+    "hostile": Part("hostile files to every command", "hostile/test_hostile_commands.py", workers=3),
     "matrix": Part(
-        "every workload on every mesh",
+        "every workload on every mesh, in one process",
         "test_matrix.py::test_steps_on_a_mesh_are_those_of_one_device optim/test_open.py",
         workers=2,
     ),
     "processes": Part(
-        "every workload in 1, 2 and 4 processes",
+        "every workload in 2 and 4 processes",
         "test_matrix.py::test_steps_of_several_processes_are_those_of_one_device",
+        workers=2,
     ),
-    "plan": Part("lower bounds of steps against the compilers of chips", "plan/test_bound.py"),
+    "plan": Part("lower bounds of steps against the compilers of chips", "plan/test_bound.py", workers=2),
     "compiled": Part(
         "steps and kernels compiled for GPUs and TPUs",
         "compiled/test_steps.py compiled/test_gpu_check_cases.py nn/test_attention.py nn/test_attention_compiled.py "
@@ -75,16 +77,19 @@ PARTS = {
     "size": Part(
         "giblet at its published size, its film and its memory",
         "workloads/test_giblet_size.py workloads/test_giblet.py loaders/test_multimodal.py",
+        workers=2,
     ),
     "workloads": Part(
         "language and audio language on more meshes and processes; a killed run of puzzles; exports and embeddings",
         "workloads/test_language.py workloads/test_audio_language.py workloads/test_audio_language_run.py "
         "workloads/bird/test_embed.py commands/test_export.py workloads/test_trm_run.py",
+        workers=2,
     ),
     "data": Part(
         "the built-in birds, the loader's pipeline, indexes at length; a review in a browser; a check of a chip",
         "loaders/test_demo.py loaders/test_pipeline.py loaders/test_recordings.py workloads/bird/test_fit.py "
         "tools/test_gpu_check.py",
+        workers=2,
     ),
     "docs": Part(
         "every command that the pages show; a report's page of every workload; MLflow and Trackio",
@@ -111,7 +116,7 @@ def run(name: str) -> Result:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         part = PARTS[name]
         command = [sys.executable, "-m", "pytest", "-m", "slow", f"--junit-xml={report.name}", *part.tests]
-        command += ["-n", str(part.workers), "-v"] if part.workers > 1 else []
+        command += ["-n", str(part.workers), "--dist=loadgroup", "-v"] if part.workers > 1 else []
         began, late = time.monotonic(), False
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's job in the background inherits it
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -241,6 +241,9 @@ def test_without_slurm_the_missing_command_and_the_remedy_are_one_line(folder, c
         assert told == f"error: SLURM's commands are not installed here: scontrol and sacct not found; {remedy}\n"
 
 
+ON_SLURM = pytest.mark.xdist_group("slurm")  # one after the other: the node has room for one job
+
+
 def slurm_of_one() -> str:
     """The reason why the tests below cannot run, or "" if they can. A cluster with other users is
     left alone."""
@@ -300,6 +303,7 @@ def test_a_job_that_waits_is_listed(folder, corpus, capsys, slurm):
     assert runs_command.main(["runs"]) == 0 and capsys.readouterr().out == "no run in runs, nor below it\n"
 
 
+@ON_SLURM
 @pytest.mark.slow
 def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_numbers(folder, corpus, capsys, slurm):
     overrides = ("--config.train.steps=40", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
@@ -327,6 +331,7 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_undisturbed_runs_num
     assert "SIGUSR2" in launch(capsys, "--tail=runs/tiny")
 
 
+@ON_SLURM
 @pytest.mark.slow
 def test_a_job_that_reaches_its_time_limit_resumes_and_a_cancelled_one_does_not(folder, corpus, capsys, slurm):
     overrides = ("--config.train.steps=100", "--config.train.eval_every=0", "--config.checkpoint.every=1000")
@@ -348,6 +353,7 @@ def test_a_job_that_reaches_its_time_limit_resumes_and_a_cancelled_one_does_not(
     assert launch_command.state_of(job)["JobState"] == "CANCELLED" and "ended by SIGTERM after step" in log_of(folder, job)
 
 
+@ON_SLURM
 @pytest.mark.slow
 def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
     sweeps = "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n"
@@ -362,6 +368,7 @@ def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
     assert sys.executable in (folder / "runs" / "tiny" / "slurm" / f"{job.partition('_')[0]}_submission.sh").read_text()
 
 
+@ON_SLURM
 @pytest.mark.slow
 def test_the_doctor_under_srun_gives_one_report(folder, corpus):
     if reason := slurm_of_one():

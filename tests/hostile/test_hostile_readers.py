@@ -36,26 +36,31 @@ readers.main()
 """
 
 
-def start(tmp_path, n, *program):
-    """Runs readers.py, or ``program`` instead, in its own process and folder."""
+def start(tmp_path, n, *program, chosen=()):
+    """Runs readers.py with some of its readers or all, or ``program`` instead, in its own process
+    and folder."""
     for name in ("files", "here", "cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "here" / "payload.py").write_text("raise SystemExit(55)\n")  # a module that files name
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, *(program or [str(HERE / "readers.py")]), str(tmp_path / "files"), str(n)]
+    command = [sys.executable, *(program or [str(HERE / "readers.py")]), str(tmp_path / "files"), str(n), *chosen]
     return subprocess.run(command, env=environment, cwd=tmp_path / "here", capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("size", ["short", pytest.param("long", marks=pytest.mark.slow)])
-def test_a_damaged_file_is_read_or_refused(tmp_path, size):
-    done = start(tmp_path, N[size])
+NAMES = [reader.name for reader in READERS]
+HALVES = [pytest.param("long", NAMES[i::2], marks=pytest.mark.slow, id=f"long-{i}") for i in range(2)]
+
+
+@pytest.mark.parametrize(("size", "names"), [pytest.param("short", NAMES, id="short"), *HALVES])
+def test_a_damaged_file_is_read_or_refused(tmp_path, size, names):
+    done = start(tmp_path, N[size], chosen=names)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for each in found:
         print(f"{each['reader']}: {N[size]} damaged files, {each['refused']} refused, {each['cpu']} s")
     problems = [problem for each in found for problem in each["problems"]]
     assert not problems, f"{len(problems)} of them:\n" + "\n".join(problems[:20])
     assert done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr[-3000:]}"
-    assert [each["reader"] for each in found] == [reader.name for reader in READERS]
+    assert [each["reader"] for each in found] == names
     assert all(N[size] // 20 < each["refused"] <= N[size] for each in found), "each refuses some: damage is noticed"
 
 
