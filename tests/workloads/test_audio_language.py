@@ -364,8 +364,8 @@ def test_a_generated_answer_can_be_used_as_a_conversation(folders, numbers):
     rows = [x._replace(recording=np.where(np.arange(len(x.tokens)) == 46, -1, x.recording)) for x in rows]
     generate = jax.jit(
         lambda p, b, longest: decoding.generate(
-            c, p, b, jnp.array(starts), jax.random.key(0), alone(), n_new=16, opens=opens, closes=closes, ends=ends,
-            longest=longest, streams=decoding.Streams(0.0, 0, (0.0,)),
+            c, p, b, jnp.array(starts), jax.random.key(0), alone(), decoding.Grammar(opens, closes, ends, longest=longest),
+            n_new=16, streams=decoding.Streams(0.0, 0, (0.0,)),
         ), static_argnums=2,
     )  # fmt: skip
     found = jax.tree.map(np.asarray, generate(params, prompts(rows, starts), 5))
@@ -408,8 +408,8 @@ def test_rows_draw_alone_and_streams_have_their_own_temperature(folders, numbers
         return np.asarray(
             jax.jit(
                 lambda p, b: decoding.generate(
-                    c, p, b, jnp.array(starts[:n]), jax.random.key(seed), alone(), n_new=12, opens=292, closes=293, ends=296,
-                    streams=streams,
+                    c, p, b, jnp.array(starts[:n]), jax.random.key(seed), alone(), decoding.Grammar(292, 293, 296),
+                    n_new=12, streams=streams,
                 )
             )(params, prompts(rows, starts[:n])).columns
         )  # fmt: skip

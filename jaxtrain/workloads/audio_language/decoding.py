@@ -92,15 +92,13 @@ def extend(
 
 
 class Grammar(NamedTuple):
-    """The rules of a row: the tokens around a recording, and how its codebooks begin and end."""
+    """The rules of a row: the tokens around a recording, and how its codebooks follow each other."""
 
     opens: int  # the token that a recording's columns follow
     closes: int  # the token after them
     ends: int  # the token after which a row is done
-    begin: int  # the code before a codebook's stream
-    end: int  # the code after it
-    longest: int  # [columns] of codes after which a recording is ended; 0 = no limit
-    shift_k: Array  # int32 [K]: columns by which each codebook is late
+    delay: bool = True  # codebook k is k columns late
+    longest: int = 0  # [columns] of codes after which a recording is ended; 0 = as many as fit
 
 
 class Place(NamedTuple):
@@ -117,21 +115,9 @@ NEVER = jnp.iinfo(jnp.int32).max // 2  # a column that no recording reaches
 
 
 def generate(
-    c: Config,
-    params: PyTree,
-    prompt: Batch,
-    length_b: Array,
-    key: Key,
-    shard: Shard,
-    *,
-    n_new: int,
-    opens: int,
-    closes: int,
-    ends: int,
-    delay: bool = True,
-    longest: int = 0,
+    c: Config, params: PyTree, prompt: Batch, length_b: Array, key: Key, shard: Shard, grammar: Grammar, *, n_new: int,
     streams: Streams = Streams(),  # noqa: B008
-) -> Written:
+) -> Written:  # fmt: skip
     """Continue each prompt: text, and from a token ``opens`` on a recording's columns.
 
     Column 0 is begins alone. The first codebook ends a recording by drawing its end at some column.
@@ -142,23 +128,18 @@ def generate(
       prompt: "text", "codes", "place", "slot" of `loaders.chat.chatml.row`, of ``length_b`` valid
       places.
       n_new: [places] that are written at most.
-      ends: the token after which a row is done.
-      longest: [columns] of codes at most, after which a recording is ended. 0 = as many as fit.
     """
-    grammar = Grammar(
-        opens, closes, ends, c.codebook_size, c.codebook_size + 1, longest, jnp.arange(c.codebooks) * delay
-    )  # fmt: skip
     keys_b = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(length_b)))
 
     def write(state: Writing, i: Array) -> tuple[Writing, tuple[Array, Array]]:
-        token_b, drawn_bk = draw(c, params, streams, grammar, state.x_bd, keys_b, i)
-        place = next_place(grammar, state, token_b, drawn_bk)
+        token_b, drawn_bk = draw(c, params, streams, state.x_bd, keys_b, i)
+        place = next_place(c, grammar, state, token_b, drawn_bk)
         is_audio_b = place.is_audio_b
-        fed_b = jnp.where(state.done_b, ends, place.token_b)
+        fed_b = jnp.where(state.done_b, grammar.ends, place.token_b)
         x_bd, cache = extend(c, params, fed_b, place.codes_bk, is_audio_b, length_b + i, state.cache, shard)
         new = Writing(
             x_bd, cache, jnp.where(is_audio_b, -1, place.token_b), jnp.where(is_audio_b, place.column_b + 1, 0), place.end_b,
-            state.done_b | (~is_audio_b & (place.token_b == ends)),
+            state.done_b | (~is_audio_b & (place.token_b == grammar.ends)),
         )  # fmt: skip
         tokens_b = jnp.where(is_audio_b | state.done_b, -1, place.token_b)
         return new, (tokens_b, jnp.where(is_audio_b[:, None], place.codes_bk, -1))
@@ -173,13 +154,11 @@ def generate(
     return Written(tokens_nb.T, jnp.moveaxis(columns_nbk, 0, 1))
 
 
-def draw(
-    c: Config, params: PyTree, streams: Streams, grammar: Grammar, x_bd: Array, keys_b: Array, i: Array
-) -> tuple[Array, Array]:
+def draw(c: Config, params: PyTree, streams: Streams, x_bd: Array, keys_b: Array, i: Array) -> tuple[Array, Array]:
     """Draw a token [B] and codes [B, K] from a state; stream s by fold_in(fold_in(key, i), s)."""
     x_btd, at_b = x_bd[:, None], jax.vmap(lambda key: jax.random.fold_in(key, i))(keys_b)
-    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < grammar.begin, (c.codebooks, c.n_codes))
-    allowed_kc = allowed_kc.at[0, grammar.end].set(True)
+    allowed_kc = jnp.broadcast_to(jnp.arange(c.n_codes)[None] < c.codebook_size, (c.codebooks, c.n_codes))
+    allowed_kc = allowed_kc.at[0, c.codebook_size + 1].set(True)
 
     def choose(logits_bv: Array, stream: int, **how: Any) -> Array:
         def of_row(logits_v: Array, key: Key) -> Array:
@@ -194,16 +173,18 @@ def draw(
     return token_b, jnp.stack(codes_bk, axis=1)
 
 
-def next_place(grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
+def next_place(c: Config, grammar: Grammar, state: Writing, token_b: Array, drawn_bk: Array) -> Place:
     """Return each row's next place from a token and codes, by its state and codebooks."""
+    begin, end = c.codebook_size, c.codebook_size + 1  # the codes before a codebook's stream, and after it
+    shift_k = jnp.arange(c.codebooks) * grammar.delay  # [columns] by which each codebook is late
     # A recording continues until its last codebook has ended, then its closing token follows.
-    inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + grammar.shift_k[-1]))
+    inside_b = (state.was_b == grammar.opens) | ((state.was_b < 0) & (state.column_b <= state.end_b + shift_k[-1]))
     closing_b = (state.was_b < 0) & ~inside_b
     at_b = jnp.where(inside_b, state.column_b, 0)
     full_b = (at_b > grammar.longest) if grammar.longest else jnp.zeros_like(inside_b)
-    ending_b = inside_b & (at_b > 0) & (state.end_b == NEVER) & ((drawn_bk[:, 0] == grammar.end) | full_b)
+    ending_b = inside_b & (at_b > 0) & (state.end_b == NEVER) & ((drawn_bk[:, 0] == end) | full_b)
     end_b = jnp.where(ending_b, at_b, jnp.where(inside_b, state.end_b, NEVER))
-    stream_bk = at_b[:, None] - grammar.shift_k[None]  # column of each codebook's own sequence
+    stream_bk = at_b[:, None] - shift_k[None]  # column of each codebook's own sequence
     over_bk = stream_bk >= end_b[:, None]
-    codes_bk = jnp.where(stream_bk <= 0, grammar.begin, jnp.where(over_bk, grammar.end, drawn_bk))
+    codes_bk = jnp.where(stream_bk <= 0, begin, jnp.where(over_bk, end, drawn_bk))
     return Place(jnp.where(closing_b, grammar.closes, token_b), codes_bk, inside_b & ~state.done_b, at_b, end_b)

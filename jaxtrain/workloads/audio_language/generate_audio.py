@@ -81,15 +81,14 @@ def speak(
     longest = round(seconds * tools.frame_rate)
     shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
     layout = stored_params.one_device()
+    grammar = decoding.Grammar(
+        *(tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN)), tools.delay, longest
+    )
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit
     def run(params: PyTree, prompt: dict[str, Any], length_b: jax.Array, key: jax.Array) -> decoding.Written:
-        return decoding.generate(
-            c, params, prompt, length_b, key, layout.shard, n_new=n_new, opens=tools.ids[chatml.AUDIO_OUT_BOS],
-            closes=tools.ids[chatml.AUDIO_EOS], ends=tools.ids[chatml.END_OF_TURN], delay=tools.delay, longest=longest,
-            streams=streams,
-        )  # fmt: skip
+        return decoding.generate(c, params, prompt, length_b, key, layout.shard, grammar, n_new=n_new, streams=streams)
 
     answers: list[Answer] = []
     for start in range(0, len(rows), batch):

@@ -95,26 +95,19 @@ def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
         if "://" in rules.source or not stored.is_safetensors(rules.source):
             return
         arrays = stored.open_safetensors(rules.source)
-        there = timm_names.unprefixed(arrays)
-        if not there:
+        if not timm_names.unprefixed(arrays):
             return
-        patch = there[timm_names.PATCH]
-        says = timm_names.about(rules.source, patch.shape[0])
+        model, _, _ = _model(arrays, rules.source)
+        says = timm_names.about(rules.source, model["embed"])
     except (StoredError, OSError):
         return  # the warm start itself reports the error
-    expected = {"mlp": timm_names.ACTIVATIONS[says.activation], "eps": says.eps}
-    expected["norm"] = "pooled" if any(path.endswith("fc_norm/weight") for path in arrays) else "tokens"
-    if says.heads:
-        expected["heads"] = says.heads
+    expected = {name: model[name] for name in ("mlp", "eps", "norm", "heads") if model[name]}
     for name, value in expected.items():
         if getattr(c, name) != value:
             yield name, f"is {getattr(c, name)!r}, and {rules.source} has {value!r}; set config.model.{name}={value}"
-    if not says.image or len(patch.shape) != 4 or c.positions != "learned":
+    if not says.image or "n_frames" not in model or c.positions != "learned":
         return
-    sides = list(zip(says.image, patch.shape[2:], strict=True))
-    if any(n % side for n, side in sides):
-        return
-    grid = tuple(n // side for n, side in sides)
+    grid = tuple(n // side for n, side in zip(says.image, model["patch"], strict=True))
     declared = any(re.search(pattern, "encoder/pos") for pattern in (*rules.reshape, *rules.skip))
     if grid != c.grid and not declared:
         theirs = f"{grid[0]}x{grid[1]}"
