@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -127,12 +127,20 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         opened.write(text.encode())
 
 
+@contextlib.contextmanager
+def table(path: str | os.PathLike[str], *, errors: str = "strict") -> Iterator[Any]:
+    """Yield a writer of the rows of a CSV in UTF-8, which is there when the block ends well."""
+    with file(path) as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="", write_through=True)
+        yield csv.writer(text, lineterminator="\n")
+        text.flush()
+        text.detach()
+
+
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Iterable[object]], *, errors: str = "strict") -> None:
     """Write a CSV in UTF-8. Raises OSError with its name."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    with file(path) as opened:
-        opened.write(text.getvalue().encode(errors=errors))
+    with table(path, errors=errors) as lines:
+        lines.writerows(rows)
 
 
 @contextlib.contextmanager

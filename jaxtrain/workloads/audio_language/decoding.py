@@ -92,7 +92,7 @@ def extend(
 
 
 class Grammar(NamedTuple):
-    """The rules of a row: the tokens around a recording, and how its codebooks follow each other."""
+    """The rules of a row: the tokens around a recording, and its codebooks' delay and length."""
 
     opens: int  # the token that a recording's columns follow
     closes: int  # the token after them

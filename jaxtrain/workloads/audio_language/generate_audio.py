@@ -81,9 +81,8 @@ def speak(
     longest = round(seconds * tools.frame_rate)
     shape = (max(len(x.tokens) for x in rows), 1, 1, 1)
     layout = stored_params.one_device()
-    grammar = decoding.Grammar(
-        *(tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN)), tools.delay, longest
-    )
+    opens, closes, ends = (tools.ids[name] for name in (chatml.AUDIO_OUT_BOS, chatml.AUDIO_EOS, chatml.END_OF_TURN))
+    grammar = decoding.Grammar(opens, closes, ends, tools.delay, longest)
     n_new = longest + 1 + c.codebooks + (64 if text_first else 8)
 
     @jax.jit

@@ -1,9 +1,7 @@
 """Scores to detections and the tables of `commands.detect`, a pure function of both and options."""
 
 import contextlib
-import csv
 import hashlib
-import io
 import itertools
 import os
 import pathlib
@@ -11,7 +9,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,7 +125,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
     if "csv" in options.formats:
         headings["detections"] = BIRDNET
     with contextlib.ExitStack() as stack:
-        writers = {name: csv.writer(stack.enter_context(_text(out / f"{name}.csv")), lineterminator="\n") for name in headings}
+        writers = {name: stack.enter_context(atomic_write.table(out / f"{name}.csv")) for name in headings}
         for name, columns in headings.items():
             writers[name].writerow(columns)
         made = (name for name in ("raven", "audacity") if name in options.formats)
@@ -216,16 +214,6 @@ def _plain(text: str) -> str:
 def seconds(value: float) -> str:
     """Format a time, to the microsecond."""
     return repr(round(value, 6))
-
-
-@contextlib.contextmanager
-def _text(path: pathlib.Path) -> Iterator[IO[str]]:
-    """Yield a text file that takes its name when it is whole."""
-    with atomic_write.file(path) as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8", newline="", write_through=True)
-        yield text
-        text.flush()
-        text.detach()
 
 
 def complete(parts: Parts) -> bool:

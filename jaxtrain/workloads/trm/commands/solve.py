@@ -227,9 +227,7 @@ def _curve(
 
     counts = sorted({1 << i for i in range(search.rollouts.bit_length())} | {search.rollouts})
     run = solve.program(solver, search)
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(CURVE)
+    rows: list[tuple[object, ...]] = [CURVE]
     print("  ".join(f"{name:>10}" for name in CURVE))
     for noise in noises:
         how = solve.How(noise, args.choose, args.seed, min(args.batch, len(puzzles)))
@@ -243,9 +241,9 @@ def _curve(
             shares = [f"{x:.4f}" for k in right for x in (k / len(found), *confidence.interval(k, len(found)))]
             own = n == 1  # without noise or symmetry
             values = (0.0 if own else noise, int(search.symmetry and not own), n, len(found), *shares, f"{halts:.4f}")
-            rows.writerow((*values, f"{n * seconds:.3g}"))
-            print("  ".join(f"{value:>10}" for value in (*values, f"{n * seconds:.3g}")))
-    atomic_write.write(args.curve, text.getvalue())
+            rows.append((*values, f"{n * seconds:.3g}"))
+            print("  ".join(f"{value:>10}" for value in rows[-1]))
+    atomic_write.write_csv(args.curve, rows)
     return 0
 
 

@@ -21,8 +21,6 @@ same puzzles again, and no solution is in both splits. Of a grade, no symmetric 
 """
 
 import argparse
-import csv
-import io
 import json
 import pathlib
 import time
@@ -80,8 +78,7 @@ def make(args: argparse.Namespace) -> int:
 
 
 def write_csv(out: pathlib.Path, split: str, puzzles: kinds.Puzzles, source: kinds.Source) -> None:
-    with atomic_write.file(out / f"{split}.csv") as raw, io.TextIOWrapper(raw, newline="", write_through=True) as file:
-        rows = csv.writer(file)
+    with atomic_write.table(out / f"{split}.csv") as rows:
         rows.writerow(("source", "question", "answer", "rating"))
         for board, answer, rating in zip(puzzles.inputs, puzzles.labels, puzzles.rating, strict=True):
             texts = (kinds.to_text(source.kind, x) for x in (board, answer))
