@@ -168,9 +168,14 @@ def crosses(side: int) -> np.ndarray:
 def has_one_answer(side: int) -> bool:
     """Return whether each board of lights has exactly one answer.
 
-    Then the matrix of the presses has an inverse modulo 2.
+    The presses of the first row decide those of each next one, if no light is to change. So the
+    answer is the only one if the first row's presses are found from the row below the last.
     """
-    rows = [int("".join(map(str, row)), 2) for row in crosses(side).tolist()]
+    near = np.tri(side, k=1, dtype=np.int32) * np.tri(side, k=1, dtype=np.int32).T  # a cell, and those left and right of it
+    above, row = np.zeros_like(near), np.eye(side, dtype=np.int32)
+    for _ in range(side):
+        above, row = row, (near @ row + above) % 2
+    rows = [int("".join(map(str, line)), 2) for line in row.tolist()]
     while rows:
         pivot = max(rows)
         rows.remove(pivot)

@@ -149,9 +149,14 @@ def test_other_cards_and_several_nodes(target, answers, gpu_compiler):
     assert answers(target, "bird", "small", "fsdp").compiled
 
 
-def test_a_plan_has_the_compilers_figures(folder, gpu_compiler):
-    config = compile_table.WORKLOADS["bird"].config("small", "fsdp", 8, folder)
-    text, _ = plan.report(config, "gpu:h100x8")
+def test_a_plan_has_the_compilers_figures(answers, folder, gpu_compiler, monkeypatch):
+    target = "gpu:h100x8"
+    config = compile_table.WORKLOADS["bird"].config("published", "fsdp", 8, folder)
+    asked = []
+    answer = answers(target, "bird", "published", "fsdp")
+    monkeypatch.setattr(worker, "ask", lambda jobs: asked.extend(jobs) or [answer])
+    text, _ = plan.report(config, target)
+    assert asked == [worker.Job(config, target, None)]
     assert "compiled for it, in " in text and "not compiled" not in text
     assert "__cudnn$fmhaSoftmaxBackward" in text and "FLOP bf16 x bf16" in text
     assert re.search(r"all-gather +over fsdp .* sent, [\d.]+ ms of the links, \d+ of them asynchronous", text)

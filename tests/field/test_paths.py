@@ -64,7 +64,7 @@ def test_every_command_works_in_a_folder_with_a_hard_name(tmp_path, monkeypatch,
         (metrics, [run, "--out", out["m.csv"]]),
         (runs_command, [str(folder)]),
         *((generate, [path, "--prompts", str(prompts), "--tokens", "2", "--out", f"{out['g.jsonl']}{i}"])
-          for i, path in enumerate((run, out["x"], out["merged"]))),
+          for i, path in enumerate((run, out["merged"]))),
         (tokens, [out["t"], str(folder / "p*.jsonl"), "--tokenizer", "bytes", "--skip", "1"]),
     ]  # fmt: skip
     for command, argv in commands:

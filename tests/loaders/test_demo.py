@@ -21,7 +21,7 @@ from loaders.audio import demo, demo_birds, spectrogram
 from loaders.io import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
-N_TRAIN, N_TEST = 24, 12
+N_TRAIN, N_TEST = 12, 12
 MAKER = f"""
 import logging, pathlib, sys
 from loaders.audio import demo
