@@ -80,7 +80,9 @@ def test_the_python_of_the_pages_runs(folder):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     ]
     # Each has names of its own. One process runs them all, and its traceback names the page.
-    program = "import sys\nfor page, block in eval(sys.argv[1]):\n    exec(compile(block, page, 'exec'), {'__name__': '__main__'})"
+    program = (
+        "import sys\nfor page, block in eval(sys.argv[1]):\n    exec(compile(block, page, 'exec'), {'__name__': '__main__'})"
+    )
     command = [sys.executable, "-c", program, repr(blocks)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert len(blocks) > 2 and done.returncode == 0, done.stderr
