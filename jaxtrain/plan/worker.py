@@ -87,7 +87,7 @@ def answer(job: Job, versions: str = "") -> Answer:
 
 def main(jobs: str, answers: str, versions: str) -> None:
     ask_for_no_chips()
-    # A kernel's text holds the lines of its source. Without them, an edit elsewhere keeps its figures.
+    # A kernel's text has the lines of its source. Without them its figures survive edits elsewhere.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     every = [answer(job, versions) for job in pickle.loads(pathlib.Path(jobs).read_bytes())]
     pathlib.Path(answers).write_bytes(pickle.dumps(every))

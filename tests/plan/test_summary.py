@@ -83,7 +83,10 @@ def test_the_plan_tells_which_rule_split_what_and_what_stayed_whole(tmp_path, mo
     assert rows["objective/supervised/b"] == "whole; vocab (14) does not divide"
     # This loader counts its threads, so that cores can be asked for.
     [loader] = re.findall(r"^loader +(.*)$", text, re.MULTILINE)
-    line = r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for [\d,]+: [\d,]+ more such cores, on all hosts .*"
+    line = (
+        r"[\d,]+ rows/s, measured here for 0.05 s on \d+ cores?; a step asks for [\d,]+: "
+        r"[\d,]+ more such cores, on all hosts .*"
+    )
     assert re.fullmatch(line, loader), loader
 
 
