@@ -5,11 +5,12 @@ true``. A run can be warm-started from it, not resumed.
 """
 
 import contextlib
+import functools
 import json
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from jaxtrain.checkpoint import checksums
 from jaxtrain.config import checks
 from jaxtrain.nn import lora
 from jaxtrain.step import digest
+from jaxtrain.telemetry import console
 from jaxtrain.telemetry.report import steps
 from jaxtrain.telemetry.report.run import RunError, open_run
 from jaxtrain.telemetry.report.steps import digest_text
@@ -29,6 +31,7 @@ from loaders.io.checks import first_line
 from loaders.io.files import FileError
 
 WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
+_bytes = functools.partial(console.in_bytes, form=".1f")
 
 
 def inspect(source: Source, *, as_json: bool = False) -> int:
@@ -55,11 +58,11 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
     print(f"parameter table {_in_a_line(meta.get('parameters', 'not recorded'))}")
     print(f"{source.manifest} {'yes' if (source.path / source.manifest).exists() else 'no'}\n")
     rows = [(path, str(list(s.shape)), s.dtype.name, _bytes(s.n_bytes), s.sharding) for path, s in arrays.items()]
-    _print_table(("array", "shape", "dtype", "size", "sharding as saved"), rows)
+    print(*console.columns([("array", "shape", "dtype", "size", "sharding as saved"), *rows]), sep="\n")
     print()
     all_of_it = {key: sum(t[key] for t in totals.values()) for key in ("arrays", "numbers", "bytes")}
     sums = [(n, str(t["arrays"]), f"{t['numbers']:,}", _bytes(t["bytes"])) for n, t in {**totals, "all": all_of_it}.items()]
-    _print_table(("group", "arrays", "numbers", "size"), sums)
+    print(*console.columns([("group", "arrays", "numbers", "size"), *sums]), sep="\n")
     return 0
 
 
@@ -152,7 +155,8 @@ def diff(a: Source, b: Source) -> int:
             nans = f"{d.nans_a} → {d.nans_b}" if d.nans_a or d.nans_b else ""
             rows.append((path, kind, *(f"{v:.5g}" for v in (d.norm_a, d.norm_b, d.norm_d, d.largest, d.cosine)), nans))
     if rows:
-        _print_table(("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN"), rows)
+        head = ("array", "", "‖a‖", "‖b‖", "‖b−a‖", "max|b−a|", "cosine", "NaN")
+        print(*console.columns([head, *rows]), sep="\n")
     for item, one, other in (("data", a.data(), b.data()), ("meta", a.meta(), b.meta())):
         for key, old, new in changes(one, other):
             print(f"{item}.{_in_a_line(f'{key}: {old} → {new}')}")
@@ -254,16 +258,3 @@ def changes(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from changes(a.get(key), b.get(key), f"{path}.{key}".strip("."))
     elif a != b:
         yield path, a, b
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in [header, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _bytes(n: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"

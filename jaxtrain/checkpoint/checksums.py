@@ -25,12 +25,12 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
 
+from jaxtrain.arrays import stored
 from loaders.io import files
 
 NAME = "manifest.json"
@@ -66,13 +66,13 @@ def verify(step_dir: epath.PathLike) -> list[str]:
     if not (folder / NAME).exists():
         raise NoManifest(f"{folder} has no {NAME}")
     try:
-        raw = files.read(_inside(folder, NAME), most=files.MAX_JSON)
+        raw = files.read(stored.inside(folder, NAME), most=files.MAX_JSON)
         listed = files.parse(raw.decode(), NAME)["files"]
         kinds = [(name.isprintable(), type(entry["bytes"]), type(entry["hash"])) for name, entry in listed.items()]
         intact = _encode(listed) == raw and {*kinds} <= {(True, int, str)}
         why = "" if intact else "it does not match its own hash"
     except Exception as error:  # noqa: BLE001  a damaged text may fail in any way
-        why = str(error) if isinstance(error, files.FileError) else "it does not match its own hash"
+        why = str(error) if isinstance(error, (files.FileError, stored.StoredError)) else "it does not match its own hash"
     if why:
         return [f"{NAME}: is damaged ({why}), so that no other file can be verified"]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -82,7 +82,7 @@ def verify(step_dir: epath.PathLike) -> list[str]:
 
 def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | None:
     try:
-        path = _inside(folder, name)
+        path = stored.inside(folder, name)
         if not path.exists():
             raise FileNotFoundError(name)
         length = path.stat().length
@@ -91,7 +91,7 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
         actual = _measure(path)
     except FileNotFoundError:
         return f"{name}: is missing ({expected['bytes']} bytes were written)"
-    except (OSError, files.FileError) as error:
+    except (OSError, files.FileError, stored.StoredError) as error:
         return f"{name}: cannot be read ({error})"
     if actual != expected:
         return f"{name}: its {length} bytes are not those that were written ({ALGORITHM} differs)"
@@ -109,15 +109,6 @@ def _measure(path: epath.Path) -> dict[str, Any]:
             digest.update(piece)
             length += len(piece)
     return {"bytes": length, "hash": digest.hexdigest()}
-
-
-def _inside(folder: epath.Path, name: str) -> epath.Path:
-    """Return the file that the manifest names. Raises FileError if it leads out of the step."""
-    if "://" not in os.fspath(folder):
-        return files.as_found(files.inside(pathlib.Path(folder), name), epath.Path)
-    if name.startswith("/") or ".." in name.split("/"):  # an object store has no links
-        raise files.FileError(f"{name} leads out of {folder}")
-    return folder / name
 
 
 def _encode(listed: dict[str, Any]) -> bytes:

@@ -67,11 +67,7 @@ def _print(folder: str, rows: list[dict[str, Any]], as_json: bool) -> int:
         print(f"no run in {folder}, nor below it")
         return 0
     head = ("run", "state", "step", "left", "score", "last", "best", "at step", "restarts", "goodput", "disk")
-    table = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-    for cells in table:
-        left = [cells[i].ljust(widths[i]) if i in (0, 1, 4) else cells[i].rjust(widths[i]) for i in range(len(head))]
-        print("  ".join(left).rstrip())
+    print(*console.columns([head, *map(_cells, rows)], right=[2, 3, *range(5, len(head))]), sep="\n")
     return 0
 
 
@@ -95,17 +91,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         " ".join(row["run"].split("\n")), row["state"], f"{row['step']}/{row['steps'] or '?'}",
         "-" if row["eta_seconds"] is None else console.duration(row["eta_seconds"]),
         row["metric"] or "-", number("last"), number("best"), "-" if row["best_step"] is None else str(row["best_step"]),
-        str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", size(row["disk"]),
+        str(row["restarts"]), "-" if row["goodput"] is None else f"{row['goodput']:.0%}", console.in_bytes(row["disk"], ".1f"),
     )  # fmt: skip
-
-
-def size(n: float) -> str:
-    """Format a number of bytes, for example 1.2 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
-        n /= 1000
-    return ""
 
 
 def _waiting(launched: list[pathlib.Path]) -> set[str]:

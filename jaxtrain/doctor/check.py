@@ -48,14 +48,6 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{'' if isinstance(error, SyntaxError) else at}"
 
 
-def in_bytes(n: float) -> str:
-    """Write a number of bytes for a person, in decimal units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.0f} B"
-
-
 def _line(text: str) -> str:
     # Errors list their reasons in lines below a sentence.
     return " ".join(re.sub(r"\n {2,}(?=\S)", "; ", re.sub(r":\n\s+", ": ", text)).split())[:MAX_TEXT]

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.doctor.check import Check, Found, fail, in_bytes, ok, warn
+from jaxtrain.doctor.check import Check, Found, fail, ok, warn
+from jaxtrain.telemetry.console import in_bytes
 from loaders.io import machine
 
 GROUP = "devices"

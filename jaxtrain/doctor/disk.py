@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain.doctor.check import FAIL, Check, Found, fail, in_bytes, ok, warn
+from jaxtrain.doctor.check import FAIL, Check, Found, fail, ok, warn
+from jaxtrain.telemetry.console import in_bytes
 
 GROUP = "disk"
 WRITTEN = 64 << 20  # [bytes]

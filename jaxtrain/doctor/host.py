@@ -7,7 +7,8 @@ import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxtrain.doctor.check import Check, fail, in_bytes, ok, warn
+from jaxtrain.doctor.check import Check, fail, ok, warn
+from jaxtrain.telemetry.console import in_bytes
 from loaders.io import machine
 
 GROUP = "host"

@@ -1,5 +1,6 @@
 """The exact bytes of arrays on one device, between two steps and as arguments of a step."""
 
+import functools
 import itertools
 import math
 import os
@@ -11,8 +12,11 @@ import numpy as np
 from jaxtrain.parallel import layout as layout_lib
 from jaxtrain.step import state as state_lib
 from jaxtrain.step import train_step as step_lib
+from jaxtrain.telemetry import console
 from jaxtrain.types import PyTree
 from loaders.io import machine
+
+in_bytes = functools.partial(console.in_bytes, form=".2f")
 
 
 def device_bytes(x: jax.ShapeDtypeStruct, *, tiled: bool) -> int:
@@ -89,10 +93,3 @@ def least(held: Mapping[str, int]) -> int:
 def host_memory() -> float:
     """Return the bytes available to a process by Linux's estimate, else (macOS) all memory."""
     return machine.meminfo().get("MemAvailable", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def in_bytes(n: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(n) >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n:.0f} B"

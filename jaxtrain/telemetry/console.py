@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 WORTH_NAMING = 0.05  # [share] of the time spent waiting for data, from which on the loader's slowest stage is named
@@ -177,6 +177,22 @@ def progress_line(
         f"{rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
         f"waiting for data {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
     )
+
+
+def in_bytes(n: float, form: str = ".3g") -> str:
+    """Write a number of bytes in decimal units, for example 1.2 GB. ``form``: of the number."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:{form}} {unit}"
+    return f"{n:.0f} B"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the lines of a table, whose columns ``right`` are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        yield "  ".join(cells).rstrip()
 
 
 def duration(seconds: float) -> str:
