@@ -49,7 +49,7 @@ PARTS = {
         "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
         "test_reliability.py test_train.py test_hosts.py test_full_disks.py test_object_store.py parallel/test_lease.py "
         "doctor/test_doctor.py commands/test_launch_slurm.py tools/test_soak.py",
-        workers=3,
+        workers=2,
     ),
     "damage": Part(
         "every file of a checkpoint damaged at many places; damaged shards, and whatever Python reads; the targets of fuzzing",
