@@ -13,7 +13,6 @@ median of the ratios to the first build.
 """
 
 import argparse
-import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -23,8 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
-FORMS = ("spectrogram", "waveform")
+FORMS: tuple[Literal["spectrogram", "waveform"], ...] = ("spectrogram", "waveform")
 PASSES = 4  # over a corpus, in one turn
 
 
@@ -36,23 +36,19 @@ def child(build: str, shards: Sequence[str]) -> None:
     sys.modules["loaders._rust"] = module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     import loaders
-    from loaders import base
-    from loaders.audio import spectrogram
 
     loaders._rust = module
+    from tools.loader_peers import Ours
+
     rates = {}
     for form in FORMS:
         for shard in shards:
-            config = spectrogram.Config(train=shard, test_share=0.0, threads=1, short="origin", form=form)
-            batch, n = 20, spectrogram.facts(config)["n_train"]
-            rows = base.Rows(batch=batch, ranges=((0, batch),))
-            with contextlib.closing(spectrogram.make_loader(config, split="train", rows=rows, seed=7)) as source:
-                next(source)  # filters are made at their first use
-                source.seek(0)
-                began = time.process_time()
-                for _ in range(PASSES * n // batch):
-                    next(source)
-                rates[f"{form} {shard}"] = PASSES * n / (time.process_time() - began)
+            source = Ours(pathlib.Path(shard), 1, form)
+            source.run(0, 1)  # filters are made at their first use
+            began, n = time.process_time(), PASSES * source.batch * source.n_batches
+            source.run(0, n)
+            rates[f"{form} {shard}"] = n / (time.process_time() - began)
+            source.loader.close()
     print(json.dumps(rates))
 
 

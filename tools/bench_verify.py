@@ -25,7 +25,7 @@ from jaxtrain.compile.step_compiler import StepCompiler
 from jaxtrain.parallel import cluster
 from jaxtrain.telemetry.metrics_logger import MetricsLogger
 from jaxtrain.verify import Verifier
-from tools.replay_proof import CONFIGS, patched
+from tools.replay_proof import CONFIGS, patch
 
 SIZES = {"embed": "256", "depth": "4", "heads": "4", "kv_heads": "2", "head_dim": "64", "mlp": "1024"}
 OWN = {  # of a config that is not a demo by itself
@@ -60,10 +60,10 @@ def measure(name: str, out: pathlib.Path, steps: int) -> str:
            "checkpoint.best": "", "checkpoint.every": "1000", "metrics.every": "2", "metrics.digest": "true",
            "guard.verify_every": "2", "mesh.data": "-1", "mesh.fsdp": "1"}  # fmt: skip
     every = config_lib.load(demo, list(sizes.items())).metrics.every
-    with patched(
-        (StepCompiler, "at", program),
-        (Verifier, "__call__", lambda self, *a: timed("verified", functools.partial(verify, self))(*a)),
-        (MetricsLogger, "__init__", begin),
+    with (
+        patch(StepCompiler, "at", program),
+        patch(Verifier, "__call__", lambda self, *a: timed("verified", functools.partial(verify, self))(*a)),
+        patch(MetricsLogger, "__init__", begin),
     ):
         loop.run(config_lib.load(demo, list({**sizes, **own}.items())))
     plain, verified, digest = (statistics.median(times[kind][1:]) for kind in ("plain", "verified", "digest"))

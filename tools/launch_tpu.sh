@@ -28,15 +28,10 @@ fail() { printf 'launch_tpu: %s\n' "$1" >&2; exit "${2:-2}"; }
 name="" zone="" type="" version="" project="" queued=false spot=false retries=20 wheel="" files="" setup=true keep=false dry=false
 while (($#)); do
     case $1 in
-        --name=*) name=${1#*=} ;;
-        --zone=*) zone=${1#*=} ;;
-        --type=*) type=${1#*=} ;;
-        --version=*) version=${1#*=} ;;
-        --project=*) project=${1#*=} ;;
-        --wheel=*) wheel=${1#*=} ;;
-        --files=*) files=${1#*=} ;;
-        --retries=*) retries=${1#*=} ;;
-        --setup=*) setup=${1#*=} ;;
+        --name=* | --zone=* | --type=* | --version=* | --project=* | --wheel=* | --files=* | --retries=* | --setup=*)
+            option=${1%%=*}
+            printf -v "${option#--}" %s "${1#*=}"
+            ;;
         --queued) queued=true ;;
         --spot) spot=true queued=true ;;
         --keep) keep=true ;;

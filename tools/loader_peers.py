@@ -8,7 +8,7 @@ import pathlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -370,8 +370,9 @@ class Each:
 
 
 class Ours:
-    def __init__(self, shard: pathlib.Path, threads: int):
-        config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin")
+    def __init__(self, shard: pathlib.Path, threads: int, form: Literal["spectrogram", "waveform"] = "spectrogram"):
+        self.form = form
+        config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin", form=form)
         n = ours.facts(config)["n_train"]
         self.batch = math.gcd(n, BATCH)  # so that an epoch is whole batches
         self.n_batches = n // self.batch
@@ -384,7 +385,7 @@ class Ours:
         Seeking throws away batches made ahead: the clock sees all work.
         """
         self.loader.seek(epoch * self.n_batches)
-        return [next(self.loader)[1]["spectrogram"][0] for _ in range(-(-n // self.batch))]
+        return [next(self.loader)[1][self.form][0] for _ in range(-(-n // self.batch))]
 
 
 PEERS = {

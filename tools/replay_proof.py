@@ -38,6 +38,7 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -83,6 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
                  "train.batch": "2", "lora.rank": "0", "warm_start.source": "", "data.buckets": "2"},
     ),
 }  # fmt: skip
+patch = unittest.mock.patch.object
 DEVICES, EVERY = 2, 50  # of the mesh; steps between checkpoints
 KINDS = ("params", "opt_state", "ema", "gradients", "batch")
 
@@ -208,18 +210,6 @@ def flip_gradient(grads: Any, bit: Any) -> Any:
 
 
 @contextlib.contextmanager
-def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
 def flippable_gradients() -> Iterator[None]:
     """Compile steps that flip the bit -stop - 1 of their gradients, if ``stop`` is negative."""
     step, asked = step_lib.train_step, list[Any]()
@@ -232,7 +222,7 @@ def flippable_gradients() -> Iterator[None]:
         grads, out = accumulate.gradients(*arguments, **more)
         return flip_gradient(grads, -asked[-1] - 1), out
 
-    with patched((step_lib, "train_step", train_step), (step_lib, "gradients", flipped)):
+    with patch(step_lib, "train_step", train_step), patch(step_lib, "gradients", flipped):
         yield
 
 
@@ -336,9 +326,9 @@ def flips_part(name: str, out: pathlib.Path, trials: int) -> str:
     run, flipper = out / f"{name}-flips", Flipper(seed=2, everywhere=True, kinds=KINDS)
     at, following = StepCompiler.at, Data.next
     with flippable_gradients():
-        with patched(
-            (StepCompiler, "at", lambda self, item: flipper.program(at(self, item), item.step, restore=True)),
-            (Data, "next", lambda self, **more: flipper.next(following(self, **more))),
+        with (
+            patch(StepCompiler, "at", lambda self, item: flipper.program(at(self, item), item.step, restore=True)),
+            patch(Data, "next", lambda self, **more: flipper.next(following(self, **more))),
         ):
             train(name, run, 2 * trials, checkpoint__every=str(2 * trials), guard__patience="1000")
         made = replay(run, 1, 2 * trials - 1)[2]
@@ -366,10 +356,7 @@ def verify_part(name: str, out: pathlib.Path, trials: int) -> str:
         report(self, step, first, two, third, repeats=repeats)
 
     more = {"guard__verify_every": "1", "guard__on_mismatch": "continue", "guard__patience": "1000"}
-    with (
-        flippable_gradients(),
-        patched((StepCompiler, "at", program), (Verifier, "_report", noted)),
-    ):
+    with flippable_gradients(), patch(StepCompiler, "at", program), patch(Verifier, "_report", noted):
         train(name, out / f"{name}-verify", 2 * trials, checkpoint__every=str(2 * trials), **more)
     with flippable_gradients():
         train(name, out / f"{name}-plain", 2 * trials, checkpoint__every=str(2 * trials))

@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtrain.workloads.trm import confidence
 
@@ -41,6 +41,9 @@ class Result(NamedTuple):
     by_check: float
     seconds: float  # a board
     cpu: float  # [seconds] of training
+
+
+CURVE = {"noise": float, "rollouts": int, "boards": int, "by_q": float, "by_check": float, "seconds": float}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +99,7 @@ def job(args: argparse.Namespace, contract: str, seed: int, overrides: Sequence[
     for each in args.grades:
         for name, options in searches[: len(searches) if args.rollouts > 1 else 1]:
             rows = curve(run, args, each, name, options if args.rollouts > 1 else [])
-            found += [Result(contract, seed, each, *row, cpu=cpu) for row in rows[0 if name == "symmetry" else 1 :]]
+            found += [Result(contract, seed, each, **row, cpu=cpu) for row in rows[0 if name == "symmetry" else 1 :]]
     return found
 
 
@@ -131,10 +134,8 @@ def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
     return folder / "test.csv"
 
 
-def curve(
-    run: pathlib.Path, args: argparse.Namespace, grade: str, search: str, options: Sequence[str]
-) -> list[tuple[float, int, int, float, float, float]]:
-    """Return noise, rollouts, boards, accuracies and seconds a board of a run's curve."""
+def curve(run: pathlib.Path, args: argparse.Namespace, grade: str, search: str, options: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a run's curve, as of `CURVE`."""
     table_of = boards(args, grade)
     out = run / f"{search}-{args.rollouts}-{table_of.parent.name}.csv"
     if not out.exists():
@@ -142,10 +143,7 @@ def curve(
         solve = [sys.executable, "-m", "jaxtrain", "solve", str(run), str(table_of), "--ema", "--batch=32"]
         start([*solve, "--curve", str(out), *several])
     with out.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    floats = [[float(row[name]) for name in ("noise", "by_q", "by_check", "seconds")] for row in rows]
-    counts = [(int(row["rollouts"]), int(row["boards"])) for row in rows]
-    return [(noise, n, m, q, check, s) for (noise, q, check, s), (n, m) in zip(floats, counts, strict=True)]
+        return [{name: kind(row[name]) for name, kind in CURVE.items()} for row in csv.DictReader(file)]
 
 
 def table(results: Sequence[Result]) -> str:
