@@ -397,15 +397,17 @@ def test_errors_are_one_line(runs, arguments, said, capsys):
     assert code == 2 and said in lines[-1] and not list(runs.glob("run-replay-1[3-9]")) + list(runs.glob("x"))
 
 
-def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs, capsys):
-    command = [sys.executable, "-m", "jaxtrain", "prove", "--config=my_config.py", "--minutes=0", "--steps=12", "--kills=1"]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": f"{runs}:{ROOT}"}
-    done = subprocess.run([*command, "--out=proof"], cwd=runs, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 kills in 1 runs: each ended with the same bits" in done.stdout
-    assert "12 steps and the last checkpoint (" in done.stdout and (runs / "proof" / "killed-1").is_dir()
-    assert cli.main([*command[3:], "--out=proof"]) == 2
-    assert "proof/undisturbed exists; choose another --out" in capsys.readouterr().err
+def test_prove_kills_a_run_and_shows_that_it_ends_with_the_same_bits(runs, capfd, monkeypatch):
+    command = ["prove", "--config=my_config.py", "--minutes=0", "--steps=12", "--kills=1", "--out=proof"]
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("PYTHONPATH", f"{runs}:{ROOT}")
+    code = cli.main(command)
+    printed = capfd.readouterr()
+    assert code == 0, printed
+    assert "1 kills in 1 runs: each ended with the same bits" in printed.out
+    assert "12 steps and the last checkpoint (" in printed.out and (runs / "proof" / "killed-1").is_dir()
+    assert cli.main(command) == 2
+    assert "proof/undisturbed exists; choose another --out" in capfd.readouterr().err
 
 
 def test_a_run_that_ended_before_its_kill_counts_as_none(tmp_path):

@@ -28,7 +28,12 @@ def variables():
 
 
 def program(search, shard):
-    return jax.jit(lambda v, b, s: rollouts.explore(TINY, v, b, search, s, jax.random.key(3), shard))
+    """The number of steps is an argument: searches that differ in it alone share a program."""
+
+    def run(variables, batch, noise, steps):
+        return rollouts.explore(TINY, variables, batch, search._replace(steps=steps), noise, jax.random.key(3), shard)
+
+    return jax.jit(run)
 
 
 @functools.cache
@@ -38,8 +43,9 @@ def on_one_device(search, is_solved):  # which a test changes
 
 def explore(variables, search, noise=0.7, *, rows=slice(None), shard=None):
     batch = {name: random_batch(0)[name][rows] for name in ("inputs", "puzzle")}
-    run = program(search, shard) if shard else on_one_device(search, puzzles.is_solved)
-    return jax.device_get(run(variables, batch, jnp.float32(noise)))
+    any_steps = search._replace(steps=0)
+    run = program(any_steps, shard) if shard else on_one_device(any_steps, puzzles.is_solved)
+    return jax.device_get(run(variables, batch, jnp.float32(noise), jnp.int32(search.steps)))
 
 
 @pytest.fixture(scope="module")

@@ -59,14 +59,19 @@ def assembled(case, mesh, accumulate=1, *, rules=None):
 
 
 class Run:
-    """A case on a mesh with its step compiled, over all processes."""
+    """A case on a mesh, over all processes. Its step is compiled when it is first used."""
 
     def __init__(self, case, mesh, accumulate=1, *, rules=None, stage=None):
         self.case, assembly = case, assembled(case, mesh, accumulate, rules=rules)
+        self._trace = functools.partial(assembly.trace, stage)
         self.layout, self.task, self.tx, self.abstract = assembly.layout, assembly.task, assembly.tx, assembly.abstract
-        self.step = assembly.trace(stage).lower().compile(SOON)
-        cluster.barrier("compiled")  # only the first collective waits for half a minute
         self.go_on = step_lib.put_stop(self.layout, False)
+
+    @functools.cached_property
+    def step(self):
+        compiled = self._trace().lower().compile(SOON)
+        cluster.barrier("compiled")  # only the first collective waits for half a minute
+        return compiled
 
     def init(self):
         def start(params, given):
@@ -88,10 +93,10 @@ class Run:
     def take(self, n):
         """The states and metrics after each of n steps, and then the metrics of an evaluation of
         the last batch."""
-        state, found = self.init(), []
+        step, state, found = self.step, self.init(), []
         for seed in range(n):
             batch = self.put(self.case.batch(seed))
-            state, metrics = self.step(state, batch, self.go_on)
+            state, metrics = step(state, batch, self.go_on)
             found.append(host((state, metrics)))
         return found, self.evaluate(state.variables, batch)
 

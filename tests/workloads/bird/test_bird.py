@@ -22,6 +22,7 @@ from jaxtrain.workloads.bird.objectives.diet import Diet
 from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
 from jaxtrain.workloads.bird.objectives.mae import Mae
 from jaxtrain.workloads.bird.objectives.supervised import Supervised
+from jaxtrain.workloads.bird.objectives.teacher import Teacher
 from jaxtrain.workloads.bird.settings import POOLS, Mask
 from loaders.base import Field
 from tests.support.cases import Run, initial
@@ -83,7 +84,8 @@ def test_flops_are_those_that_xla_counts(pool):
 
 
 def grads_of(task, name, variables, batch):
-    return jit(jax.grad(lambda params: task.loss(Variables(params), batch, None).metrics[name].total))(variables.params)
+    grad = jit(jax.grad(lambda params: task.loss(Variables(params), batch, None).metrics[name].total))
+    return jax.device_get(grad(variables.params))
 
 
 def test_the_probe_trains_nothing_but_itself(variables, batch):
@@ -217,18 +219,19 @@ def test_an_evaluation_draws_rows_for_every_device(mesh):
 
 @functools.cache
 def two_steps():
-    """Variables and metrics after each of two real steps with every objective."""
-    return [(state.variables, metrics) for state, metrics in Run(CASE, (1, 1, 1)).take(2)[0]]
+    """Variables and metrics after each of two real steps with two objectives."""
+    model = replace(TINY, mask=Mask(0.5, 2), teacher=Teacher(0.6, 0.5, DECODER))
+    case = CASE._replace(model=model, batch=lambda seed: {name: one_view(x) for name, x in every_batch(seed).items()})
+    return [(state.variables, metrics) for state, metrics in Run(case, (1, 1, 1)).take(2)[0]]
 
 
-def test_the_loss_is_the_weighted_sum_and_norms_are_reported_by_group():
+def one_view(x):
+    return x[:, 0] if x.ndim == 4 else x
+
+
+def test_norms_are_reported_by_group():
     variables, metrics = two_steps()[0]
     value = {name: float(m.total / m.weight) for name, m in metrics.items()}
-    parts = {name: getattr(EVERY, name).weight for name in bird.OBJECTIVES}
-    assert value["objective_loss"] == pytest.approx(sum(w * value[f"{name}_loss"] for name, w in parts.items()), rel=1e-5)
-    labelled = float(metrics["probe_loss"].weight / metrics["loss"].weight)
-    assert value["loss"] == pytest.approx(value["objective_loss"] + labelled * value["probe_loss"], rel=1e-5)
-    assert 0 < labelled < 1
     for kind in ("grad_norm", "update_norm", "param_norm_before", "param_norm_after"):
         groups = [value[f"{kind}_{group}"] for group in ("encoder", "objective", "probe")]
         assert value[kind] == pytest.approx(np.sqrt(np.square(groups).sum()), rel=1e-5) and all(g > 0 for g in groups)
@@ -249,20 +252,31 @@ def grads_of_every_loss():
     c = replace(EVERY, drop_path=0.0, augment=augment.Config(mixup=0.5))
     task = bird.make_task(config_lib.Config(model=c), alone(), 8)
     made = jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(1))
-    batch = {name: jnp.asarray(x) for name, x in every_batch(3, 8).items()}
+    batch = every_batch(3, 8)
 
     def sums(params):
         out = task.loss(Variables(params, (), made.carry), batch, jax.random.key(2))
-        return {name: m.total for name, m in out.metrics.items() if name.endswith("_loss")}
+        return {name: m.total for name, m in out.metrics.items() if name.endswith("_loss")}, out
 
-    return jit(jax.jacrev(sums))(made.params)
+    return jax.device_get(jit(jax.jacrev(sums, has_aux=True))(made.params))
+
+
+def test_the_loss_is_the_weighted_sum():
+    _, out = grads_of_every_loss()
+    value = {name: float(m.total / m.weight) for name, m in out.metrics.items()}
+    parts = {name: getattr(EVERY, name).weight for name in bird.OBJECTIVES}
+    assert value["objective_loss"] == pytest.approx(sum(w * value[f"{name}_loss"] for name, w in parts.items()), rel=1e-5)
+    labelled = float(out.metrics["probe_loss"].weight / out.loss.weight)
+    loss = float(out.loss.total / out.loss.weight)
+    assert loss == pytest.approx(value["objective_loss"] + labelled * value["probe_loss"], rel=1e-5)
+    assert 0 < labelled < 1
 
 
 @pytest.mark.parametrize("name", bird.OBJECTIVES)
 def test_an_objective_trains_the_encoder_and_its_own_head_alone(name):
-    grads = grads_of_every_loss()
+    grads, _ = grads_of_every_loss()
     norms = {
-        path: float(jnp.abs(g).max())
+        path: float(np.abs(g).max())
         for path, g in zip(specs.paths(grads[f"{name}_loss"]), jax.tree.leaves(grads[f"{name}_loss"]), strict=True)
     }
     assert norms["encoder/w_patch"] > 0 and norms["encoder/blocks/w_qkv"] > 0
@@ -274,7 +288,7 @@ def test_an_objective_trains_the_encoder_and_its_own_head_alone(name):
 
 
 def test_the_probe_reads_any_objective_and_trains_none():
-    grads = grads_of_every_loss()
+    grads, _ = grads_of_every_loss()
     for path, g in zip(specs.paths(grads["probe_loss"]), jax.tree.leaves(grads["probe_loss"]), strict=True):
         assert bool((g != 0).any()) == path.startswith("probe/"), path
 
@@ -296,9 +310,14 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, tempera
     head = jax.tree.map(np.asarray, variables.params["objective"]["diet"])
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"index": jnp.asarray([0, n - 1, 5, 200_000])}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
-    out = jit(task.loss)(variables, batch, None)
-    mixed = jit(lambda batch: augment.augment(c.augment, 0, batch))(batch)
-    x = jit(lambda params, x: vit.encode(c, params, x, no_shard).cls[:, 0])(variables.params["encoder"], mixed.x)
+
+    @jit
+    def computed(variables, batch):
+        mixed = augment.augment(c.augment, 0, batch)
+        x = vit.encode(c, variables.params["encoder"], mixed.x, no_shard).cls[:, 0]
+        return task.loss(variables, batch, None), mixed, x
+
+    out, mixed, x = computed(variables, batch)
     low, table = np.asarray(x, np.float64) @ head["w_low"] + head["b_low"], head["w_recordings"][:n].astype(np.float64)
     if norm != "none":
         axis, rows = (0, np.asarray(batch["weight"]) > 0) if norm == "batch" else (1, slice(None))
@@ -332,17 +351,17 @@ def test_an_evaluation_reports_metrics_that_need_no_training_batch():
     """The whole objective is reported if that is all of it. Scores are means over the views."""
     c = replace(EVERY, lejepa=Lejepa(), diet=Diet(), drop_path=0.0)
     task = bird.make_task(config_lib.Config(model=c), no_shard, 4)
-    made = initial(task.specs)
-    batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items()} | {"label": jnp.arange(4)}
-    counts = jit(task.evaluate)(made, batch)
+    made = jax.device_get(initial(task.specs))
+    batch = {k: x[:4] for k, x in every_batch(0).items()} | {"label": np.arange(4, dtype="i4")}
+    encode = lambda params, x: vit.encode(c, params, x).patches.mean(1)  # noqa: E731
+    evaluated = jit(lambda v, b: (task.evaluate(v, b), encode(v.params["encoder"], b["spectrogram"].reshape(8, 64, 32))))
+    counts, features = jax.device_get(evaluated(made, batch))
     found = {name: float(m.total / m.weight) for name, m in counts.items() if not m.total.ndim}
     total = sum(getattr(c, name).weight * found[f"{name}_loss"] for name in ("supervised", "mae", "teacher"))
     assert found["objective_loss"] == pytest.approx(total, rel=1e-5)
-    encode = jit(lambda params, x: vit.encode(c, params, x).patches.mean(1))
-    features = encode(made.params["encoder"], batch["spectrogram"].reshape(8, 64, 32))
     head = made.params["objective"]["supervised"]
     logits = (features @ head["w"] + head["b"][None]).reshape(4, 2, 5).mean(1)
-    each = classes.cross_entropy(logits, batch["label"]) * batch["weight"]
+    each = np.asarray(classes.cross_entropy(logits, batch["label"])) * batch["weight"]
     expected, answers = np.zeros((5, 5)), np.asarray(logits.argmax(-1))
     np.add.at(expected, (np.arange(4), answers), np.asarray(batch["weight"]))
     np.testing.assert_allclose(counts["confusions"].total, expected)
@@ -379,7 +398,7 @@ def test_several_classes_in_a_recording():
     batch = {k: jnp.asarray(x[:4]) for k, x in every_batch(0).items() if k != "label"} | {"labels": jnp.asarray(labels)}
     batch["spectrogram"] = batch["spectrogram"][:, 0]
     out = task.loss(variables, batch, None)
-    head = variables.params["objective"]["supervised"]
+    head = jax.device_get(variables.params["objective"]["supervised"])
     encode = jit(lambda params, x: vit.encode(c, params, x, no_shard).cls[:, 0])
     mixed = jit(lambda batch: augment.augment(c.augment, 0, batch).x)(batch)
     x = encode(variables.params["encoder"], mixed)
@@ -388,8 +407,8 @@ def test_several_classes_in_a_recording():
     assert float(out.metrics["supervised_loss"].total) == pytest.approx(float((each * batch["weight"]).sum()), rel=1e-5)
     assert {"labels"} <= set(task.axes) and "label" not in task.axes
     # An answer is right if one of the row's classes has the best score.
-    logits = variables.params["probe"]["b"] * 0 + jnp.arange(5.0)
-    sure = {**variables.params, "probe": {**variables.params["probe"], "w": 0 * variables.params["probe"]["w"], "b": logits}}
+    probe = jax.tree.map(np.zeros_like, jax.device_get(variables.params["probe"]))
+    sure = {**variables.params, "probe": {**probe, "b": np.arange(5, dtype="f4")}}
     found = task.evaluate(Variables(sure), batch)["probe_accuracy"]
     assert float(found.total) == pytest.approx(float((labels[:, 4] * batch["weight"]).sum()))
     assert float(found.weight) == pytest.approx(float((labels.any(1) * batch["weight"]).sum())), "no class, no row"
