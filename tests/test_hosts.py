@@ -303,10 +303,10 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # Nearly all of this state is in eight arrays. They are read at once, and each takes its size as
-    # it is stored, too, until it is decoded. Measured: 182 to 188 MB for 96, and 637 for 385. A
-    # second copy would add the whole state.
-    assert 0.9 * size < grown < 2.1 * size, f"{grown:.0f} MB for a state of {size:.0f} MB"
+    # Measured with smaller arrays: 1.3 to 1.6 times a state of 101 MB. This includes memory of the
+    # libraries that does not grow with the state. With the eight large arrays of this state it
+    # fails: 182 to 188 MB for 96, and 637 for 385.
+    assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 
 # Two hosts are network namespaces, joined by a cable that can be pulled.

@@ -58,7 +58,9 @@ def kernels(found: collections.Counter) -> set[str]:
     return {name for name in names if name.startswith(("dot_product_attention", "mha_", "splash_"))}
 
 
-@pytest.mark.parametrize(("target", "mesh"), [("gpu:h100x8", (2, 2, 2)), ("tpu:v5e:2x4", (8, 1, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("target", "mesh"), [("gpu:h100x8", (8, 1, 1)), ("gpu:a100x8", (2, 2, 2)), ("tpu:v5e:2x4", (8, 1, 1))], ids=str
+)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_plan_traces_the_program_of_its_target(workload, target, mesh, tmp_path, monkeypatch):
     """The trace is made on a CPU from an abstract mesh. It is compared with a trace on a mesh of

@@ -228,7 +228,6 @@ def test_a_verified_step_has_a_second_state(tmp_path, monkeypatch):
     needed = plan.bound(assembly, assembly.trace(None), target)
     assert needed.second == state and needed.peak == needed.arguments + needed.temporaries + state
     with_memory(monkeypatch, needed.peak - state / 2)
-    only(monkeypatch, "verify_every")
     text, well = plan.report(config, target.name)
     assert not well and re.search(r"second state of verified steps +\S+ [kMG]B", text)
     assert "--config.guard.verify_every=0 would make it at least" in text
