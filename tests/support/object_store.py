@@ -66,7 +66,11 @@ class Store:
         return existed
 
     def all(self, bucket: str) -> list[dict]:
-        heads = (json.loads(p.open("rb").readline()) for p in self._folder.iterdir() if not p.suffix)
+        heads = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a request deletes it meanwhile: it is in no list
+                if not path.suffix:
+                    heads.append(json.loads(path.open("rb").readline()))
         return sorted((h for h in heads if h["bucket"] == bucket), key=lambda h: h["name"])
 
 
