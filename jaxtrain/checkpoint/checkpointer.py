@@ -23,6 +23,7 @@ warm-start from, and not to resume.
 import contextlib
 import json
 import logging
+import math
 import re
 import time
 import uuid
@@ -48,6 +49,8 @@ if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a
     from jaxtrain.step.state import Abstract, TrainState
 
 TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
+
+IN_FLIGHT = 32 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
 
 log = logging.getLogger("jaxtrain")
 
@@ -153,12 +156,12 @@ class Checkpointer:
         the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
         if not workdir:
-            if not (restored := self._newest(self._manager, self._path, abstract, data)):
+            if not (restored := self._newest(self._manager.all_steps(), self._path, abstract, data)):
                 self._scores.forget("no checkpoint of the run that wrote it is left")
             return restored
         path = _folder(workdir) / "checkpoints"
         with _manager(path, ocp.CheckpointManagerOptions(read_only=True)) as manager:
-            restored = self._newest(manager, path, abstract, data)
+            restored = self._newest(manager.all_steps(), path, abstract, data)
         if not restored:
             raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return restored
@@ -172,10 +175,8 @@ class Checkpointer:
         steps = [s for s in sorted(self._manager.all_steps(), reverse=True) if s <= before and is_save_due(self._config, s)]
         for step in cluster.agree_on(steps):
             if not cluster.agree(bool(self._damage(self._path / str(step)))):
-                saved = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(saved_parts(abstract.state)))
-                )["state"]
-                return _state(saved, abstract), step
+                path = self._path / str(step)
+                return _read_state(path, stored.open_step(path), abstract), step
         return None
 
     def is_finished(self) -> bool:
@@ -266,35 +267,30 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             return first_line(error)
 
-    def _newest(
-        self, manager: ocp.CheckpointManager, path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]
-    ) -> Restored | None:
-        steps = sorted(manager.all_steps(), reverse=True)
+    def _newest(self, steps: Sequence[int], path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]) -> Restored | None:
+        steps = sorted(steps, reverse=True)
         for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
             if cluster.agree(bool(damage)):
                 log.warning("checkpoint %s is damaged and is skipped: %s", path / str(step), damage)
                 continue
             try:
-                changes = self._check_config(manager, path / str(step), step, abstract)
-                saved = manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(saved_parts(abstract.state)), data=ocp.args.JsonRestore()
-                    ),
-                )
+                arrays = stored.open_step(path / str(step))
+                changes = self._check_config(path / str(step), step, arrays, abstract)
+                saved = stored.read_object(path / str(step), "data/metadata")
+                state = _read_state(path / str(step), arrays, abstract)
             except CheckpointError:
                 raise
             except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
                 log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), first_line(error))
                 continue
-            offset = self._check_data(path / str(step), step, saved["data"], data, changes)
+            offset = self._check_data(path / str(step), step, saved, data, changes)
             if evaluated := [str(change) for change in changes if EVALUATED.search(change.path)]:
                 self._scores.forget(f"its evaluations were others ({'; '.join(evaluated)})")
             if others := [str(change) for change in changes if not change.path.startswith(("workdir", "resume.", "data."))]:
                 log.info("the config differs from the checkpoint's: %s", "; ".join(others))
-            history = History(offset, saved["data"].get("rewinds", 0), saved["data"].get("base"))
-            return Restored(_state(saved["state"], abstract), step, history, path / str(step))
+            history = History(offset, saved.get("rewinds", 0), saved.get("base"))
+            return Restored(state, step, history, path / str(step))
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {path} can be read; move that folder away to start from the "
@@ -303,10 +299,10 @@ class Checkpointer:
         return None
 
     def _check_config(
-        self, manager: ocp.CheckpointManager, path: epath.Path, step: int, abstract: "Abstract"
+        self, path: epath.Path, step: int, arrays: Mapping[str, stored.Stored], abstract: "Abstract"
     ) -> list[config_lib.Change]:
         """Return all fields that differ between the config and arrays of a step and this run's."""
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = stored.read_object(path, "meta/metadata")
         try:
             stored.check_format(meta, f"checkpoint {path}")
         except stored.StoredError as error:
@@ -318,9 +314,9 @@ class Checkpointer:
             )
         changes = config_lib.compare(meta["config"], self._config, meta.get("files") or {})
         fixed = [change for change in changes if change.kind != FREE]
-        arrays = _other_arrays(stored.open_step(path), abstract)
-        if arrays or meta["parameters"] != self._meta["parameters"]:
-            fields = "; ".join(map(str, fixed)) or arrays or "their axes or dtypes changed"
+        others = _other_arrays(arrays, abstract)
+        if others or meta["parameters"] != self._meta["parameters"]:
+            fields = "; ".join(map(str, fixed)) or others or "their axes or dtypes changed"
             raise CheckpointError(
                 f"checkpoint {path} holds other arrays than this run has: {fields}. Set it back, or choose another workdir"
             )
@@ -400,12 +396,28 @@ def _check_shared(folder: epath.Path, *, seconds: float = 30) -> None:
         )
 
 
-def _state(saved: Mapping[str, Any], abstract: "Abstract") -> "TrainState":
+def _read_state(step: epath.Path, arrays: Mapping[str, stored.Stored], abstract: "Abstract") -> "TrainState":
+    """Read the state of a step. An array takes up to three times its size meanwhile."""
+    target = saved_parts(abstract.state)
+    targets = dict(zip(specs.paths(target), jax.tree.leaves(target), strict=True))
+    largest = max(_part_bytes(saved, targets[path]) for path, saved in arrays.items())
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=max(largest + 2, IN_FLIGHT) / 1e9)
+    try:
+        saved = handler.restore(step / "state", args=ocp.args.StandardRestore(target))
+    finally:
+        handler.close()
     variables = abstract.state.variables._replace(params=saved["params"], carry=saved["carry"])
     norms = abstract.state.norms._replace(**saved["norms"])
     return abstract.state.replace(
         step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
     )
+
+
+def _part_bytes(saved: stored.Stored, target: jax.ShapeDtypeStruct) -> int:
+    """Return the most bytes of an array that Orbax reads for one device: whole chunks."""
+    part = target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
+    sizes = (min(-(-n // c), -(-p // c) + 1) * c for n, c, p in zip(saved.shape, saved.chunk, part, strict=True))
+    return saved.dtype.itemsize * math.prod(sizes)
 
 
 def saved_parts(state: "TrainState") -> dict[str, Any]:

@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from orbax.checkpoint._src.handlers.json_checkpoint_handler import JsonCheckpoin
 
 from jaxtrain import config as config_lib
 from jaxtrain.checkpoint import Checkpointer, CheckpointError, History, checksums
+from jaxtrain.checkpoint import checkpointer as module
 from jaxtrain.parallel.layout import make_layout, make_mesh
 from jaxtrain.step import state as state_lib
 from tests.support.toy_task import FIELDS, TASK, TX
@@ -74,7 +76,9 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_promise_5_every_bit_on_any_mesh(written, sizes):
     folder, expected = written
-    found = restore(folder, sizes)
+    # One array is read at a time, as in a state of large ones. Orbax refuses one above the limit.
+    with mock.patch.object(module, "IN_FLIGHT", 1):
+        found = restore(folder, sizes)
     assert found.step == 4 and bits(found.state) == expected[4]
     wanted = plan(sizes).state
     assert jax.tree.all(
