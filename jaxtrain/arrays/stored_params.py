@@ -22,8 +22,8 @@ def one_device() -> layout_lib.Layout:
 def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, carry: bool = False) -> PyTree:
     """Arrays of a table of `Spec` on the devices of ``layout``; with ``carry`` of its model state.
 
-    Raises StoredError: they cannot be read, or are adapters without the weights that they change;
-    WarmStartError: they are of another shape than the run's config says.
+    Raises StoredError: they cannot be read, are adapters without the weights that they change, or
+    have no size in the config; WarmStartError: they are of another shape than the config says.
     """
     if carry:
         arrays = source.arrays().items()
@@ -34,6 +34,9 @@ def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = F
         raise StoredError(
             f"{source.path} holds adapters without the weights that they change; merge them with `jaxtrain export`"
         )
+    sizes = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
+    if unknown := [path for path, spec in sizes if None in spec.shape]:
+        raise StoredError(f"{source.path}: its config does not say the size of {unknown[0]}: it is damaged")
     abstract = specs.abstract(table, layout)
     paths = specs.paths(abstract)
     shapes = {p: (x.shape, x.dtype) for p, x in zip(paths, jax.tree.leaves(abstract), strict=True)}

@@ -35,6 +35,7 @@ from loaders.audio import shards
 from loaders.audio.recordings import store
 from loaders.base import DataError
 from loaders.io import atomic_write, files, machine
+from loaders.io.checks import first_line
 
 NAME = "prepared.json"
 GROUP = 32  # rows of a shard that are in memory together
@@ -244,13 +245,24 @@ def _shard(
     place: pathlib.Path, index: "_rust.Index", first: int, channel: int, pool: _Pool, counts: Counts, file: IO[bytes]
 ) -> None:
     writer = None
-    with contextlib.ExitStack() as closing:
+    with _reading(place), contextlib.ExitStack() as closing:
         for batch in _batches(place, closing):
             writer = writer or closing.enter_context(pa.ipc.new_stream(file, batch.schema))
             for group in (batch.slice(at, GROUP) for at in range(0, len(batch), GROUP)):
                 for some in _prepared_batches(group, index, first, channel, pool, counts):
                     writer.write_batch(some)
                 first += len(group)
+
+
+@contextlib.contextmanager
+def _reading(place: pathlib.Path) -> Iterator[None]:
+    """Raise DataError for what Arrow cannot read. An OSError of the system has a number."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{place} cannot be read: {first_line(error)}") from error
 
 
 def _batches(place: pathlib.Path, closing: contextlib.ExitStack) -> Iterator[pa.RecordBatch]:
@@ -300,7 +312,10 @@ def _index(
     out: pathlib.Path, opened: Any, settings: Settings, part: tuple[int, int], pool: _Pool, counts: Counts, note: Any
 ) -> tuple[dict[pathlib.Path, pa.Table], dict[tuple[str, int], _Item]]:
     """Make the recordings. Return the index's tables and its recordings by path and channel."""
-    tables = {place: pq.read_table(place) for places, _ in opened.values() for place in places}
+    tables = {}
+    for place in (place for places, _ in opened.values() for place in places):
+        with _reading(place):
+            tables[place] = pq.read_table(place)
     items = _items(opened, tables, settings)
     folder = out / "audio"
 
@@ -318,8 +333,12 @@ def _index(
             with _whole(files.inside(folder, item.name)) as file:
                 return pool.prepare(item.shards, item.row, item.channel, out=file.name)[1], ""
         except ValueError as error:
+            try:
+                encoded = item.shards.encoded(item.row)
+            except ValueError as missing:
+                raise DataError(str(missing)) from error
             with _whole(files.inside(folder, item.path)) as file:
-                file.write(item.shards.encoded(item.row))
+                file.write(encoded)
             return 0, str(error)
         except atomic_write.BusyError:
             return None

@@ -4,6 +4,7 @@ computed, and refusals."""
 import csv
 import dataclasses
 import json
+import shutil
 import subprocess
 
 import jax
@@ -339,6 +340,18 @@ def test_an_error_is_one_line(writer, solver, untrained, tmp_path, capsys, argv,
     )
     told = capsys.readouterr().err
     assert told.startswith("error: ") and text in told and told.count("\n") == 1
+
+
+def test_a_size_that_a_damaged_config_leaves_open_is_named(writer, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(writer, run)
+    for meta in run.glob("checkpoints/*/meta/metadata"):
+        stored = json.loads(meta.read_text())
+        stored["config"]["model"] |= {"vocab": None, "tokenizer": "bytes"}
+        meta.write_text(json.dumps(stored))
+    assert cli.main(["generate", str(run), "x", "--tokens", "4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and "does not say the size of" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,25 @@ def test_an_index_keeps_its_rows_and_parts(tmp_path):
     assert min(likeness) > 0.5, likeness  # half a sample apart; a different channel or part would have none
 
 
+def test_an_index_that_cannot_be_read_is_refused_by_name(tmp_path, capsys):
+    recordings, made = tmp_path / "recordings", tmp_path / "index"
+    recordings.mkdir()
+    for k, name in enumerate(("a.wav", "b.wav")):
+        (recordings / name).write_bytes(corpus.wav(k))
+    assert index.main([str(recordings), "--labels=none", "--out", str(made)]) == 0
+    (recordings / "b.wav").unlink()
+    assert prepare.main([str(made), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: ") and "b.wav" in told
+    (shard,) = made.glob("data/*.parquet")
+    data = bytearray(shard.read_bytes())
+    data[4:80] = bytes(76)
+    shard.write_bytes(data)
+    assert prepare.main([str(made), "--out", str(tmp_path / "other")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: {shard}")
+
+
 def test_recordings_that_do_not_fit_are_refused_by_name(folder, tmp_path):
     out = tmp_path / "out"
     prepared.prepare(str(folder), out, prepared.Settings(sample_rate=24_000))

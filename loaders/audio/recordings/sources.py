@@ -78,8 +78,11 @@ def root_of(path: pathlib.Path) -> str:
     return ""
 
 
-def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] = ()) -> None:
-    """Count files next to recordings that are neither recordings nor ``used``, by kind."""
+def passed_over(folder: pathlib.Path, names: Iterable[str], mistakes: Mistakes, used: Collection[str] = ()) -> None:
+    """Count files of a folder that are neither recordings nor ``used``, by kind.
+
+    A link out of it is judged by its name: what it leads to may be private.
+    """
     names = list(names)
     with_audio = {os.path.dirname(path) for path in names if is_audio(path)}
     made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
@@ -88,11 +91,13 @@ def passed_over(names: Iterable[str], mistakes: Mistakes, used: Collection[str] 
         is_own = os.path.basename(path) in ("index.json", "mistakes.csv")
         if is_audio(path) or path in used or made.intersection(above) or is_own:
             continue
-        first = _begin(path)
+        led = leads_out(path, str(folder))
+        first = b"" if led else _begin(path)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
             mistakes.add("unread-sound", path)
         else:
-            mistakes.add("unread-table" if _is_table(path, first) else "other-file", path)
+            is_table = path.lower().endswith(tuple(TABLES)) if led else _is_table(path, first)
+            mistakes.add("unread-table" if is_table else "other-file", path)
 
 
 def _begin(path: str) -> bytes:
@@ -127,19 +132,22 @@ def _is_table(path: str, first: bytes) -> bool:
     return bool({"file", "start", "label"} & set(map(column_names.what, cells)))
 
 
-def _is_raven(path: str) -> bool:
-    first = _begin(path).lower() if path.lower().endswith(".txt") else b""
+def _is_raven(path: str, folder: pathlib.Path) -> bool:
+    is_text = path.lower().endswith(".txt") and not leads_out(path, str(folder))
+    first = _begin(path).lower() if is_text else b""
     return b"begin time (s)" in first and b"\t" in first and first.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
 
 
 def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
     names = list(walk(folder, mistakes))
     metadata = [path for path in names if re.search(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$", path)]
-    selections = [] if options.labels else [path for path in names if path.endswith(".selections.txt") or _is_raven(path)]
+    selections = (
+        [] if options.labels else [path for path in names if path.endswith(".selections.txt") or _is_raven(path, folder)]
+    )
     catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, mistakes)]
     audio = [path for path in names if is_audio(path)]
     archives = [path for path in names if path.endswith(ARCHIVES)] if metadata else []  # that were unpacked
-    passed_over(names, mistakes, {*metadata, *selections, *catalogues, *archives})
+    passed_over(folder, names, mistakes, {*metadata, *selections, *catalogues, *archives})
     top = os.path.abspath(folder)
     nested = any(os.path.dirname(path) != top for path in audio)
     if nested and selections and not any(path.endswith(".selections.txt") for path in selections):

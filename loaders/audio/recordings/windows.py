@@ -165,7 +165,7 @@ def _recordings_of(
     if path.is_dir():
         names = list(walk(path, mistakes))
         found = {each for each in names if is_audio(each)}
-        sources.passed_over(names, mistakes)
+        sources.passed_over(path, names, mistakes)
         if not found:
             raise DataError(f"{given} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)")
         return os.path.abspath(path), found
