@@ -308,6 +308,43 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 
 
+BLIND_LOADER = """
+import os
+import orbax.checkpoint as ocp
+from tests.support.proxy_loader import Config, facts, fields, make_loader
+
+if "BLIND" in os.environ:
+    whole = ocp.StandardCheckpointHandler.restore
+
+    def restore(self, folder, *args, **named):
+        if folder.parent.name == "4":
+            raise OSError(5, "Input/output error")
+        return whole(self, folder, *args, **named)
+
+    ocp.StandardCheckpointHandler.restore = restore
+"""
+
+
+def test_a_checkpoint_that_one_process_cannot_read_is_taken_by_none(folder):
+    (folder / "blind.py").write_text(BLIND_LOADER)
+    overrides = (
+        "--config.loader=blind",
+        "--config.train.eval_every=0",
+        "--config.checkpoint.every=2",
+        "--config.optim.schedule=constant",
+    )
+    ended(cluster(folder, "toy.py", *overrides, "--config.train.steps=4", processes=2))
+    before = records(folder / "runs" / "toy", "train")
+    both = cluster(folder, "toy.py", *overrides, "--config.train.steps=5", processes=2, only1={"BLIND": "1"})
+    log = folder / "runs" / "toy" / "logs" / "process-1.log"
+    for process, output, reason in zip(both, ended(both), ("process 1 says why", "Input/output error"), strict=True):
+        text = log.read_text() if process is both[1] else output
+        assert process.returncode == 0 and re.search(f"/4 cannot be read and is skipped: .*{reason}", text), text
+        assert "resuming from step 2" in text, text
+    after = records(folder / "runs" / "toy", "train")
+    assert list(after) == [1, 2, 3, 4, 5] and {step: after[step] for step in before} == before
+
+
 # Two hosts are network namespaces, joined by a cable that can be pulled.
 
 

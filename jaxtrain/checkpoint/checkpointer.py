@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a
 
 TIMEOUT = 3600  # [s] that a save may take: all processes write, then one reads it all for the checksums
 
-IN_FLIGHT = 32 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
+IN_FLIGHT = 16 << 20  # [bytes] of arrays that a restore reads at once, or the largest one
 
 log = logging.getLogger("jaxtrain")
 
@@ -274,6 +274,7 @@ class Checkpointer:
             if cluster.agree(bool(damage)):
                 log.warning("checkpoint %s is damaged and is skipped: %s", path / str(step), damage)
                 continue
+            why = ""
             try:
                 arrays = stored.open_step(path / str(step))
                 changes = self._check_config(path / str(step), step, arrays, abstract)
@@ -282,7 +283,11 @@ class Checkpointer:
             except CheckpointError:
                 raise
             except Exception as error:  # noqa: BLE001  a damaged file raises many kinds
-                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), first_line(error))
+                why = first_line(error)
+            # If one process cannot read its part, none takes this step.
+            if blind := [i for i, failed in enumerate(cluster.gather(int(bool(why)))) if failed]:
+                where = why or f"process {blind[0]} says why in its log"
+                log.warning("checkpoint %s cannot be read and is skipped: %s", path / str(step), where)
                 continue
             offset = self._check_data(path / str(step), step, saved, data, changes)
             if evaluated := [str(change) for change in changes if EVALUATED.search(change.path)]:
