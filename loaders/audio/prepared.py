@@ -37,6 +37,7 @@ from loaders.base import DataError
 from loaders.io import atomic_write, files, machine
 from loaders.io.checks import first_line
 
+VERSION = 1  # of prepared.json
 NAME = "prepared.json"
 GROUP = 32  # rows of a shard that are in memory together
 MAX_BATCH = 1 << 30  # [bytes] of a batch of rows: 32-bit offsets count twice as many
@@ -126,7 +127,7 @@ def prepare(
         places = shards.find_shards(str(found), split or "train", links=links)
         opened[split] = places, shards.open_index(places, label="", audio_root=audio_root, links=links)
     fingerprints = {split: index.fingerprint for split, (_, index) in opened.items()}
-    about = {"version": 1, "settings": settings._asdict(), "fingerprints": fingerprints, "complete": False}
+    about = {"version": VERSION, "settings": settings._asdict(), "fingerprints": fingerprints, "complete": False}
     is_complete = _begin(out, about)
     counts = Counts()
     with _Pool(threads or machine.cores(), settings) as pool:
@@ -162,6 +163,8 @@ def _begin(out: pathlib.Path, about: dict[str, Any]) -> bool:
 def _read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, NAME))
+        if about.get("version") != VERSION:
+            raise TypeError(f"it is of version {about.get('version')}, and this jaxtrain reads {VERSION}")
         if not isinstance(about["complete"], bool) or not isinstance(about["fingerprints"], dict):
             raise TypeError("it states no fingerprints, or not whether it is complete")
         Settings(**about["settings"])

@@ -4,6 +4,7 @@ error for every kind of damage."""
 import fcntl
 import hashlib
 import io
+import json
 import pathlib
 import re
 import signal
@@ -150,6 +151,11 @@ def test_an_index_that_cannot_be_read_is_refused_by_name(tmp_path, capsys):
     for k, name in enumerate(("a.wav", "b.wav")):
         (recordings / name).write_bytes(corpus.wav(k))
     assert index.main([str(recordings), "--labels=none", "--out", str(made)]) == 0
+    about = json.loads((made / "index.json").read_text())
+    (made / "index.json").write_text(json.dumps(about | {"version": "0"}))
+    assert prepare.main([str(made), "--out", str(tmp_path / "out")]) == 2
+    assert "it is of version 0, and this jaxtrain reads 1" in capsys.readouterr().err
+    (made / "index.json").write_text(json.dumps(about))
     (recordings / "b.wav").unlink()
     assert prepare.main([str(made), "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
@@ -174,6 +180,10 @@ def test_recordings_that_do_not_fit_are_refused_by_name(folder, tmp_path):
         prepared.prepare(str(out), tmp_path / "twice", prepared.Settings())
     with pytest.raises(DataError, match="holds other things"):
         prepared.prepare(str(folder), folder, prepared.Settings())
+    about = json.loads((out / prepared.NAME).read_text())
+    (out / prepared.NAME).write_text(json.dumps(about | {"version": 0}))
+    with pytest.raises(DataError, match="it is of version 0, and this jaxtrain reads 1"):
+        prepared.prepare(str(folder), out, prepared.Settings(sample_rate=24_000))
     # A recording from elsewhere is refused with a message of its own.
     (out / prepared.NAME).unlink()
     with pytest.raises(DataError, match="was prepared at 24000 Hz .* the front end takes 32000 Hz"):
