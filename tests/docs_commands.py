@@ -224,7 +224,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"=(configs/)?lm(\.py)?:", Run(PRESET, instead=((" …", " \"--config.data.sources=({'path': 'tokens'},)\""),))),
     (r"shakespeare_char(\.py)?:", Run(LANGUAGE)),
     (r"=(configs/)?sums(\.py)?$", Run(f"{LANGUAGE} '--config.model.targets=()'")),
-    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze', 30)}", says="exact_accuracy")),
+    (r"trm_sudoku(\.py)?:maze", Run(f"{PUZZLES} {OTHER.format('maze', 30)} --config.optim.warmup=1", says="exact_accuracy")),
     (r"trm_sudoku(\.py)?:lights", Run(f"{PUZZLES} {OTHER.format('lights', 10)}", says="exact_accuracy")),
     (r"trm_sudoku(\.py)?:extreme", Run(f"{PUZZLES} {GENERATED}", says="exact_accuracy_checked")),
     (r"trm_sudoku(\.py)?:", Run(f"{PUZZLES} --config.workdir=runs/trm-files")),

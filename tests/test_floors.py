@@ -164,14 +164,11 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
 
 
 WORDS = re.compile(r"\b(birds?|recordings?|boards?|mae|sudoku|puzzles?|giblet|higgs|films?|brains?)\b", re.IGNORECASE)
-PENDING = {"config/schema.py", "telemetry/writers.py"}  # these will move out
 EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # examples in a command's help: a shipped config, its run, a page
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) != "workloads"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_trainer_names_no_workload(path):
-    if str(path.relative_to(ROOT / "jaxtrain")) in PENDING:
-        return
     found = {word[0] for word in WORDS.finditer(EXAMPLES.sub("", path.read_text()))}
     assert not found, f"{path} says {', '.join(sorted(found))}: that belongs to the package of a workload"
 

@@ -2,7 +2,7 @@
 # Trains on a Cloud TPU pod: creates it, sends a wheel, runs on every worker, streams worker 0, starts again after a preemption,
 # and deletes the pod.
 #
-#   tools/launch_tpu.sh --name=xcm --zone=us-central2-b --type=v4-32 --version=tpu-ubuntu2204-base -- \
+# usage: tools/launch_tpu.sh --name=xcm --zone=us-central2-b --type=v4-32 --version=tpu-ubuntu2204-base -- \
 #       --config=xcm:/data/XCM --config.workdir=/mnt/runs/xcm
 #
 #   --name=NAME          of the TPU VM and of its queued resource

@@ -77,7 +77,7 @@ def test_every_process_of_a_live_run_is_traced(folder, corpus, capsys):
     both = cluster(folder, f"tiny.py:{corpus}", "--config.train.steps=100000", "--config.train.eval_every=0", processes=2)
     workdir = folder / "runs" / "tiny"
     wait_for(lambda: step_of(workdir) >= 3, watch=both)
-    assert cli.main(["profile", str(workdir), "--steps", "2", "--all", "--timeout", "60"]) == 0
+    assert cli.main(["profile", str(workdir), "--steps", "2", "--all"]) == 0
     told = capsys.readouterr().out
     names = re.findall(r"traces/(steps-\d{6}-\d{6}-process-\d)\n", told)
     assert [name[-1] for name in sorted(names, key=lambda name: name[-1])] == ["0", "1"] and told.count("%  backward") == 2
