@@ -85,7 +85,7 @@ def _named(argv: list[str]) -> int:
         return arguments.MISTAKE
     try:
         table = commands.table(*own)
-    except (commands.CommandError, ImportError) as error:
+    except (checks.UserError, ImportError) as error:
         arguments.report(error if not own else f"--workload {own[0]}: {error}")
         return arguments.MISTAKE
     if not argv or argv in (["-h"], ["--help"], ["help"]):

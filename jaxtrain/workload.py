@@ -11,7 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from loaders.io.checks import UserError
+
 PACKAGE = "jaxtrain.workloads"
+
+
+class WorkloadError(UserError, ValueError):
+    """A module's WORKLOAD that is none."""
 
 
 class Command(NamedTuple):
@@ -95,10 +101,18 @@ def foreign_to(arrays: Iterable[str]) -> Any:
 
 
 def of(name: str) -> Workload:
-    """Import the workload ``name``. Raises ImportError and every error of its module."""
+    """Import the workload ``name``.
+
+    Raises WorkloadError: its WORKLOAD is none; ImportError and every error of its module.
+    """
     module = importlib.import_module(name)
-    if isinstance(found := getattr(module, "WORKLOAD", None), Workload):
+    found = getattr(module, "WORKLOAD", None)
+    if isinstance(found, Workload):
+        if wrong := [word for word, command in found.commands.items() if not isinstance(command, Command)]:
+            raise WorkloadError(f"the command {wrong[0]!r} of {name}.WORKLOAD is no jaxtrain.workload.Command; make it one")
         return found
+    if found is not None:
+        raise WorkloadError(f"{name}.WORKLOAD is a {type(found).__name__}; expected a jaxtrain.workload.Workload")
     config, make_task, make_specs, export = (
         getattr(module, attribute, None) for attribute in ("Config", "make_task", "make_specs", "EXPORT")
     )

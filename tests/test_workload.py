@@ -38,6 +38,31 @@ def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeyp
     assert "--workload twice: the command 'train'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("{}", "odd.WORKLOAD is a dict; expected a jaxtrain.workload.Workload"),
+        ('Workload(None, None, commands={"show": ("a", "b")})', "'show' of odd.WORKLOAD is no jaxtrain.workload.Command"),
+    ],
+)
+def test_a_workload_that_is_none_is_one_line(tmp_path, monkeypatch, capsys, value, text):
+    module(tmp_path, "odd", f"WORKLOAD = {value}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    assert cli.main(["--workload=odd", "runs"]) == 2
+    told = capsys.readouterr().err
+    assert text in told and told.startswith("error: ") and told.count("\n") == 1
+
+
+def test_a_workload_may_keep_the_commands_of_another(tmp_path, monkeypatch):
+    name = workload.shipped()[0]
+    (tmp_path / "further.py").write_text(
+        f"import dataclasses\nfrom {name} import WORKLOAD as FIRST\nWORKLOAD = dataclasses.replace(FIRST)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert commands.table("further") == commands.table()
+
+
 def test_a_workload_that_does_not_exist_is_one_line(capsys):
     assert cli.main(["--workload", "nothing_here", "runs"]) == 2
     assert capsys.readouterr().err.splitlines() == ["error: --workload nothing_here: No module named 'nothing_here'"]

@@ -50,7 +50,7 @@ def table(*others: str) -> dict[str, Command]:
     found, owner = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
     for name in (*workload.shipped(), *others):
         for word, command in workload.of(name).commands.items():
-            if word in found:
+            if found.get(word, command) != command:  # a workload may build on another, and keep its commands
                 raise CommandError(f"the command {word!r} of {name} is one of {owner[word]} already; rename it in its WORKLOAD")
             found[word], owner[word] = command, name
     groups = [*GROUPS, *(command.group for command in found.values())]

@@ -101,7 +101,10 @@ def _try(name: str, tx: optax.GradientTransformation, specs: PyTree) -> None:
     def updated(params: PyTree) -> tuple[PyTree, PyTree]:
         state = tx.init(params)
         updates, new = optax.with_extra_args_support(tx).update(params, state, params, sparse_rows={})
-        optax.apply_updates(params, updates)
+        optax.apply_updates(params, updates)  # which would broadcast
+        for path, update, param in zip(paths(params), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+            if jnp.shape(update) != param.shape:
+                raise ValueError(f"its update of {path} is of shape {jnp.shape(update)}, and the parameter of {param.shape}")
         return state, new
 
     try:

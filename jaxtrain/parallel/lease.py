@@ -73,9 +73,8 @@ def this_process() -> Process:
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    job, restarts = slurm("SLURM_JOB_ID"), slurm("SLURM_RESTART_COUNT")
-    return Process(token, host, pid, _state(pid)[1], machine or host, since, job, restarts)
+    job, since = (slurm("SLURM_JOB_ID"), slurm("SLURM_RESTART_COUNT")), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Process(token, host, pid, _state(pid)[1], machine or host, since, *job)
 
 
 def _state(pid: int) -> tuple[str, str]:

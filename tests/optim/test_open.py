@@ -212,6 +212,9 @@ CONSTANT = optax.GradientTransformation(lambda params: (), lambda grads, state, 
 CANNOT = {
     "cannot update these parameters: RuntimeError: no second moment": CONSTANT._replace(update=failing),
     "cannot update these parameters: TypeError: .*'value'": optax.polyak_sgd(),
+    r"cannot update these parameters: ValueError: its update of \S+ is of shape \(\), and the param": CONSTANT._replace(
+        update=lambda grads, state, params: (jax.tree.map(jnp.sum, grads), state)
+    ),
     r"changes its state '2' from \(\(2,\), 'float32'\) to \(\(3,\), 'float32'\)": CONSTANT._replace(
         init=lambda params: jnp.zeros(2), update=lambda grads, state, params: (grads, jnp.zeros(3))
     ),
