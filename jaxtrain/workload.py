@@ -17,7 +17,7 @@ PACKAGE = "jaxtrain.workloads"
 
 
 class WorkloadError(UserError, ValueError):
-    """A module's WORKLOAD that is none."""
+    """A module's WORKLOAD that cannot be used."""
 
 
 class Command(NamedTuple):

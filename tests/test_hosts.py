@@ -303,7 +303,7 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
     run(folder, "toy.py", *overrides, f"--config.train.steps={saves + 1}", **malloc)
     found = dict(map(json.loads, weights.read_text().splitlines()[:2]))
     grown = found["after"] - found["before"]
-    # 164 to 167 MB for this state of 96. Two further copies of the one array that is read and the
+    # 164 MB for this state of 96. Two further copies of the one array that is read and the
     # memory of libraries are in it.
     assert 0.9 * size < grown < 1.2 * size + 64, f"{grown:.0f} MB for a state of {size:.0f} MB"
 

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "kills": Part(
-        "200 kills at any instant; one sequence of recordings whatever the processes",
+        "200 kills at any instant; one sequence of recordings with any number of processes",
         "test_kills.py",
         workers=4,
     ),
@@ -52,7 +52,7 @@ PARTS = {
         workers=2,
     ),
     "damage": Part(
-        "every file of a checkpoint damaged at many places; damaged shards, and whatever Python reads; the targets of fuzzing",
+        "every file of a checkpoint damaged at many places; damaged shards, and all that Python reads; the targets of fuzzing",
         "checkpoint/test_checkpointer.py hostile/test_hostile_shards.py hostile/test_hostile_readers.py tools/test_fuzz.py",
         workers=2,
     ),

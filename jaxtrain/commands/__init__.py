@@ -2,7 +2,6 @@
 
 from jaxtrain import workload
 from jaxtrain.workload import Command
-from loaders.io.checks import UserError
 
 GROUPS = ("train", "monitor", "plan", "data", "weights", "inference", "evaluate", "clusters", "shell")
 
@@ -34,24 +33,22 @@ TRAINER = dict(
 )
 
 
-class CommandError(UserError, ValueError):
-    """Two commands of one name. The message names both."""
-
-
 def table(*others: str) -> dict[str, Command]:
     """Every command by its name, in the order of the listing.
 
     They are the trainer's, the shipped workloads' and those of ``others``: dotted names of
     workloads that the user named.
 
-    Raises CommandError: a workload has a command whose name is taken; ImportError: a workload
+    Raises WorkloadError: a workload has a command whose name is taken; ImportError: a workload
     cannot be imported.
     """
     found, owner = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
     for name in (*workload.shipped(), *others):
         for word, command in workload.of(name).commands.items():
             if found.get(word, command) != command:  # a workload may build on another, and keep its commands
-                raise CommandError(f"the command {word!r} of {name} is one of {owner[word]} already; rename it in its WORKLOAD")
+                raise workload.WorkloadError(
+                    f"the command {word!r} of {name} is one of {owner[word]} already; rename it in its WORKLOAD"
+                )
             found[word], owner[word] = command, name
     groups = [*GROUPS, *(command.group for command in found.values())]
     return dict(sorted(found.items(), key=lambda item: groups.index(item[1].group)))

@@ -399,7 +399,7 @@ def test_broken_recordings_are_a_line_each(recordings, tmp_path, capsys):
 
 def test_a_link_out_of_the_folder_is_judged_by_its_name(recordings, tmp_path, capsys):
     (tmp_path / "elsewhere").write_text("Selection\tBegin Time (s)\tEnd Time (s)\tSpecies\n1\t0\t1\tx\n")
-    (recordings / "table.txt").symlink_to(tmp_path / "elsewhere")  # whoever opens it sees a table of Raven
+    (recordings / "table.txt").symlink_to(tmp_path / "elsewhere")  # by its content, a table of Raven
     (recordings / "notes.md").symlink_to(tmp_path / "elsewhere")
     err = index(recordings, "--labels=folder", "--out", tmp_path / "out", capsys=capsys)
     assert "unread-table: 1 (" in err and "table.txt" in err and "other-file: 1 (" in err

@@ -91,16 +91,18 @@ def passed_over(folder: pathlib.Path, names: Iterable[str], mistakes: Mistakes, 
         is_own = os.path.basename(path) in ("index.json", "mistakes.csv")
         if is_audio(path) or path in used or made.intersection(above) or is_own:
             continue
-        led = leads_out(path, str(folder))
-        first = b"" if led else _begin(path)
+        first = _begin(path, folder)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
             mistakes.add("unread-sound", path)
         else:
-            is_table = path.lower().endswith(tuple(TABLES)) if led else _is_table(path, first)
-            mistakes.add("unread-table" if is_table else "other-file", path)
+            named = path.lower().endswith(tuple(TABLES)) and leads_out(path, str(folder))
+            mistakes.add("unread-table" if named or _is_table(path, first) else "other-file", path)
 
 
-def _begin(path: str) -> bytes:
+def _begin(path: str, folder: pathlib.Path) -> bytes:
+    """Return the first bytes of a file, none if it cannot be read or leads out of ``folder``."""
+    if leads_out(path, str(folder)):
+        return b""
     try:
         with files.regular(pathlib.Path(path)) as file:
             return file.read(4096)
@@ -133,8 +135,7 @@ def _is_table(path: str, first: bytes) -> bool:
 
 
 def _is_raven(path: str, folder: pathlib.Path) -> bool:
-    is_text = path.lower().endswith(".txt") and not leads_out(path, str(folder))
-    first = _begin(path).lower() if is_text else b""
+    first = _begin(path, folder).lower() if path.lower().endswith(".txt") else b""
     return b"begin time (s)" in first and b"\t" in first and first.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
 
 
@@ -317,7 +318,7 @@ def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
     if led := leads_out(path, str(folder)):
         mistakes.add("link-outside", f"{path} leads to {led}")
         return False
-    return re.search(rb'"recordings"\s*:\s*\[', _begin(path)) is not None
+    return re.search(rb'"recordings"\s*:\s*\[', _begin(path, folder)) is not None
 
 
 def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
