@@ -125,10 +125,10 @@ def load(run: str, *, step: int | None = None, ema: bool = False, workload: str 
     if task.predict is None:
         raise StoredError(f"{source.path}: {saved.get('workload')} has no Task.predict, which computes outputs of arrays")
     params = stored_params.read(source, task.specs.params, layout, ema=ema)
-    kept = run_workload.export_of(saved, workload).carry
-    table = _matching(task.specs.carry, kept) if kept else ()
-    carry = stored_params.read(source, table, layout, carry=True) if table else ()
-    return Model(saved, task, Variables(params, carry=carry), source.name(ema=ema), jax.jit(task.predict))
+    kept = run_workload.export_of(saved, workload).model_state
+    table = _matching(task.specs.model_state, kept) if kept else ()
+    model_state = stored_params.read(source, table, layout, model_state=True) if table else ()
+    return Model(saved, task, Variables(params, model_state=model_state), source.name(ema=ema), jax.jit(task.predict))
 
 
 def _matching(table: PyTree, pattern: str) -> dict[str, Any]:

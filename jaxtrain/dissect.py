@@ -140,7 +140,7 @@ class _Parts:
         n = self._batch["row"].shape[0]
         if show is None:
             return [Example()] * n
-        return list(show(self._config, *jax.device_get((self._state.variables.carry, dict(self._batch))), position))
+        return list(show(self._config, *jax.device_get((self._state.variables.model_state, dict(self._batch))), position))
 
     def _some(self, variables: Variables, batch: Batch, rows: Array) -> tuple[Variables, Batch]:
         """Return the variables and the batch of some rows."""
@@ -148,8 +148,8 @@ class _Parts:
         def chosen(spec: Spec, x: Array) -> Array:
             return x[rows] if "batch" in spec.axes else x
 
-        carry = jax.tree.map(chosen, self._task.specs.carry, variables.carry, is_leaf=specs.is_spec)
-        return variables._replace(carry=carry), {name: x[rows] for name, x in batch.items()}
+        model_state = jax.tree.map(chosen, self._task.specs.model_state, variables.model_state, is_leaf=specs.is_spec)
+        return variables._replace(model_state=model_state), {name: x[rows] for name, x in batch.items()}
 
     def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the sum of the loss, its weight and the gradient norm of each row alone."""

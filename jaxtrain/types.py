@@ -93,7 +93,7 @@ class Variables(NamedTuple):
 
     params: PyTree  # differentiated, optimised, saved
     frozen: PyTree = ()  # read-only base weights; reloaded from their source, not saved again
-    carry: PyTree = ()  # task-owned, without gradient: teacher averages, batch statistics, recurrent state
+    model_state: PyTree = ()  # task-owned, without gradient: teacher averages, batch statistics, recurrent state
 
 
 class LossOut(NamedTuple):
@@ -101,7 +101,7 @@ class LossOut(NamedTuple):
 
     loss: Mean
     metrics: dict[str, Mean]
-    carry: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
+    model_state: PyTree = ()  # as the loss leaves it; None = as it was, which spares a reduction of it over the data axis
     sparse_rows: Mapping[str, Array] = {}  # path of a table -> int32 [rows]: how often the loss read each row
 
 
@@ -153,9 +153,9 @@ class Export(NamedTuple):
     files: Callable[[Mapping[str, Any], str], dict[str, bytes]] = lambda config, dtype: {}
     # (config, names of the further files) -> the model's part of the card
     hub: Callable[[Mapping[str, Any], Collection[str]], Hub] = lambda config, files: Hub()
-    # [regex] paths in the carry that belong to the model (running statistics), and are exported
-    # under ``carry.…``; "" = none
-    carry: str = ""
+    # [regex] paths in the model state that belong to the model (running statistics), and are
+    # exported under ``model_state.…``; "" = none
+    model_state: str = ""
     # [regex] paths that ``files`` and ``hub``'s example need, without which it is a part of a model
     needed: str = "."
     # (model) -> name of an array that is not exported, since it equals another -> its name
@@ -212,7 +212,9 @@ class Task(NamedTuple):
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
-    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, carry, step: carry  # (new params, carry, step) -> carry
+    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, state, step: (
+        state
+    )  # (new params, model state, step) -> it
     pictures: Callable[[Batch], dict[str, Array]] = lambda batch: {}  # name -> [n, height, width] in 0..1, as the model sees it
     stage: Callable[[int], Hashable] = lambda step: None  # step -> static variant of the loss
     # like pictures, of a test batch at an evaluation

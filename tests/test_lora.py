@@ -258,7 +258,7 @@ def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
     def loss(task, params, variables):
         return task.loss(variables._replace(params=params), batch, jax.random.key(0)).loss.total
 
-    expected = jax.jit(lambda p: loss(plain, p, Variables(p, (), variables.carry)))(params)
+    expected = jax.jit(lambda p: loss(plain, p, Variables(p, (), variables.model_state)))(params)
     value, grads = jax.jit(jax.value_and_grad(lambda p: loss(task, p, variables)))(variables.params)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for path, g in zip(specs_lib.paths(grads), jax.tree.leaves(grads), strict=True):

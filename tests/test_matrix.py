@@ -59,7 +59,7 @@ def alone(name):
 @pytest.mark.parametrize(("name", "mesh"), MATRIX)
 def test_steps_on_a_mesh_are_those_of_one_device(name, mesh):
     """The comparison covers parameters, moments (equal to the gradient after the first step),
-    carry, averages, the loss and every metric."""
+    model state, averages, the loss and every metric."""
     assert_alike(alone(name), Run(CASES[name], mesh).take(STEPS))
 
 

@@ -155,7 +155,7 @@ def test_a_final_step_of_weights_is_explicit(folder):
     meta = json.loads((workdir / "checkpoints" / "6" / "meta" / "metadata").read_text())
     assert meta["weights_only"] and 6 in records(workdir, "test")
     saved = {path.split("'")[1] for path in hashes(workdir, 6)}
-    assert saved == {"step", "params", "ema"}  # the carry would be saved, too, but this workload has none
+    assert saved == {"step", "params", "ema"}  # the model state would be saved, too, but this workload has none
     assert {"opt_state", "norms"} <= {path.split("'")[1] for path in hashes(workdir, 4)}
     assert "already ended at step 6, with weights only" in run(*args, "--config.train.steps=6")
     output = run(*args, "--config.train.steps=8", code=2)

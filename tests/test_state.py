@@ -81,7 +81,7 @@ def test_an_array_that_does_not_fit_the_mesh_is_named():
         make((1, 1, 4))
     with pytest.raises(LayoutError, match=r"batch\['x'\]: dimension 'batch' of size 16"):
         layout = make_layout(make_mesh(3, 1, 1, devices=jax.devices()[:3]), {})
-        state.make_abstract(TASK._replace(specs=TASK.specs._replace(carry={})), TX, layout, FIELDS, batch=16, ema=False)
+        state.make_abstract(TASK._replace(specs=TASK.specs._replace(model_state={})), TX, layout, FIELDS, batch=16, ema=False)
 
 
 @pytest.mark.parametrize("optim", [Optim(name="adafactor"), Optim(moments="int8"), Optim(moments="bfloat16")])

@@ -264,35 +264,35 @@ def test_a_step_that_is_refused_keeps_every_bit_of_the_parameters():
     assert np.asarray(state.variables.params["w"]).tobytes() == before.tobytes()
 
 
-# The smallest workload with a carry. One part of the carry belongs to the rows and another to all
-# of them, and each row has a random draw.
+# The smallest workload with a model state. One part of the model state belongs to the rows and
+# another to all of them, and each row has a random draw.
 TOY_FIELDS = {"x": Field((4,), np.float32), "weight": Field((), np.float32)}
 
 
 def toy_task(draw=False):
     def loss(variables, batch, key):
-        y = (batch["x"] @ variables.params["w"]) + variables.carry["latent"].sum(-1)
+        y = (batch["x"] @ variables.params["w"]) + variables.model_state["latent"].sum(-1)
         if draw:
             keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(batch["row"])
             y = y * jax.vmap(jax.random.normal)(keys)
         each = (y - 1) ** 2
-        carry = {
-            "latent": variables.carry["latent"] * 0.5 + batch["x"],
-            "teacher": variables.carry["teacher"],
-            "count": variables.carry["count"],
+        model_state = {
+            "latent": variables.model_state["latent"] * 0.5 + batch["x"],
+            "teacher": variables.model_state["teacher"],
+            "count": variables.model_state["count"],
         }
         total = Mean((each * batch["weight"]).sum(), batch["weight"].sum())
         rows = Mean(jnp.float32(batch["x"].shape[0]), jnp.float32(1))  # the same on every device: it has no row's value
-        return LossOut(total, {"rows": rows}, carry)
+        return LossOut(total, {"rows": rows}, model_state)
 
-    def advance(params, carry, step):
-        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, carry["teacher"], params["w"])
-        return {**carry, "teacher": teacher, "count": carry["count"] + step + 1}
+    def advance(params, model_state, step):
+        teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, model_state["teacher"], params["w"])
+        return {**model_state, "teacher": teacher, "count": model_state["count"] + step + 1}
 
     return Task(
         specs=Variables(
             params={"w": Spec((4,), ("embed",), fan_in(4))},
-            carry={
+            model_state={
                 "latent": Spec((BATCH, 4), ("batch", None), zeros),
                 "teacher": Spec((4,), ("embed",), zeros),
                 "count": Spec((), (), zeros, "int32"),
@@ -324,7 +324,7 @@ def toy_alone():
 
 @pytest.mark.parametrize(("mesh", "accumulate"), [("alone", 4), ("mixed", 1), ("mixed", 4), ("data", 1), ("data", 2)])
 @pytest.mark.parametrize("draw", [False, True])
-def test_a_carry_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumulate, draw):
+def test_a_model_state_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumulate, draw):
     """A row's random draw is the same, too: it depends on the row's place, not on its device."""
     states, _, state, run = run_toy(mesh, accumulate, draw=draw)
     for expected, found in zip(toy_alone[draw], states, strict=True):
@@ -333,48 +333,47 @@ def test_a_carry_is_the_same_on_every_mesh_and_in_parts(toy_alone, mesh, accumul
     assert planned == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
 
 
-def test_a_rows_carry_stays_in_its_place(toy_alone):
+def test_a_rows_model_state_stays_in_its_place(toy_alone):
     rng = np.random.default_rng(0)
     latent = np.zeros((BATCH, 4))
     for state in toy_alone[False]:
         latent = 0.5 * latent + rng.normal(size=(BATCH, 4)).astype("f4")
         rng.random(BATCH)
-        np.testing.assert_allclose(state.variables.carry["latent"], latent, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state.variables.model_state["latent"], latent, rtol=1e-5, atol=1e-6)
 
 
 def follower_task():
-    """A task with a carry that only `advance` changes."""
+    """A task with a model state that only `advance` changes."""
 
     def loss(variables, batch, key):
-        y = batch["x"] @ (variables.params["w"] + variables.carry["teacher"])
+        y = batch["x"] @ (variables.params["w"] + variables.model_state["teacher"])
         return LossOut(Mean((y**2 * batch["weight"]).sum(), batch["weight"].sum()), {}, None)
 
-    def advance(params, carry, step):
-        return {"rows": carry["rows"], "teacher": 0.9 * carry["teacher"] + 0.1 * params["w"]}
+    def advance(params, model_state, step):
+        return {"rows": model_state["rows"], "teacher": 0.9 * model_state["teacher"] + 0.1 * params["w"]}
 
-    carry = {"teacher": Spec((4,), ("embed",), fan_in(4)), "rows": Spec((BATCH,), ("batch",), ones)}
+    model_state = {"teacher": Spec((4,), ("embed",), fan_in(4)), "rows": Spec((BATCH,), ("batch",), ones)}
     return toy_task()._replace(
-        specs=Variables({"w": Spec((4,), ("embed",), fan_in(4))}, carry=carry), loss=loss, advance=advance
+        specs=Variables({"w": Spec((4,), ("embed",), fan_in(4))}, model_state=model_state), loss=loss, advance=advance
     )
 
 
-def test_a_carry_that_the_loss_leaves_alone_is_not_reduced():
-    """The carry is the same on every mesh and in parts. Only the gradient, the loss, its weight and
-    the stop flags are summed over data."""
+def test_a_model_state_that_the_loss_leaves_alone_is_not_reduced():
+    """Only the gradient, the loss, its weight and the stop flags are summed over data."""
     found = {}
     for mesh, accumulate in (("alone", 1), ("data", 1), ("data", 2)):
         run = Run(mesh, accumulate, task=follower_task(), fields=TOY_FIELDS)
         state, rng = run.init(), np.random.default_rng(0)
         for _ in range(2):
             batch = {"x": rng.normal(size=(BATCH, 4)).astype("f4"), "weight": rng.random(BATCH).astype("f4")}
-            before = host(state.variables.carry)
+            before = host(state.variables.model_state)
             state, _ = run.step(state, run.put(batch))
         found[mesh, accumulate] = host(state.variables)
         reduced = [c for c in hlo.collectives(run.compiled.as_text()) if "data" in c.axes(run.layout.mesh.shape)]
         sizes = sorted(math.prod(shape) for c in reduced for shape in c.shapes)
         assert sizes == ([] if mesh == "alone" else [1, 1, 1, 4]), sizes
     expected = found.pop(("alone", 1))
-    np.testing.assert_allclose(expected.carry["teacher"], 0.9 * before["teacher"] + 0.1 * expected.params["w"], rtol=1e-5)
+    np.testing.assert_allclose(expected.model_state["teacher"], 0.9 * before["teacher"] + 0.1 * expected.params["w"], rtol=1e-5)
     for variables in found.values():
         assert_close(expected, variables, atol=1e-5)
 
@@ -383,9 +382,9 @@ def test_advance_sees_the_new_parameters_and_the_step(toy_alone):
     teacher = np.zeros(4)
     for i, state in enumerate(toy_alone[False]):
         teacher = 0.9 * teacher + 0.1 * state.variables.params["w"]
-        np.testing.assert_allclose(state.variables.carry["teacher"], teacher, rtol=1e-5)
+        np.testing.assert_allclose(state.variables.model_state["teacher"], teacher, rtol=1e-5)
         assert state.step == i + 1
-        assert state.variables.carry["count"] == sum(range(1, i + 2))
+        assert state.variables.model_state["count"] == sum(range(1, i + 2))
 
 
 PLAIN = {

@@ -44,5 +44,5 @@ class Ours:
     def params(self) -> PyTree:
         return jax.device_get(self._state.variables.params)
 
-    def carry(self) -> PyTree:
-        return jax.device_get(self._state.variables.carry)
+    def model_state(self) -> PyTree:
+        return jax.device_get(self._state.variables.model_state)

@@ -4,8 +4,8 @@ Arrays are streamed, which is possible because safetensors' header follows from 
 written first. Host memory is that of one chunk of one array: its stored bytes, decoded and copied.
 
 Names, shapes and further files are those of the workload module's ``EXPORT``
-(`jaxtrain.types.Export`). A carry that belongs to the model is exported in its own dtypes. A warm
-start takes parameters alone.
+(`jaxtrain.types.Export`). Model state that belongs to the model is exported in its own dtypes. A
+warm start takes parameters alone.
 """
 
 import collections
@@ -91,9 +91,9 @@ def export(
     contract = run_workload.export_of(config, named)
     if run_workload.of_run(config, named) is None:
         print(f"{run_workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
-    if contract.carry:
-        kept = {path: path.removeprefix(stored.CARRY) for path in everything if path.startswith(stored.CARRY)}
-        arrays |= {path: everything[path] for path, name in kept.items() if re.search(contract.carry, name)}
+    if contract.model_state:
+        kept = {path: path.removeprefix(stored.MODEL_STATE) for path in everything if path.startswith(stored.MODEL_STATE)}
+        arrays |= {path: everything[path] for path, name in kept.items() if re.search(contract.model_state, name)}
     based = {**config, "warm_start": {**(config.get("warm_start") or {}), "source": base}} if base else config
     if any(lora.is_adapter(path) for path in arrays):
         based = run_workload.with_base(source, config, base)
@@ -117,7 +117,7 @@ def export(
     # 1. Names and places follow from shapes alone.
     entries: dict[str, list[Entry]] = {}
     for path, one in arrays.items():
-        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.CARRY)
+        floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.MODEL_STATE)
         entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
     # Wide types first: every array begins at a multiple of its width, for readers that map it.
     order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)

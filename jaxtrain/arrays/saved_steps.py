@@ -1,7 +1,7 @@
 """Inspect a step or an export, compare two, or copy the weights of one, without the model.
 
-A copied step holds params, the average, the carry and the step. Its meta says ``"weights_only":
-true``. A run can be warm-started from it, not resumed.
+A copied step holds params, the average, the model state and the step. Its meta says
+``"weights_only": true``. A run can be warm-started from it, not resumed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from jaxtrain.telemetry.report.steps import digest_text
 from loaders.io.checks import first_line
 from loaders.io.files import FileError
 
-WEIGHTS = ("step", "params", "ema", "carry")  # the parts of a state that an export has
+WEIGHTS = ("step", "params", "ema", "model_state")  # the parts of a state that an export has
 _bytes = functools.partial(console.in_bytes, form=".1f")
 
 

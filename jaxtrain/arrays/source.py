@@ -51,8 +51,10 @@ class Source(NamedTuple):
         step = np.array(number, np.int32)  # a folder from elsewhere does not count steps
         arrays = {"step": Stored((), step.dtype, lambda index: step, ("step",), ())}
         for path, one in stored_arrays.items():
-            is_carry = path.startswith(stored.CARRY) and bool(origin)
-            arrays[path if is_carry else f"params/{path}"] = one if is_carry else one._replace(keys=("params", *one.keys))
+            is_model_state = path.startswith(stored.MODEL_STATE) and bool(origin)
+            arrays[path if is_model_state else f"params/{path}"] = (
+                one if is_model_state else one._replace(keys=("params", *one.keys))
+            )
         return arrays
 
     def parameters(self, *, ema: bool = False) -> dict[str, Stored]:

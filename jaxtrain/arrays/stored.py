@@ -38,8 +38,8 @@ from loaders.io import files, machine
 from loaders.io.checks import UserError
 
 EXPORT = EXPORT_FILE
-FORMAT = 1  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
-CARRY = "carry/"  # prefix of the paths of a carry, in a step and in an export
+FORMAT = 2  # of a step and of an export, in their metadata. It is raised if a reader of the old one would go wrong
+MODEL_STATE = "model_state/"  # prefix of the paths of model state, in a step and in an export
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 log = logging.getLogger("jaxtrain")
 CHUNK = 64 << 20  # [bytes] that are written, and later read and decoded, together

@@ -19,15 +19,17 @@ def one_device() -> layout_lib.Layout:
     return layout_lib.make_layout(layout_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
 
 
-def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, carry: bool = False) -> PyTree:
-    """Arrays of a table of `Spec` on the devices of ``layout``; with ``carry`` of its model state.
+def read(source: Source, table: Any, layout: layout_lib.Layout, *, ema: bool = False, model_state: bool = False) -> PyTree:
+    """Arrays of a table of `Spec` on the devices of ``layout``.
+
+    With ``model_state`` the table is of the model state.
 
     Raises StoredError: they cannot be read, are adapters without the weights that they change, or
     have no size in the config; WarmStartError: they are of another shape than the config says.
     """
-    if carry:
+    if model_state:
         arrays = source.arrays().items()
-        weights = {path.removeprefix(stored.CARRY): one for path, one in arrays if path.startswith(stored.CARRY)}
+        weights = {path.removeprefix(stored.MODEL_STATE): one for path, one in arrays if path.startswith(stored.MODEL_STATE)}
     else:
         weights = source.parameters(ema=ema)
     if any(lora.is_adapter(path) for path in weights):

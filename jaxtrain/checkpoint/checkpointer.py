@@ -2,7 +2,7 @@
 
     workdir/checkpoints/<step>/        or config.checkpoint.folder/<step>/, which may be in an
                                        object store
-      state/   step, params, carry, optimizer state, average, the guard's norms: sharded arrays
+      state/   arrays, sharded: step, params, model state, optimizer state, average, guard's norms
       data/    JSON: the state of the loader (position, seed, fingerprints of the data and its
                order), the offset between step and position if the data were changed during the run,
                how often the run was rewound, and the source of its frozen weights (`base_weights`)
@@ -16,8 +16,8 @@ complete, with its checksums, or does not exist. An object store has no renames:
 a file commit_success.txt last, and a step without one does not count.
 
 With config.checkpoint.final="weights" the step that ends a run has under state/ only step, params,
-carry and the average, and its meta says ``"weights_only": true``: enough to evaluate, export and
-warm-start from, and not to resume.
+model state and the average, and its meta says ``"weights_only": true``: enough to evaluate, export
+and warm-start from, and not to resume.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class Checkpointer:
         if step not in self._manager.all_steps():
             content = saved_parts(state)
             if weights_only:
-                content = {name: content[name] for name in ("step", "params", "carry", "ema")}
+                content = {name: content[name] for name in ("step", "params", "model_state", "ema")}
             self._saving = path = self._path / str(step)
             if self._meeting:
                 self._meeting.begin()
@@ -411,7 +411,7 @@ def _read_state(step: epath.Path, arrays: Mapping[str, stored.Stored], abstract:
         saved = handler.restore(step / "state", args=ocp.args.StandardRestore(target))
     finally:
         handler.close()
-    variables = abstract.state.variables._replace(params=saved["params"], carry=saved["carry"])
+    variables = abstract.state.variables._replace(params=saved["params"], model_state=saved["model_state"])
     norms = abstract.state.norms._replace(**saved["norms"])
     return abstract.state.replace(
         step=saved["step"], variables=variables, opt_state=saved["opt_state"], ema=saved["ema"], norms=norms
@@ -428,7 +428,7 @@ def _part_bytes(saved: stored.Stored, target: jax.ShapeDtypeStruct) -> int:
 def saved_parts(state: "TrainState") -> dict[str, Any]:
     """Select the parts of a state that are saved. The keys are part of the format."""
     return {
-        "step": state.step, "params": state.variables.params, "carry": state.variables.carry,
+        "step": state.step, "params": state.variables.params, "model_state": state.variables.model_state,
         "opt_state": state.opt_state, "ema": state.ema, "norms": state.norms._asdict(),
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 The source is a step of a run (`jaxtrain.checkpoint`) or a folder of safetensors. Only parameters
 are taken from it. The optimizer starts from its initial state, the average of the parameters as a
-copy of them, the carry as it is initialised. In this order:
+copy of them, the model state as it is initialised. In this order:
 
 1. ``renames`` turn each path of the source into one of the table. A path that ends in ``[i]`` is
    layer i of a stack, so that ``("layers/(\\d+)/w", "blocks/w[\\1]")`` stacks arrays that other
@@ -98,9 +98,9 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
             arrays = stored.open_safetensors(config.source)
             if foreign := workload.foreign_to(arrays):
                 return foreign.arrays(arrays, config.source, False)
-            # Only our own exports may have a carry next to the parameters.
+            # Only our own exports may have model state next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
-            return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.CARRY))}
+            return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.MODEL_STATE))}
         step_dir = stored.find_step(config.source, config.step)
         group = "ema/" if config.ema else "params/"
         arrays = {p.removeprefix(group): s for p, s in stored.open_step(step_dir).items() if p.startswith(group)}

@@ -155,15 +155,15 @@ def adapt(task: Task, config: Lora) -> Task:
     def on_whole(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda variables, *args, **stage: f(whole(variables), *args, **stage)
 
-    def advance(params: PyTree, carry: PyTree, step: Array) -> PyTree:
+    def advance(params: PyTree, model_state: PyTree, step: Array) -> PyTree:
         try:
-            return task.advance((), carry, step)
+            return task.advance((), model_state, step)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise LoraError(f"this task's carry follows its parameters, which adapters replace: {error}") from error
+            raise LoraError(f"this task's model state follows its parameters, which adapters replace: {error}") from error
 
     generative = tuple(each._replace(run=on_whole(each.run)) for each in task.generative)
     return task._replace(
-        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.carry), advance=advance,
+        generative=generative, specs=Variables(_nested(params), _nested(frozen), task.specs.model_state), advance=advance,
         loss=on_whole(task.loss), evaluate=on_whole(task.evaluate), progress=on_whole(task.progress),
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def combine(config: Lora, table: PyTree, variables: Variables) -> Variables:
             continue
         a, b = (own[f"{path}/{name}"] for name in (A, B))
         combined[path] = Adapted(fixed[path], a, b, config.alpha / config.rank, sides(specs[path])[1])
-    return Variables(_nested(combined), (), variables.carry)
+    return Variables(_nested(combined), (), variables.model_state)
 
 
 def _factors(spec: Spec, rank: int) -> dict[str, Spec]:

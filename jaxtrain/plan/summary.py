@@ -162,7 +162,7 @@ def _rules(assembly: Assembly) -> Iterator[str]:
     variables, table, layout = assembly.abstract.state.variables, assembly.task.specs, assembly.layout
     rows, sizes = [], {"": 1, **layout.mesh.shape}
     splits = {axis for axis, rule in layout.axis_rules.items() if any(sizes[n] > 1 for n in rule.rstrip("?").split(","))}
-    for part in ("params", "frozen", "carry"):
+    for part in ("params", "frozen", "model_state"):
         leaves = jax.tree.leaves(getattr(table, part), is_leaf=specs.is_spec)
         arrays = jax.tree.leaves(getattr(variables, part))
         for path, spec, x in zip(specs.paths(getattr(table, part)), leaves, arrays, strict=True):

@@ -30,19 +30,19 @@ def gradients(
     divided = accumulate == 1 and layout.mesh.shape[DATA] == 1 and layout.devices.platform == "cpu"
     if layout.mesh.shape[DATA] > 1:
         whole: Any = PartitionSpec()
-        carry = _carry_partitions(task)
+        model_state = _state_partitions(task)
         sums = jax.shard_map(
             functools.partial(_reduced, task, layout, accumulate),
             mesh=layout.mesh,
-            in_specs=(Variables(whole, whole, carry), PartitionSpec(DATA), whole),
-            out_specs=(whole, LossOut(whole, whole, carry, whole)),
+            in_specs=(Variables(whole, whole, model_state), PartitionSpec(DATA), whole),
+            out_specs=(whole, LossOut(whole, whole, model_state, whole)),
             axis_names={DATA},
         )
     else:  # XLA's partitioner fails on a manual axis of size 1 (jax 0.10.2: a RET_CHECK)
         sums = functools.partial(_summed, task, layout, accumulate, divided=divided)
     grads, out = sums(variables, batch, key)
-    if out.carry is None:
-        out = out._replace(carry=variables.carry)
+    if out.model_state is None:
+        out = out._replace(model_state=variables.model_state)
     if not divided:  # in their own dtype: narrow ones take as many bytes as the parameters
         grads = jax.tree.map(lambda g: (g / out.loss.weight).astype(g.dtype), grads)
     return grads, out
@@ -53,20 +53,20 @@ def _reduced(
 ) -> tuple[PyTree, LossOut]:
     """Sum over this data group's rows, then reduce once over "data", which is manual here."""
     params, frozen, key = jax.lax.pcast((variables.params, variables.frozen, key), (DATA,), to="varying")
-    local = Variables(params, frozen, jax.tree.map(_varying, variables.carry))
+    local = Variables(params, frozen, jax.tree.map(_varying, variables.model_state))
     grads, out = _summed(task, layout, accumulate, local, batch, key, cast=_varying)
     grads, loss, metrics, sparse_rows = jax.lax.psum((grads, out.loss, out.metrics, out.sparse_rows), DATA)
-    carry = variables.carry  # if the loss does not touch it, it is identical on every group already
-    if out.carry is not None:
-        carry = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), out.carry, _carry_partitions(task))
-    return grads, LossOut(loss, metrics, carry, sparse_rows)
+    model_state = variables.model_state  # if the loss does not touch it, it is identical on every group already
+    if out.model_state is not None:
+        model_state = jax.tree.map(lambda x, p: x if DATA in p else _equalised(x), out.model_state, _state_partitions(task))
+    return grads, LossOut(loss, metrics, model_state, sparse_rows)
 
 
 def _summed(
     task: Task, layout: Layout, n: int, variables: Variables, batch: Batch, key: Key, *, divided: bool = False,
     cast: Callable[[Array], Array] = lambda x: x
 ) -> tuple[PyTree, LossOut]:  # fmt: skip
-    """Sum over n microbatches. A carry with a batch axis is split like the batch.
+    """Sum over n microbatches. A model state's arrays with a batch axis are split like the batch.
 
     Microbatch j takes the rows r with r mod n = j. This reshape to (rows / n, n) leaves every row
     on its device. A reshape to (n, rows / n) would move rows between the shards of "fsdp".
@@ -75,25 +75,25 @@ def _summed(
         return _microbatch(task, layout, variables, batch, key, divided=divided)
 
     def of_part(rows: Batch, own: PyTree, shared: PyTree) -> tuple[PyTree, LossOut]:
-        return _microbatch(task, layout, variables._replace(carry=_joined(own, shared)), rows, key)
+        return _microbatch(task, layout, variables._replace(model_state=_joined(own, shared)), rows, key)
 
     def body(state: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], PyTree]:
         (sums, shared), (rows, own) = state, xs
         grads, out = of_part(rows, own, shared)
-        if out.carry is not None:
-            own, shared = _by_owner(task, out.carry)
-        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(carry=None)))
+        if out.model_state is not None:
+            own, shared = _by_batch_axis(task, out.model_state)
+        sums = jax.tree.map(jnp.add, sums, (grads, out._replace(model_state=None)))
         return jax.tree.map(cast, (sums, shared)), own
 
-    own, shared = _by_owner(task, variables.carry)
+    own, shared = _by_batch_axis(task, variables.model_state)
     xs = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), (dict(batch), own))
     grads, out = jax.eval_shape(of_part, *jax.tree.map(lambda x: x[0], xs), shared)
-    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(carry=None)))
+    zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None)))
     (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
-    if out.carry is None:
+    if out.model_state is None:
         return sums
     own = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), own)
-    return sums[0], sums[1]._replace(carry=_joined(own, shared))
+    return sums[0], sums[1]._replace(model_state=_joined(own, shared))
 
 
 def _microbatch(
@@ -129,13 +129,14 @@ def require_means(source: str, metrics: dict[str, Any]) -> None:
             )
 
 
-def _by_owner(task: Task, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """Return a carry's arrays with a batch axis, and those without, with None for the others."""
+def _by_batch_axis(task: Task, model_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Split the model state into the arrays with a batch axis and the others; None elsewhere."""
 
     def pick(own: bool) -> PyTree:
-        return jax.tree.map(
-            lambda spec, x: x if ("batch" in spec.axes) == own else None, task.specs.carry, carry, is_leaf=specs.is_spec
-        )
+        def of(spec: Spec, x: Array) -> Array | None:
+            return x if ("batch" in spec.axes) == own else None
+
+        return jax.tree.map(of, task.specs.model_state, model_state, is_leaf=specs.is_spec)
 
     return pick(True), pick(False)
 
@@ -144,11 +145,11 @@ def _joined(own: PyTree, shared: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, own, shared, is_leaf=lambda x: x is None)
 
 
-def _carry_partitions(task: Task) -> PyTree:
+def _state_partitions(task: Task) -> PyTree:
     def of(spec: Spec) -> PartitionSpec:
         return PartitionSpec(*(DATA if axis == "batch" else None for axis in spec.axes))
 
-    return jax.tree.map(of, task.specs.carry, is_leaf=specs.is_spec)
+    return jax.tree.map(of, task.specs.model_state, is_leaf=specs.is_spec)
 
 
 def _equalised(x: Array) -> Array:

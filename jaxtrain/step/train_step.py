@@ -2,9 +2,9 @@
 
 A step may be skipped, identically on every process, because the decision is taken from one number
 that all of them have. When its gradient norm is not finite, or a spike (`jaxtrain.step.guard`), the
-parameters, moments, averages and carry stay as they were and only the position advances. If any
-process asks to stop, the position stays too, so the saved state is that of a whole step. No host
-waits for either decision: the state is selected on the device.
+parameters, moments, averages and model state stay as they were and only the position advances. If
+any process asks to stop, the position stays too, so the saved state is that of a whole step. No
+host waits for either decision: the state is selected on the device.
 """
 
 import functools
@@ -93,10 +93,10 @@ def train_step(
         due = None if records is None else records(state.step + 1) | ~good
         given = update_lib.Gradients(grads, accepted, out.sparse_rows, due)
         params, opt_state, changes = update(tx, given, state.opt_state, variables.params)
-        carry = task.advance(params, out.carry, state.step)
+        model_state = task.advance(params, out.model_state, state.step)
         average = jax.tree.map(lambda old, new: ema * old + (1 - ema) * new, state.ema, params) if ema else state.ema
-        new, old = (carry, opt_state, average, norms), (variables.carry, state.opt_state, state.ema, state.norms)
-        carry, opt_state, average, norms = kept(new, old)
+        new, old = (model_state, opt_state, average, norms), (variables.model_state, state.opt_state, state.ema, state.norms)
+        model_state, opt_state, average, norms = kept(new, old)
     own = {
         "loss": out.loss,
         **update_lib.norms("grad_norm", grads),
@@ -107,7 +107,9 @@ def train_step(
     if taken := sorted(own.keys() & out.metrics.keys()):
         raise ValueError(f"the loss returns metrics named {', '.join(taken)}, and every step has its own; rename them")
     metrics = {**out.metrics, **own}
-    return TrainState(state.step + ~stopped, Variables(params, variables.frozen, carry), opt_state, average, norms), metrics
+    return TrainState(
+        state.step + ~stopped, Variables(params, variables.frozen, model_state), opt_state, average, norms
+    ), metrics
 
 
 def abstract_stop(layout: Layout) -> jax.ShapeDtypeStruct:

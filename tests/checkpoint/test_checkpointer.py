@@ -46,7 +46,7 @@ def state_of(sizes, seed):
 
 
 def bits(state):
-    saved = (state.step, state.variables.params, state.variables.carry, state.opt_state, state.ema, state.norms)
+    saved = (state.step, state.variables.params, state.variables.model_state, state.opt_state, state.ema, state.norms)
     return {jax.tree_util.keystr(p): np.asarray(x).tobytes() for p, x in jax.tree.leaves_with_path(saved)}
 
 

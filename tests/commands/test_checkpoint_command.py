@@ -264,4 +264,4 @@ def test_a_step_of_another_format_is_an_error_that_says_so(number, text, tmp_pat
     meta.pop("format")
     (step / "meta" / "metadata").write_text(json.dumps(meta if number is None else {**meta, "format": number}))
     assert tool.main(["inspect", str(tmp_path / "run")]) == 2
-    assert f"10 is {text}, and this version reads format 1; read it with the version that wrote it" in capsys.readouterr().err
+    assert f"10 is {text}, and this version reads format 2; read it with the version that wrote it" in capsys.readouterr().err

@@ -34,7 +34,7 @@ PUZZLES = dict(
 SOLUTION = "1234341221434321"
 
 
-def saved(folder, workload, model, carry=(), change=lambda params: params):
+def saved(folder, workload, model, model_state=(), change=lambda params: params):
     c = workload.Config(**model)
     # The parameters are large, as after training. A new model gives nearly the same output for
     # every token, after any text.
@@ -45,7 +45,9 @@ def saved(folder, workload, model, carry=(), change=lambda params: params):
     params = change(params)
     config = {"workload": workload.__package__, "model": dataclasses.asdict(c), "data": {}, "train": {"steps": 1}, "seed": 0}
     config["warm_start"] = {"source": ""}
-    runs.save(folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}, run=config)
+    runs.save(
+        folder, 1, {"step": jnp.array(1, jnp.int32), "params": params, "model_state": model_state, "opt_state": ()}, run=config
+    )
     return folder
 
 
@@ -56,16 +58,16 @@ def writer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def solver(tmp_path_factory):
-    carry = {name: jax.random.normal(jax.random.key(i), (32,)) for i, name in enumerate(("init_h", "init_l"))}
-    return saved(tmp_path_factory.mktemp("trm"), trm, PUZZLES, carry)
+    model_state = {name: jax.random.normal(jax.random.key(i), (32,)) for i, name in enumerate(("init_h", "init_l"))}
+    return saved(tmp_path_factory.mktemp("trm"), trm, PUZZLES, model_state)
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     """A run with its halting head as initialised."""
-    carry = {name: jnp.ones(32) for name in ("init_h", "init_l")}
+    model_state = {name: jnp.ones(32) for name in ("init_h", "init_l")}
     closed = {"w_q": np.zeros((32, 2), "f4"), "b_q": np.full(2, -5, "f4")}
-    return saved(tmp_path_factory.mktemp("untrained"), trm, PUZZLES, carry, lambda params: {**params, **closed})
+    return saved(tmp_path_factory.mktemp("untrained"), trm, PUZZLES, model_state, lambda params: {**params, **closed})
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_model(writer, tmp_path):
@@ -246,7 +248,7 @@ def test_an_export_of_a_run_solves_as_the_run_does(solver, tmp_path):
         assert cli.main(["solve", str(run), str(tmp_path / "p.txt"), "--out", str(tmp_path / out)]) == 0
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     names = set(safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors"))
-    assert {name for name in names if name.startswith("carry.")} == {"carry.init_h", "carry.init_l"}
+    assert {name for name in names if name.startswith("model_state.")} == {"model_state.init_h", "model_state.init_l"}
 
 
 @pytest.mark.parametrize("what", ["generate", "solve"])

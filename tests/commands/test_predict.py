@@ -50,16 +50,16 @@ def run(tmp_path_factory, film):
     facts = multimodal.facts(data)
     c = giblet.Config(**WIDTHS, **{name: facts[name] for name in (*giblet.SIZES, "audio")})
     params = initial(giblet.make_specs(c))
-    carry = jax.tree.map(lambda x: x + 0.3, initial(giblet.make_carry(c), 1))
+    model_state = jax.tree.map(lambda x: x + 0.3, initial(giblet.make_model_state(c), 1))
     config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": carry, "opt_state": ()}
+    state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": model_state, "opt_state": ()}
     folder = tmp_path_factory.mktemp("run")
     runs.save(folder, 1, state, run=config)
-    return folder, c, params, carry
+    return folder, c, params, model_state
 
 
 def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
-    workdir, c, params, carry = run
+    workdir, c, params, model_state = run
     out, r = tmp_path / "p.nii.gz", tmp_path / "r.nii"
     assert cli.main(["predict", str(workdir), str(film), "--out", str(out), "--correlation", str(r), "--batch", "8"]) == 0
     image = nibabel.load(out)
@@ -75,7 +75,7 @@ def test_volumes_are_the_models_in_the_films_order(film, run, tmp_path):
     _, batch = next(loader)
     loader.close()
     inputs = {name: jnp.asarray(batch[name][0]) for name in giblet.MODALITIES}
-    expected = np.asarray(giblet.forward(c, params, carry, inputs, stored_params.one_device().shard)[0].fmri)
+    expected = np.asarray(giblet.forward(c, params, model_state, inputs, stored_params.one_device().shard)[0].fmri)
     order = batch["volume"][0]
     np.testing.assert_allclose(got[order], expected, atol=1e-4, rtol=1e-4)
     assert np.ptp(got, axis=0).max() > 0

@@ -284,7 +284,7 @@ def solver(folder: pathlib.Path) -> None:
 
     model = dict(n_cells=16, vocab=6, n_puzzles=1, n_difficulties=1, embed=16, heads=2, depth=1, inner_multiple=16)
     model |= dict(puzzle_tokens=1, puzzle_embed=16, cycles_high=1, cycles_low=1, halt_steps=2, dtype="float32")
-    _run(folder, trm, model, {}, trm.make_specs, carry={name: np.ones(16, "f4") for name in ("init_h", "init_l")})
+    _run(folder, trm, model, {}, trm.make_specs, model_state={name: np.ones(16, "f4") for name in ("init_h", "init_l")})
 
 
 def masked_film(folder: pathlib.Path) -> None:
@@ -312,9 +312,9 @@ def brains(folder: pathlib.Path) -> None:
     widths |= dict(head_width=4, decoder_widths=(4, 4, 4, 4), decode_video_widths=(4, 4), decode_audio_widths=(4, 4))
     model = {**widths, "decode_text_widths": (4, 4), "dtype": "float32"}
     model |= {name: facts[name] for name in (*giblet.SIZES, "audio")}
-    carry = giblet.make_carry(giblet.Config(**model))
-    leaves = zip(specs.paths(carry), jax.tree.leaves(carry, is_leaf=specs.is_spec), strict=True)
-    _run(folder, giblet, model, {}, giblet.make_specs, carry={path: np.ones(spec.shape, "f4") for path, spec in leaves})
+    model_state = giblet.make_model_state(giblet.Config(**model))
+    leaves = zip(specs.paths(model_state), jax.tree.leaves(model_state, is_leaf=specs.is_spec), strict=True)
+    _run(folder, giblet, model, {}, giblet.make_specs, model_state={path: np.ones(spec.shape, "f4") for path, spec in leaves})
 
 
 def puzzles(folder: pathlib.Path) -> None:
@@ -396,7 +396,13 @@ def _vit():
 
 
 def _run(
-    folder: pathlib.Path, workload, model: dict, data: dict, table_of, adapters: dict | None = None, carry: dict | None = None
+    folder: pathlib.Path,
+    workload,
+    model: dict,
+    data: dict,
+    table_of,
+    adapters: dict | None = None,
+    model_state: dict | None = None,
 ) -> None:
     """A workdir whose only step holds weights."""
     import dataclasses
@@ -414,8 +420,8 @@ def _run(
     found = {path: np.full(spec.shape, 0.1, np.float32) for path, spec in leaves}
     for path, x in {**found, **_flat(adapters or {})}.items():
         arrays[f"params/{path}"] = _stored(Stored, x, ("params", *path.split("/")))
-    for name, x in (carry or {}).items():
-        arrays[f"carry/{name}"] = _stored(Stored, x, ("carry", *name.split("/")))
+    for name, x in (model_state or {}).items():
+        arrays[f"model_state/{name}"] = _stored(Stored, x, ("model_state", *name.split("/")))
     config = {
         "workload": workload.__package__, "model": dataclasses.asdict(c), "data": data, "train": {"steps": 10}, "seed": 0,
         "warm_start": {"source": ""}, "lora": {"rank": 2 if adapters else 0, "alpha": 4.0},

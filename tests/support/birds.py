@@ -35,7 +35,7 @@ def make_run(folder, **model):
         )
     )
     params = initial(bird.make_specs(config.model))
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
+    state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
     return folder / "run"
 

@@ -49,7 +49,7 @@ def state(seed: int, step: int) -> dict[str, Any]:
     return {
         "step": count,
         "params": p,
-        "carry": (),
+        "model_state": (),
         "opt_state": ({"count": count, "mu": moments(0.1), "nu": moments(0.01)}, ()),
         "ema": params(seed + 1000),
     }

@@ -16,7 +16,7 @@ TASK = Task(
             "head": {"w": Spec((8, 5), ("embed", "vocab"), specs.fan_in(8), "bfloat16")},
         },
         frozen={"base": Spec((4, 8), (None, "embed"), specs.ones, "bfloat16")},
-        carry={"latent": Spec((16, 8), ("batch", "embed"), specs.zeros), "count": Spec((), (), specs.zeros, "int32")},
+        model_state={"latent": Spec((16, 8), ("batch", "embed"), specs.zeros), "count": Spec((), (), specs.zeros, "int32")},
     ),
     loss=lambda variables, batch, key: LossOut(None, {}),
     evaluate=lambda variables, batch: {},

@@ -32,10 +32,10 @@ def shown(config, position=1):
     loader.close()
     of = workload.of(config.workload)
     task = of.get("make_task")(config, one_device.shard, ROWS)
-    carry = jax.device_get(initial(task.specs.carry))
-    found = list(of.get("examples")(config, carry, batch, position))
+    model_state = jax.device_get(initial(task.specs.model_state))
+    found = list(of.get("examples")(config, model_state, batch, position))
     assert len(found) == ROWS
-    return batch, found, carry
+    return batch, found, model_state
 
 
 @pytest.fixture(autouse=True)
@@ -61,13 +61,13 @@ def test_the_sound_of_a_recording_is_the_crop_that_its_spectrogram_shows(here):
 
 def test_a_board_is_drawn_and_a_slot_that_continues_has_no_id_of_the_batch(here):
     (here / "trm.py").write_text(small_runs.TRM.replace("tests.support.proxy_loader", "loaders.sudoku.sudoku"))
-    batch, found, carry = shown(config_lib.load("trm.py"))
+    batch, found, model_state = shown(config_lib.load("trm.py"))
     assert all(x.id == "" for x in found), "a new slot takes the batch's row"
     picture = np.asarray(found[0].pictures["puzzle and solution"])
     assert picture.ndim == 2 and 0 <= picture.min() and picture.max() <= 1 and picture.std() > 0.1
     task_examples = workload.of("jaxtrain.workloads.trm").get("examples")
-    carry = {**carry, "halted": np.arange(ROWS) != 3}
-    ids = [x.id for x in task_examples(config_lib.load("trm.py"), carry, batch, 1)]
+    model_state = {**model_state, "halted": np.arange(ROWS) != 3}
+    ids = [x.id for x in task_examples(config_lib.load("trm.py"), model_state, batch, 1)]
     assert ids == ["", "", "", "row:3", "", "", "", ""]
 
 

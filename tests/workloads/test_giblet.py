@@ -138,15 +138,15 @@ def test_evaluation_equals_the_originals(head):
     c = tiny(head)
     task = task_of(c)
     variables, batch = golden_variables(task, head), batch_of("eval")
-    moved = from_original(task.specs.carry, RESULTS, "first_frame", "first_frame.after_train2.")
-    run = jax.jit(lambda v, b: giblet.forward(c, v.params, v.carry, b, same))
-    for when, carry in (("eval_after_train2", moved), ("eval", variables.carry)):
-        out, kept = run(variables._replace(carry=carry), batch)
+    moved = from_original(task.specs.model_state, RESULTS, "first_frame", "first_frame.after_train2.")
+    run = jax.jit(lambda v, b: giblet.forward(c, v.params, v.model_state, b, same))
+    for when, model_state in (("eval_after_train2", moved), ("eval", variables.model_state)):
+        out, kept = run(variables._replace(model_state=model_state), batch)
         for ours, theirs in OUTPUTS.items():
             close(getattr(out, ours), RESULTS[f"{head}.{when}.{theirs}"], 1e-5, what=ours)
         codes = RESULTS[f"{head}.{when}.audio_recon"]
         np.testing.assert_array_equal(out.audio.reshape(codes.shape), codes)
-        assert jax.tree.all(jax.tree.map(np.array_equal, kept, carry)), "an evaluation leaves the statistics alone"
+        assert jax.tree.all(jax.tree.map(np.array_equal, kept, model_state)), "an evaluation leaves the statistics alone"
     found, prefix = jax.jit(task.evaluate)(variables, batch), f"{head}.eval"
     for name in (*giblet.MODALITIES, "fmri", "total"):
         np.testing.assert_allclose(value(found, f"{name}_loss"), RESULTS[f"{prefix}.loss.{name}_loss"], rtol=5e-5)
@@ -172,7 +172,7 @@ def test_training_equals_the_originals_and_statistics_move_once(head, remat):
             out = task.loss(variables._replace(params=params), batch, jax.random.key(0))
             return out.loss.total / out.loss.weight, out
 
-        outputs, _ = giblet.forward(c, variables.params, variables.carry, batch, same, draws(batch))
+        outputs, _ = giblet.forward(c, variables.params, variables.model_state, batch, same, draws(batch))
         each = giblet_loss.errors(replace(c, normalised=True), outputs, giblet_loss.targets(c, batch, same), batch["weight"])
         return *jax.grad(total, has_aux=True)(variables.params), outputs, jax.tree.map(jnp.mean, each)
 
@@ -189,12 +189,12 @@ def test_training_equals_the_originals_and_statistics_move_once(head, remat):
                 np.testing.assert_allclose(normalised[f"{name}_raw"], RESULTS[f"{prefix}.{name}_loss"], rtol=5e-5)
             np.testing.assert_allclose(normalised[name], RESULTS[f"{prefix}.loss_over_std.{name}_loss"], rtol=5e-5)
         np.testing.assert_allclose(value(loss.metrics, "fmri_r"), RESULTS[f"{prefix}.fmri_correlation"].mean(), atol=2e-5)
-        expected = from_original(task.specs.carry, RESULTS, "first_frame", f"first_frame.after_train{i}.")
-        for path, x, y in zip(specs_lib.paths(expected), *map(jax.tree.leaves, (loss.carry, expected)), strict=True):
+        expected = from_original(task.specs.model_state, RESULTS, "first_frame", f"first_frame.after_train{i}.")
+        for path, x, y in zip(specs_lib.paths(expected), *map(jax.tree.leaves, (loss.model_state, expected)), strict=True):
             close(x, y, 2e-5, what=path)
         if i == 1:
             check_grads(task, head, f"{prefix}.grad.", grads)
-        variables = variables._replace(carry=loss.carry)
+        variables = variables._replace(model_state=loss.model_state)
 
 
 def check_grads(task, head, prefix, grads):
@@ -312,8 +312,8 @@ def trained(mesh, accumulate=1, model=SMALL):
 def test_with_accumulation_statistics_are_of_the_same_rows_on_every_mesh(mesh):
     parts, whole = trained(mesh, 2), trained((1, 1, 1))
     assert_alike(trained((1, 1, 1), 2), parts)
-    mean = parts[0][0][0].variables.carry["encoder"]["video"]["0"]["mean"]
-    assert not np.allclose(mean, whole[0][0][0].variables.carry["encoder"]["video"]["0"]["mean"], rtol=1e-3)
+    mean = parts[0][0][0].variables.model_state["encoder"]["video"]["0"]["mean"]
+    assert not np.allclose(mean, whole[0][0][0].variables.model_state["encoder"]["video"]["0"]["mean"], rtol=1e-3)
 
 
 def test_statistics_of_groups_are_those_of_as_many_devices():
@@ -321,16 +321,16 @@ def test_statistics_of_groups_are_those_of_as_many_devices():
     of their running values."""
     c = replace(SMALL, dropout=0.0)
     table = giblet_loss.make_task(config_lib.Config(model=c), same, ROWS).specs
-    params, carry = (initial(t) for t in (table.params, table.carry))
+    params, model_state = (initial(t) for t in (table.params, table.model_state))
     batch = {name: jnp.asarray(x) for name, x in random_batch(c, 0).items()} | {"row": jnp.arange(ROWS, dtype=jnp.int32)}
-    step = jax.jit(lambda b, d: giblet.forward(c, params, carry, b, same, d))
+    step = jax.jit(lambda b, d: giblet.forward(c, params, model_state, b, same, d))
     both, running = step(batch, draws(batch, groups=2))
     halves = [{name: x[i * 8 : i * 8 + 8] for name, x in batch.items()} for i in range(2)]
     alone = [step(half, draws({"row": jnp.arange(8)})) for half in halves]
     for i, (out, _) in enumerate(alone):
         for x, y in zip(both, out, strict=True):
             np.testing.assert_allclose(x[i * 8 : i * 8 + 8], y, rtol=1e-4, atol=1e-4)
-    expected = jax.tree.map(lambda *x: sum(x) / 2, *(carry for _, carry in alone))
+    expected = jax.tree.map(lambda *x: sum(x) / 2, *(model_state for _, model_state in alone))
     for x, y in zip(jax.tree.leaves(running), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

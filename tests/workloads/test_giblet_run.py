@@ -33,13 +33,15 @@ def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
     assert export.main([str(workdir), "--out", str(exported)]) == 0
     arrays = safetensors.numpy.load_file(exported / "model.safetensors")
     state = stored.open_step(stored.find_step(workdir, None))
-    carry = [path for path in state if path.startswith("carry/")]
-    assert carry and all((arrays[path.replace("/", ".")] == state[path].read(())).all() for path in carry)
+    model_state = [path for path in state if path.startswith("model_state/")]
+    assert model_state and all((arrays[path.replace("/", ".")] == state[path].read(())).all() for path in model_state)
     warm = (f"--config.warm_start.source={exported}", "--config.workdir=runs/warm", "--config.train.steps=1")
     assert "warm start from" in processes.run(folder, "giblet.py", *warm, "--config.train.eval_every=1")
     assert export.main(["--reverse", str(exported), "--out", str(folder / "back")]) == 0
     back = stored.open_step(stored.find_step(folder / "back", None))
-    assert all((back[path].read(()) == state[path].read(())).all() for path in state if path.startswith(("carry/", "params/")))
+    assert all(
+        (back[path].read(()) == state[path].read(())).all() for path in state if path.startswith(("model_state/", "params/"))
+    )
     again = processes.run(folder, "giblet.py")
     assert "ended at step 8" in again and sorted(processes.records(workdir, "test")) == [2, 4, 6, 8]
 

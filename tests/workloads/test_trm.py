@@ -89,15 +89,15 @@ class Golden:
         self.loss = jax.jit(self.task.loss)
         self.refine = jax.jit(self._refine)
 
-    def _total(self, params, carry, batch):
-        out = self.task.loss(Variables(params, carry=carry), batch, jax.random.key(0))
+    def _total(self, params, model_state, batch):
+        out = self.task.loss(Variables(params, model_state=model_state), batch, jax.random.key(0))
         return out.loss.total / self.batch, out
 
-    def _refine(self, params, carry, batch):
-        rows = trm_loss.begin(carry, batch)
+    def _refine(self, params, model_state, batch):
+        rows = trm_loss.begin(model_state, batch)
         return trm.refine(self.config, params, rows, self.config.cycles, one_device())[2:]
 
-    def carry(self, g, prefix):
+    def model_state(self, g, prefix):
         current = {f: g[f"{prefix}.current.{o}"] for f, o in FIELDS.items()}
         state = {"z_h": g[f"{prefix}.z_H"], "z_l": g[f"{prefix}.z_L"]}
         fixed = {"init_h": self.weights["H_init"], "init_l": self.weights["L_init"], "step": np.int32(0)}
@@ -118,13 +118,13 @@ def golden(request):
     return request.param, Golden(request.param)
 
 
-def check_step(model, g, i, carry, out):
+def check_step(model, g, i, model_state, out):
     prefix, out = f"step{i}.carry", jax.device_get(out)
     for ours, theirs in {"z_h": "z_H", "z_l": "z_L"}.items():
-        np.testing.assert_allclose(out.carry[ours], g[f"{prefix}.{theirs}"], rtol=0, atol=1e-3)
+        np.testing.assert_allclose(out.model_state[ours], g[f"{prefix}.{theirs}"], rtol=0, atol=1e-3)
     for ours, theirs in {**FIELDS, "steps": "steps", "halted": "halted"}.items():
         theirs = f"{prefix}.{'current.' if ours in FIELDS else ''}{theirs}"
-        np.testing.assert_array_equal(out.carry[ours], g[theirs], err_msg=theirs)
+        np.testing.assert_array_equal(out.model_state[ours], g[theirs], err_msg=theirs)
     np.testing.assert_allclose(out.loss.total, g[f"step{i}.loss"], rtol=1e-5, atol=5e-4)
     for name in ("lm_loss", "q_halt_loss"):
         np.testing.assert_allclose(out.metrics[name].total, g[f"step{i}.metrics.{name}"], rtol=1e-5, atol=5e-4)
@@ -136,10 +136,10 @@ def check_step(model, g, i, carry, out):
     assert out.loss.weight == model.batch
 
 
-def check_outputs(model, g, i, params, carry):
-    """logits, guesses and q of the step that starts with this carry."""
+def check_outputs(model, g, i, params, model_state):
+    """logits, guesses and q of the step that starts with this model state."""
     newest = max(j for j in range(1, i + 1) if f"step{j}.batch.inputs" in g)
-    logits, q = jax.device_get(model.refine(params, carry, batch_of(g, newest)))
+    logits, q = jax.device_get(model.refine(params, model_state, batch_of(g, newest)))
     np.testing.assert_allclose(logits, g[f"step{i}.out.logits"], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(logits.argmax(-1), g[f"step{i}.out.preds"])
     np.testing.assert_allclose(q[:, 0], g[f"step{i}.out.q_halt_logits"], rtol=0, atol=1e-3)
@@ -151,19 +151,19 @@ def test_training_steps_equal_the_originals(golden, kind):
     variant, model = golden
     g = load(f"{variant}_{kind}")
     params = {**model.params, "b_q": g.get("q_head.bias", model.params["b_q"])}
-    carry, steps = model.carry(g, "initial"), sum(name.endswith(".loss") for name in g)
+    model_state, steps = model.model_state(g, "initial"), sum(name.endswith(".loss") for name in g)
     assert steps
     for i in range(1, steps + 1):
-        check_outputs(model, g, i, params, carry)
-        out = model.loss(Variables(params, carry=carry), batch_of(g, i), jax.random.key(0))
-        check_step(model, g, i, carry, out)
-        carry = out.carry
+        check_outputs(model, g, i, params, model_state)
+        out = model.loss(Variables(params, model_state=model_state), batch_of(g, i), jax.random.key(0))
+        check_step(model, g, i, model_state, out)
+        model_state = out.model_state
 
 
 def test_gradients_and_the_tables_step_equal_the_originals(golden):
     variant, model = golden
     g, first = load(f"{variant}_grads"), load(f"{variant}_train")
-    grads, out = jax.device_get(model.grad(model.params, model.carry(first, "initial"), batch_of(first, 1)))
+    grads, out = jax.device_get(model.grad(model.params, model.model_state(first, "initial"), batch_of(first, 1)))
     table = grads["puzzle"].pop("w_rows")
     expected = {**from_original(model.config, g, "grad."), "puzzle": {}}
     for path, x, y in zip(specs_lib.paths(expected), jax.tree.leaves(expected), jax.tree.leaves(grads), strict=True):
@@ -192,12 +192,12 @@ def test_an_evaluation_takes_every_step_and_equals_the_original(golden):
     variant, model = golden
     g = load(f"{variant}_eval")
     params = {**model.params, "b_q": g["q_head.bias"]}
-    carry, last = model.carry(g, "initial"), GOLDEN[variant]["halt_max_steps"]
+    model_state, last = model.model_state(g, "initial"), GOLDEN[variant]["halt_max_steps"]
     for i in range(1, last + 1):
-        check_outputs(model, g, i, params, carry)
-        carry = {**model.carry(g, f"step{i}.carry"), "halted": g[f"step{i}.carry.halted"]}
+        check_outputs(model, g, i, params, model_state)
+        model_state = {**model.model_state(g, f"step{i}.carry"), "halted": g[f"step{i}.carry.halted"]}
     batch = {**batch_of(g, 1), "difficulty": np.zeros(model.batch, "i4")}
-    found = jax.device_get(jax.jit(model.task.evaluate)(Variables(params, carry=model.carry(g, "initial")), batch))
+    found = jax.device_get(jax.jit(model.task.evaluate)(Variables(params, model_state=model.model_state(g, "initial")), batch))
     count = g[f"step{last}.metrics.count"]
     for name in ("exact_accuracy", "q_halt_accuracy"):
         assert (found[name].total, found[name].weight) == (g[f"step{last}.metrics.{name}"], count)
@@ -305,17 +305,17 @@ def test_slots_take_new_rows_only_when_they_are_done(alone):
     held = {name: np.zeros((WIDE, 16)) for name in ("inputs", "labels")}
     kinds = set()
     for seed, (state, metrics) in enumerate(alone[0]):
-        carry, batch = state.variables.carry, random_batch(seed)
+        model_state, batch = state.variables.model_state, random_batch(seed)
         held = {name: np.where(halted[:, None], batch[name], held[name]) for name in held}
         steps = np.where(halted, 0, steps) + 1
         for name in held:
-            np.testing.assert_array_equal(carry[name], held[name])
-        np.testing.assert_array_equal(carry["steps"], steps)
-        assert carry["halted"][steps >= 3].all()
-        assert metrics["halted"].total == carry["halted"].sum()
-        halted = carry["halted"]
+            np.testing.assert_array_equal(model_state[name], held[name])
+        np.testing.assert_array_equal(model_state["steps"], steps)
+        assert model_state["halted"][steps >= 3].all()
+        assert metrics["halted"].total == model_state["halted"].sum()
+        halted = model_state["halted"]
         kinds |= set(zip(steps.tolist(), halted.tolist(), strict=True))
-        assert carry["step"] == seed + 1
+        assert model_state["step"] == seed + 1
     assert kinds >= {(1, True), (1, False), (2, True), (2, False), (3, True)}, "all ways of going on were seen"
 
 

@@ -71,13 +71,17 @@ def test_gradients_reach_the_last_cycle_of_the_last_step_alone():
     batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
 
     def total(params):
-        out = task.loss(Variables(params, carry=variables.carry), batch, jax.random.key(0))
+        out = task.loss(Variables(params, model_state=variables.model_state), batch, jax.random.key(0))
         return out.loss.total, out
 
     (value, out), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
-    assert out.metrics["steps"].total == 3 * out.metrics["steps"].weight and set(out.carry) == {"init_h", "init_l", "step"}
+    assert out.metrics["steps"].total == 3 * out.metrics["steps"].weight and set(out.model_state) == {
+        "init_h",
+        "init_l",
+        "step",
+    }
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables.params)
-    begin = [np.asarray(variables.carry[f"init_{k}"], np.float64) for k in "hl"]
+    begin = [np.asarray(variables.model_state[f"init_{k}"], np.float64) for k in "hl"]
     z = tuple(np.broadcast_to(x, (32, c.n_tokens, c.embed)) for x in begin)
     for _ in range(3 * c.cycles_high - 1):
         z = cycle(c, p, batch, z)
@@ -122,7 +126,7 @@ def test_operations_are_those_that_xla_counts(options):
     batch = {**random_batch(3), "row": np.arange(32, dtype=np.int32)}
 
     def total(params):
-        return task.loss(Variables(params, carry=variables.carry), batch, jax.random.key(0)).loss.total
+        return task.loss(Variables(params, model_state=variables.model_state), batch, jax.random.key(0)).loss.total
 
     counted = jax.jit(jax.grad(total)).lower(variables.params).compile().cost_analysis()["flops"]
     assert counted == pytest.approx(task.flops, rel=0.08)

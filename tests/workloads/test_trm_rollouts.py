@@ -57,7 +57,7 @@ def test_each_rollout_is_the_recursion_with_its_noise(variables, whole):
     """Step by step, without a loop on the device: noise of the given size in both states, none in
     the first rollout."""
     batch = {name: random_batch(0)[name] for name in ("inputs", "puzzle")}
-    z = start(TINY, variables.carry, WIDE, stored_params.one_device().shard)
+    z = start(TINY, variables.model_state, WIDE, stored_params.one_device().shard)
     step = jax.jit(lambda z: refine(TINY, variables.params, {**batch, **z}, TINY.cycles, stored_params.one_device().shard))
     boards, sure = [], []
     for _ in range(6):

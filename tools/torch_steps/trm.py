@@ -96,14 +96,14 @@ class Recursive(torch.nn.Module):
         return (lm + 0.5 * bce) / n, z_h.detach(), z_l.detach(), q.detach()[:, 0]
 
 
-def make_theirs(c: trm.Config, params: PyTree, carry: PyTree, batch: Batch, *, compiled: bool) -> steps.Step:
+def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool) -> steps.Step:
     model = Recursive(c, params)
     if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
         model.net = torch.compile(model.net)  # type: ignore[method-assign]
     trained = list(model.parameters())
     m, v, ema = ([f(p.detach()) for p in trained] for f in (torch.zeros_like, torch.zeros_like, torch.clone))
     n, dtype = len(batch["weight"]), getattr(torch, c.dtype)
-    first = {name: torch.from_numpy(np.array(carry[f"init_{name[-1]}"])).to(dtype) for name in ("z_h", "z_l")}
+    first = {name: torch.from_numpy(np.array(model_state[f"init_{name[-1]}"])).to(dtype) for name in ("z_h", "z_l")}
     rows = {name: torch.from_numpy(batch[name]).long() for name in ("inputs", "labels")}
     slots = {
         **{name: torch.zeros(n, c.n_tokens, c.embed, dtype=dtype) for name in first},
@@ -152,10 +152,10 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     )
     batch = make_batch(size["cells"], size["batch"])
     ours = Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)
-    params, carry = ours.params(), ours.carry()
+    params, model_state = ours.params(), ours.model_state()
 
     def make(compiled: bool) -> steps.Step:
-        return make_theirs(c, params, carry, batch, compiled=compiled)
+        return make_theirs(c, params, model_state, batch, compiled=compiled)
 
     # Weights that are one rounding off give losses 2e-4 apart in the third step and 1.2e-2 in the
     # sixth: AdamATan2's first updates are the signs of gradients, also of those that are rounding.

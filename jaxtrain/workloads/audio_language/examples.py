@@ -10,7 +10,7 @@ from loaders.chat import chat_samples, chatml
 from loaders.chat import codec as codec_lib
 
 
-def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Decode the conversation of each row."""
     tools = chat_samples.tools_of(config.data, config.data.manifest)
     voice = chat_samples.open_codec(config.data) if config.data.codec else None

@@ -13,7 +13,7 @@ from loaders import base
 from loaders.audio import spectrogram
 
 
-def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Draw the first view of each row. The sound of the same place is read again."""
     c, n = config.model, len(batch["index"])
     made = views.with_spectrograms(c, batch, one_device.shard)["spectrogram"]

@@ -95,9 +95,9 @@ def make_specs(c: Config) -> PyTree:
     return {**table, "probe": classes.probe_specs(c)} if c.n_classes else table
 
 
-def make_carry(c: Config, table: PyTree) -> PyTree:
+def make_model_state(c: Config, table: PyTree) -> PyTree:
     """Return a table for each objective with a state, or ()."""
-    return {name: objective.carry(table) for name, objective in c.on.items() if objective.carry} or ()
+    return {name: objective.model_state(table) for name, objective in c.on.items() if objective.model_state} or ()
 
 
 def forward_flops(c: Config) -> int:
@@ -128,7 +128,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     announce_microbatches(c, batch, config.train.accumulate)
     model, table = Model(c, shard, config.seed, config.train.steps), make_specs(c)
     return Task(
-        specs=Variables(table, carry=make_carry(c, table)),
+        specs=Variables(table, model_state=make_model_state(c, table)),
         loss=functools.partial(loss, model),
         evaluate=functools.partial(evaluate, model),
         axes=batch_axes(c),
@@ -244,26 +244,26 @@ def inputs(
     encoded = vit.encode(c, encoder, x_rfw, model.shard, visible_bvn=visible_rvn, keep_l2b=keep)
     weight_b = batch["weight"]
     return Inputs(
-        c=c, shard=model.shard, params=(), carry=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
+        c=c, shard=model.shard, params=(), model_state=(), key=key, batch=batch, x_rfw=x_rfw, weight_b=weight_b,
         weight_r=views.repeated(c, weight_b) / c.n_views, labels=labels,
         features=Features(encoded, views.pooled(c, encoder, encoded)), masks=masks, share_bv=share_bv,
     )  # fmt: skip
 
 
 def of_objective(shared: Inputs, variables: Variables, name: str) -> Inputs:
-    carry = variables.carry[name] if name in variables.carry else ()
-    return shared._replace(params=variables.params["objective"][name], carry=carry)
+    model_state = variables.model_state[name] if name in variables.model_state else ()
+    return shared._replace(params=variables.params["objective"][name], model_state=model_state)
 
 
-def advance(model: Model, params: PyTree, carry: PyTree, step: Array) -> PyTree:
-    """Return the carry after a step, by the new parameters."""
+def advance(model: Model, params: PyTree, model_state: PyTree, step: Array) -> PyTree:
+    """Return the model state after a step, by the new parameters."""
     c = model.c
     moved = {
-        name: objective.advance(c.section(name), params, carry[name], step, model.steps)
+        name: objective.advance(c.section(name), params, model_state[name], step, model.steps)
         for name, objective in c.on.items()
         if objective.advance
     }
-    return {**carry, **moved} if moved else carry
+    return {**model_state, **moved} if moved else model_state
 
 
 def pictures(model: Model, batch: Batch) -> dict[str, Array]:

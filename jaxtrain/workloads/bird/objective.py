@@ -2,8 +2,8 @@
 
 A file of `jaxtrain.workloads.bird.objectives` defines ``OBJECTIVE``. The file's name, say "mae", is
 the name of everything that belongs to it: its section of the config (model.mae.weight), its
-parameters (objective/mae/…), its carry (mae/…) and its metric (mae_loss). It is part of the loss if
-its weight is above 0.
+parameters (objective/mae/…), its model state (mae/…) and its metric (mae_loss). It is part of the
+loss if its weight is above 0.
 
 Shapes: B rows, V views of a row, R = B V spectrograms, F frames, W mels, D embed, H hidden values,
 N patches.
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     c: Settings
     shard: Shard
     params: PyTree  # the objective's own parameters
-    carry: PyTree  # its own carry; () = none
+    model_state: PyTree  # its own model state; () = none
     key: Key | None  # of the step; None in an evaluation, which draws nothing new
     batch: Batch  # the fields of B rows
     x_rfw: Array  # float32 [R, F, W]: augmented in training
@@ -81,8 +81,10 @@ class Objective(NamedTuple):
     problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = lambda c, section: iter(())  # (field of the section, text)
     # (field, text)
     data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = lambda c, section, facts: iter(())
-    carry: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
-    advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = None  # (…, new params, carry, step, steps) -> carry
+    model_state: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
+    advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = (
+        None  # (…, new params, model state, step, steps) -> model state
+    )
     progress: Callable[[Any, Inputs], dict[str, Array]] | None = None  # pictures at an evaluation
     batch_statistic: Callable[[Any], str] = lambda section: ""  # name of a statistic of the global batch; "" = none
 

@@ -24,7 +24,7 @@ from jaxtrain.workloads.giblet.model import (
     Outputs,
     entry,
     forward,
-    make_carry,
+    make_model_state,
     make_specs,
     n_weights,
 )
@@ -51,7 +51,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
         raise ConfigError([("model.groups", f"{text} of 2 rows or more, which batch norm needs")])
     model = Model(c, shard, batch)
     return Task(
-        specs=Variables(make_specs(c), carry=make_carry(c)),
+        specs=Variables(make_specs(c), model_state=make_model_state(c)),
         loss=functools.partial(loss, model),
         evaluate=functools.partial(evaluate, model),
         axes={
@@ -74,7 +74,7 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
         return forward(c, params, running, inputs, shard, draws)
 
     inputs = {name: batch[name] for name in MODALITIES}
-    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.carry, inputs)
+    out, running = (jax.checkpoint(run) if c.remat == "full" else run)(variables.params, variables.model_state, inputs)
     target, weight_b = targets(c, batch, shard), batch["weight"]
     each = errors(c, out, target, weight_b)
     each["fmri_r"] = voxels.pearson(jax.lax.stop_gradient(out.fmri), target["fmri"])
@@ -85,13 +85,13 @@ def loss(model: Model, variables: Variables, batch: Batch, key: Key) -> LossOut:
 
 def predict(model: Model, variables: Variables, batch: Batch) -> Outputs:
     """Reconstructions and fMRI [B, V] of the loader's ``video``, ``audio``, ``text``."""
-    return forward(model.c, variables.params, variables.carry, batch, model.shard)[0]
+    return forward(model.c, variables.params, variables.model_state, batch, model.shard)[0]
 
 
 def evaluate(model: Model, variables: Variables, batch: Batch) -> dict[str, Mean]:
     """Losses and correlations of rows, also of shuffled pairs, and voxels' sums for `finish`."""
     c, shard = model.c, model.shard
-    out, _ = forward(c, variables.params, variables.carry, batch, shard)
+    out, _ = forward(c, variables.params, variables.model_state, batch, shard)
     target, weight_b = targets(c, batch, shard), batch["weight"]
     each = errors(c, out, target, weight_b)
     y_bv, t_bv = out.fmri, target["fmri"]
@@ -117,7 +117,7 @@ def _last_frames(c: Config, video_bi: Array) -> Array:
     return entry(video_bi[:, -c.frame_size :]).reshape(-1, c.height, c.width, CHANNELS).mean(-1)[:, ::-1]
 
 
-def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Draw the last frame of each row's window, and say whose volume it is."""
     frames = np.asarray(_last_frames(config.model, batch["video"]))
     volumes = batch["volume"].tolist()
@@ -126,7 +126,7 @@ def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -
 
 def progress(model: Model, variables: Variables, batch: Batch) -> dict[str, Array]:
     """Pictures of rows: voxels by measured (right) and predicted (up) value, within ±3."""
-    out, _ = forward(model.c, variables.params, variables.carry, batch, model.shard)
+    out, _ = forward(model.c, variables.params, variables.model_state, batch, model.shard)
     return {"fmri": voxels.density(batch["fmri"][:4].astype(jnp.float32), out.fmri[:4])}
 
 

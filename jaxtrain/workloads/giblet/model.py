@@ -41,7 +41,7 @@ MODALITIES = ("video", "audio", "text")
 EPS = 1e-5  # of the norms
 MOMENTUM = 0.1  # of the running statistics
 METRICS = ("fmri_r", "fmri_r_null", "voxel_r", "voxel_r_null", "total_loss")  # that the card of an export has
-EXPORT = Export(carry=".", hub=lambda *_: Hub(metrics=METRICS))  # an evaluation needs the running statistics
+EXPORT = Export(model_state=".", hub=lambda *_: Hub(metrics=METRICS))  # an evaluation needs the running statistics
 LARGEST_CODE = 1023.0
 CHANNELS = 3  # of a frame
 
@@ -227,7 +227,7 @@ def make_specs(c: Config) -> PyTree:
     }
 
 
-def make_carry(c: Config) -> PyTree:
+def make_model_state(c: Config) -> PyTree:
     """Return the running statistics of every norm, float32."""
 
     def norm(layer: Layer) -> dict[str, Spec]:

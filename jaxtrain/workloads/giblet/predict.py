@@ -55,7 +55,7 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
         raise DataError(f"{folder} does not fit {source.path}: {problems[0][0]} {problems[0][1]}")
     layout = stored_params.one_device()
     params = stored_params.read(source, giblet.make_specs(c), layout, ema=ema)
-    running = stored_params.read(source, giblet.make_carry(c), layout, carry=True)
+    running = stored_params.read(source, giblet.make_model_state(c), layout, model_state=True)
     return Predictor(c, params, running, layout, data, source.name(ema=ema))
 
 

@@ -52,7 +52,7 @@ def make_codec(tokenizer: str | None, symbols: str | None, vocab: int | None, en
     return Codec(lambda text: _not_empty(list(text.encode()), text), decode)
 
 
-def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Decode the documents of each row, or write their tokens if the data name no tokenizer."""
     c = config.model
     try:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtrain.config import Config as RunConfig
 from jaxtrain.types import Array, Batch, Example, Key, LossOut, Mean, PyTree, Shard, Task, Variables
 from jaxtrain.workloads.trm import boards, rollouts
-from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_carry, make_specs, refine, start, train_flops
+from jaxtrain.workloads.trm.model import IGNORED, Config, Cycles, make_model_state, make_specs, refine, start, train_flops
 
 TABLE = "puzzle/w_rows"  # the parameter whose rows that it read the loss reports
 OF_DEPTH = 2**31 - 1  # folded into a step's key for `depth`: rows fold in their own places, which are smaller
@@ -33,25 +33,25 @@ LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 
 
-def begin(carry: PyTree, batch: Batch) -> PyTree:
+def begin(model_state: PyTree, batch: Batch) -> PyTree:
     """Return the slots of a step. A slot whose row is done starts again on the batch's row."""
-    done_b = carry["halted"]
+    done_b = model_state["halted"]
 
     def pick(new: Array, old: Array) -> Array:
         return jnp.where(done_b.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
 
     return {
-        **carry,
-        "z_h": pick(jnp.broadcast_to(carry["init_h"], carry["z_h"].shape), carry["z_h"]),
-        "z_l": pick(jnp.broadcast_to(carry["init_l"], carry["z_l"].shape), carry["z_l"]),
-        "steps": pick(jnp.zeros_like(carry["steps"]), carry["steps"]),
-        **{name: pick(batch[name], carry[name]) for name in ("inputs", "labels", "puzzle")},
+        **model_state,
+        "z_h": pick(jnp.broadcast_to(model_state["init_h"], model_state["z_h"].shape), model_state["z_h"]),
+        "z_l": pick(jnp.broadcast_to(model_state["init_l"], model_state["z_l"].shape), model_state["z_l"]),
+        "steps": pick(jnp.zeros_like(model_state["steps"]), model_state["steps"]),
+        **{name: pick(batch[name], model_state[name]) for name in ("inputs", "labels", "puzzle")},
     }
 
 
-def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
+def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
-    slots = jax.device_get(begin(carry, batch))
+    slots = jax.device_get(begin(model_state, batch))
     no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
     drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
     return [
@@ -60,7 +60,7 @@ def examples(config: Any, carry: Any, batch: Mapping[str, Any], position: int) -
             text=f"supervision step {int(slots['steps'][k]) + 1}",
             pictures={"puzzle and solution": drawn[k]},
         )
-        for k, new in enumerate(np.asarray(carry["halted"]))
+        for k, new in enumerate(np.asarray(model_state["halted"]))
     ]
 
 
@@ -152,7 +152,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
     c = config.model
     model = Model(c, shard, config.train.steps)
     return Task(
-        specs=Variables(make_specs(c), carry=make_carry(c, batch)),
+        specs=Variables(make_specs(c), model_state=make_model_state(c, batch)),
         loss=functools.partial({"deep": loss, "last": last_loss}[c.contract], model),
         evaluate=functools.partial(evaluate, model),
         axes={
@@ -163,7 +163,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
             "weight": ("batch",),
         },
         flops=batch * train_flops(c, c.cycles),
-        advance=lambda params, carry, step: {**carry, "step": step + 1},
+        advance=lambda params, model_state, step: {**model_state, "step": step + 1},
         stage=functools.partial(curriculum, c),
         progress=functools.partial(progress, model),
         predict=functools.partial(predict, model),
@@ -173,27 +173,27 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
     """One supervision step of every slot. ``stage`` is of `curriculum`, None = the last."""
     c, cycles = model.c, stage or model.c.cycles
-    rows = begin(variables.carry, batch)
+    rows = begin(variables.model_state, batch)
     z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
     steps_b = rows["steps"] + 1
     least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])
     done_b = halt(c, steps_b, q_b2, least_b)
-    carry = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
+    model_state = jax.lax.stop_gradient({**rows, "z_h": z_h, "z_l": z_l, "steps": steps_b, "halted": done_b})
     each = scores(c, logits_bsv, q_b2, rows["labels"])
     if c.q_continue:
         # The value of another step: the better of that step's two values, but at the end only its
         # first.
-        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, carry, cycles, model.shard))
+        *_, next_b2 = jax.lax.stop_gradient(refine(c, variables.params, model_state, cycles, model.shard))
         value_b = jnp.where(steps_b >= c.halt_steps, next_b2[:, 0], next_b2.max(-1))
         each["q_continue_loss"] = binary_cross_entropy(q_b2[:, 1], jax.nn.sigmoid(value_b))
-    return loss_of(model, each, rows["puzzle"], steps_b, done_b, carry)
+    return loss_of(model, each, rows["puzzle"], steps_b, done_b, model_state)
 
 
 def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
     """Take supervision steps of each row from its beginning, with a loss after the last one."""
     c, cycles = model.c, stage or model.c.cycles
-    n_steps = depth(c, variables.carry["step"], key)
-    z = start(c, variables.carry, batch["inputs"].shape[0], model.shard)
+    n_steps = depth(c, variables.model_state["step"], key)
+    z = start(c, variables.model_state, batch["inputs"].shape[0], model.shard)
     params, rows = jax.lax.stop_gradient((variables.params, {"inputs": batch["inputs"], "puzzle": batch["puzzle"]}))
 
     def step(_: Array, z: dict[str, Array]) -> dict[str, Array]:
@@ -205,10 +205,12 @@ def last_loss(model: Model, variables: Variables, batch: Batch, key: Key, stage:
     *_, logits_bsv, q_b2 = refine(c, variables.params, {**rows, **z}, cycles, model.shard)
     each = scores(c, logits_bsv, q_b2, batch["labels"])
     steps_b = jnp.broadcast_to(n_steps, q_b2.shape[:1])
-    return loss_of(model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.carry)
+    return loss_of(model, each, batch["puzzle"], steps_b, jnp.ones_like(steps_b, bool), variables.model_state)
 
 
-def loss_of(model: Model, each: dict[str, Array], puzzle_b: Array, steps_b: Array, done_b: Array, carry: PyTree) -> LossOut:
+def loss_of(
+    model: Model, each: dict[str, Array], puzzle_b: Array, steps_b: Array, done_b: Array, model_state: PyTree
+) -> LossOut:
     """Return the loss of rows, and the metrics of those that are done."""
     c = model.c
     losses = {name: each[name] for name in LOSSES if name in each}
@@ -222,7 +224,7 @@ def loss_of(model: Model, each: dict[str, Array], puzzle_b: Array, steps_b: Arra
         # The rows of the slots, not of the batch.
         sparse_rows[TABLE] = model.shard(jnp.zeros(c.n_puzzles, jnp.int32).at[puzzle_b].add(1), "item")
     q_loss_b = each["q_halt_loss"] + (each["q_continue_loss"] if c.q_continue else 0)
-    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, carry, sparse_rows)
+    return LossOut(Mean((each["lm_loss"] + 0.5 * q_loss_b).sum(), n), metrics, model_state, sparse_rows)
 
 
 def exploration(model: Model, step: Array) -> Array | float:
@@ -247,7 +249,7 @@ def solve(
         logits_bsv, q_b2 = model.shard(logits_bsv, "batch", None, None), model.shard(q_b2, "batch", None)
         return ({"z_h": z_h, "z_l": z_l}, logits_bsv, q_b2), keep(logits_bsv, q_b2) if keep else None
 
-    first = (start(c, variables.carry, n, model.shard), jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
+    first = (start(c, variables.model_state, n, model.shard), jnp.zeros((n, c.n_cells, c.vocab)), jnp.zeros((n, 2)))
     (_, logits_bsv, q_b2), kept = jax.lax.scan(step, first, length=c.halt_steps)
     return logits_bsv, q_b2, kept
 

@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16")
 EPS = 1e-5  # of the norms
 IGNORED = -100  # a label that is left out of loss and accuracy
 Q_BIAS = -5.0  # the q-head starts closed: nothing halts before it has learned to
-EXPORT = Export(carry="^init_[hl]$")  # the states that a board begins with
+EXPORT = Export(model_state="^init_[hl]$")  # the states that a board begins with
 Cycles = tuple[int, int]  # high, low
 
 
@@ -208,7 +208,7 @@ def make_specs(c: Config) -> PyTree:
     }
 
 
-def make_carry(c: Config, batch: int) -> PyTree:
+def make_model_state(c: Config, batch: int) -> PyTree:
     """Return a slot for each row of the batch, all done, the fixed initial states, and the step.
 
     The step is for the annealing.
@@ -234,9 +234,9 @@ def make_carry(c: Config, batch: int) -> PyTree:
     }
 
 
-def start(c: Config, carry: PyTree, n: int, shard: Shard) -> dict[str, Array]:
+def start(c: Config, model_state: PyTree, n: int, shard: Shard) -> dict[str, Array]:
     """Return the states of rows that begin, z_h and z_l, [B, T, D]."""
-    z = {f"z_{k}": jnp.broadcast_to(carry[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
+    z = {f"z_{k}": jnp.broadcast_to(model_state[f"init_{k}"], (n, c.n_tokens, c.embed)) for k in "hl"}
     # Pinned from the start: XLA's partitioner would choose a layout of the loop's state by itself,
     # and another for the logits.
     return {name: shard(x.astype(c.dtype), "batch", "seq", None) for name, x in z.items()}

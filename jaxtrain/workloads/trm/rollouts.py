@@ -173,7 +173,7 @@ def explore(
     n = n_boards * r
     count_n = jnp.zeros(n, jnp.int32)
     state = {
-        **start(c, variables.carry, n, shard),
+        **start(c, variables.model_state, n, shard),
         "logits": jnp.zeros((n, c.n_cells, c.vocab)),
         "q": jnp.zeros((n, 2)),
         **dict.fromkeys(("sure", "since", "steps"), count_n),

@@ -102,15 +102,15 @@ def load(run: str, *, step: int | None = None, ema: bool = False) -> Solver:
     devices = jax.local_devices()
     layout = layout_lib.make_layout(layout_lib.make_mesh(len(devices), 1, 1, devices=devices), {})
     arrays = source.arrays()
-    carry = {}
+    model_state = {}
     for name in ("init_h", "init_l"):
-        path = f"{stored.CARRY}{name}"
+        path = f"{stored.MODEL_STATE}{name}"
         if path not in arrays or arrays[path].shape != (c.embed,):
             remedy = "export the run again" if source.is_export else "name another step"
             raise StoredError(f"{source.path} holds no {path} of {c.embed} values; {remedy}")
-        carry[name] = jax.device_put(np.asarray(arrays[path].read(()), np.float32), layout.replicated())
+        model_state[name] = jax.device_put(np.asarray(arrays[path].read(()), np.float32), layout.replicated())
     params = stored_params.read(source, make_specs(c), layout, ema=ema)
-    return Solver(c, Variables(params, carry=carry), source.name(ema=ema), layout.shard)
+    return Solver(c, Variables(params, model_state=model_state), source.name(ema=ema), layout.shard)
 
 
 def limit_cycles(c: Config, steps: int, what: str) -> None:

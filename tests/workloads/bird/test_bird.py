@@ -241,10 +241,12 @@ def test_norms_are_reported_by_group():
 
 def test_the_teacher_begins_as_the_student_and_follows_it():
     (first, _), (second, _) = two_steps()
-    jax.tree.map(np.testing.assert_array_equal, first.carry["teacher"], first.params["encoder"])
+    jax.tree.map(np.testing.assert_array_equal, first.model_state["teacher"], first.params["encoder"])
     momentum = 0.5 + 0.5 * 1 / 10
-    expected = jax.tree.map(lambda t, s: momentum * t + (1 - momentum) * s, first.carry["teacher"], second.params["encoder"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), second.carry["teacher"], expected)
+    expected = jax.tree.map(
+        lambda t, s: momentum * t + (1 - momentum) * s, first.model_state["teacher"], second.params["encoder"]
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), second.model_state["teacher"], expected)
 
 
 @functools.cache
@@ -255,7 +257,7 @@ def grads_of_every_loss():
     batch = every_batch(3, 8)
 
     def sums(params):
-        out = task.loss(Variables(params, (), made.carry), batch, jax.random.key(2))
+        out = task.loss(Variables(params, (), made.model_state), batch, jax.random.key(2))
         return {name: m.total for name, m in out.metrics.items() if name.endswith("_loss")}, out
 
     return jax.device_get(jit(jax.jacrev(sums, has_aux=True))(made.params))
@@ -368,7 +370,7 @@ def test_an_evaluation_reports_metrics_that_need_no_training_batch():
     np.testing.assert_allclose(counts["classes"].total, [expected.sum(1), expected.diagonal(), expected.sum(0)])
     assert found["supervised_loss"] == pytest.approx(float(each.sum() / batch["weight"].sum()), rel=1e-5)
     others = bird.make_task(config_lib.Config(model=replace(c, diet=Diet(1.0))), no_shard, 4)
-    variables = Variables(initial(others.specs).params, (), made.carry)
+    variables = Variables(initial(others.specs).params, (), made.model_state)
     assert "objective_loss" not in jax.eval_shape(others.evaluate, variables, batch)
 
 

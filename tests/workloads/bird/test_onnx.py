@@ -57,7 +57,7 @@ def run(folder: pathlib.Path, name: str) -> pathlib.Path:
     rng = np.random.default_rng(0)
     made = lambda path, s: (0.2 * rng.standard_normal(s.shape) + ("scale" in path)).astype(np.float32)  # noqa: E731
     params = specs.map_specs(made, bird.make_specs(config.model))
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
+    state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": (), "opt_state": ()}
     saved = json.loads(config_lib.to_json(config))
     saved["model"]["multilabel"] = name == "probe"
     runs.save(folder / "run", 1, state, run=saved)

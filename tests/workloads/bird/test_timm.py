@@ -56,7 +56,7 @@ def exported(folder: pathlib.Path, **model) -> pathlib.Path:
     params["encoder"] = jax.tree.map(
         lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params["encoder"]
     )
-    state = {"step": jnp.array(1, jnp.int32), "params": params, "carry": (), "opt_state": ()}
+    state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
     export_lib.export(str(folder / "run"), str(folder / "out"), formats=("timm",))
     return folder / "out"

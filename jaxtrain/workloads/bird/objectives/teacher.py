@@ -41,7 +41,7 @@ def advance(s: Teacher, params: PyTree, average: PyTree, step: Array, steps: int
 def loss(s: Teacher, x: Inputs) -> tuple[Array, dict[str, Mean]]:
     assert x.masks is not None  # of a pass over visible patches, which it needs
     pred_rnd = masked.decode(x.c, s.decoder, x.params, x.features.encoded, x.masks, x.shard)
-    target_rnd = vit.encode(x.c, jax.lax.stop_gradient(x.carry), x.x_rfw, x.shard).patches
+    target_rnd = vit.encode(x.c, jax.lax.stop_gradient(x.model_state), x.x_rfw, x.shard).patches
     each_r = masked.masked_error(pred_rnd, masked.normalised(target_rnd), x.masks.masked)
     return (each_r * x.weight_r).sum(), {}
 
@@ -57,5 +57,5 @@ def flops(c: Settings, s: Teacher) -> int:
 
 OBJECTIVE = Objective(
     Teacher, VISIBLE, specs, loss, flops, evaluate=evaluate, problems=problems, advance=advance,
-    carry=lambda params: params["encoder"],  # the average has the shape of the encoder
+    model_state=lambda params: params["encoder"],  # the average has the shape of the encoder
 )  # fmt: skip
