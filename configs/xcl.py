@@ -19,7 +19,7 @@ ROWS = 528_422  # of the mirror whose rows these are
 
 def get_config(path: str = "") -> config_dict.ConfigDict:
     path = path or os.environ.get("JAXTRAIN_XCL", "")
-    if not path:  # which is reported with the config's other mistakes
+    if not path:  # which is reported with the config's other errors
         logging.getLogger("jaxtrain").warning("no data path: use --config=xcl:/path/to/XCL, or set JAXTRAIN_XCL")
     config = xcm.recipe(path)
     config.data.exclude = BROKEN

@@ -9,7 +9,7 @@ when they are used:
     train, load             train a config; load a run or an export and call its model on arrays
     Trained, Model          what they return
     Config, read_config     a run's configuration, and the one that a file and overrides describe
-    ConfigError, Preempted  every mistake of a config; a run that was asked to end, and is saved
+    ConfigError, Preempted  every error of a config; a run that was asked to end, and is saved
     Task, LossOut, Mean, Spec, Variables, ModelSection   a workload: its functions, losses,
                                                          parameters and section
     Workload, Command, Entry   its value: commands and the meaning of metrics

@@ -1,6 +1,6 @@
 """jaxtrain in a script or a notebook: `train` a config, `load` a run and call its model.
 
-A mistake is an exception with the line that the command would print. Nothing ends the process.
+An error is an exception with the line that the command would print. Nothing ends the process.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any]
       overrides: dotted fields and their values, {"train.steps": 20}.
 
     Raises:
-      ConfigError: every mistake of the config, and each other `loaders.io.checks.UserError`.
+      ConfigError: every error of the config, and each other `loaders.io.checks.UserError`.
       Preempted: a signal asked the run to end. The run is saved.
     """
     cluster.use_compilation_cache()

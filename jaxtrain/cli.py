@@ -82,12 +82,12 @@ def _named(argv: list[str]) -> int:
     own = _own_workload(argv)
     if own == [""]:
         arguments.report("--workload names no module; expected --workload MODULE")
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     try:
         table = commands.table(*own)
     except (checks.UserError, ImportError) as error:
         arguments.report(error if not own else f"--workload {own[0]}: {error}")
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         return arguments.run(lambda: _say(listing(table)))
     if argv[0] == "--version":
@@ -107,7 +107,7 @@ def _named(argv: list[str]) -> int:
     remedy = checks.nearest(argv[0], names) or f"; {checks.expected(argv[0], names)}"
     hint = "" if own else "; a command of your own workload needs --workload MODULE"
     arguments.report(f"{what} {argv[0]!r} is unknown{remedy}; see jaxtrain --help{hint}")
-    return arguments.MISTAKE
+    return arguments.USER_ERROR
 
 
 def _own_workload(argv: list[str]) -> list[str]:
@@ -129,7 +129,7 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
 
             if wrong := installation.problem(argv, caches=command.caches):
                 arguments.report(wrong)
-                return arguments.MISTAKE
+                return arguments.USER_ERROR
         try:
             module = importlib.import_module(command.module)
         except ModuleNotFoundError as error:
@@ -139,7 +139,7 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
                 f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module {command.module!r}, "
                 "which does not exist; correct it in WORKLOAD"
             )
-            return arguments.MISTAKE
+            return arguments.USER_ERROR
         return module.main(argv[1:])
     except KeyboardInterrupt:  # imports may take a second
         arguments.report("interrupted")

@@ -53,7 +53,7 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
       command: how the run was launched ("source" of the config, "overrides"), for the report.
 
     Raises:
-      UserError: a mistake with its remedy.
+      UserError: an error with its remedy.
       Preempted: one of config.preemption.signals came, to this process or another.
       FloatingPointError: config.guard.patience steps in a row were not finite, or spikes, and no
       rewind is left.

@@ -170,7 +170,7 @@ def test_the_help_of_a_command_has_an_example_and_all_arguments(name, capsys):
         (["sudoku", "out", "--kind=maze", "--grade=hard"], "--grade is 'hard', of a generated Sudoku alone"),
         (["sudoku", "out", "--blanks", "9", "3"], "--blanks is (9, 3)"),
         (["plan", "gpu:h100x8"], "file is missing; for example --config=xcm"),
-        (["train", "--config"], "the config has a mistake: --config is given without a value"),
+        (["train", "--config"], "the config has an error: --config is given without a value"),
         (["plan", "--config=xmc"], "did you mean 'xcm'?"),
         (["plan", "--setup", "tpux"], "argument --setup: 'tpux' is unknown; expected one of: gpu, tpu; did you mean 'tpu'?"),
         (["train", "--plan-setup=tpux"], "--plan-setup is 'tpux'; expected one of: gpu, tpu; did you mean 'tpu'?"),
@@ -294,7 +294,7 @@ def test_the_exit_code_of_a_command_tells_how_it_ended(error, code, text, capsys
     def action():
         raise error
 
-    assert arguments.run(action, mistakes=(KeyError,)) == code
+    assert arguments.run(action, errors=(KeyError,)) == code
     assert text in capsys.readouterr().err
 
 
@@ -590,11 +590,11 @@ def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
         "import sys, time, concurrent.futures\n"
         "from jaxtrain import cli\nfrom jaxtrain.compile import step_compiler as programs\n"
         "concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=programs.THREAD).submit(time.sleep, 100)\n"
-        f"def run():\n    print('the mistake')\n    {body}\n"
+        f"def run():\n    print('the error')\n    {body}\n"
         "sys.exit(cli.process(run))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code and done.stdout == "the mistake\n" and said in done.stderr
+    assert done.returncode == code and done.stdout == "the error\n" and said in done.stderr
 
 
 def test_a_process_without_compilations_exits_normally():

@@ -7,7 +7,7 @@ Exit codes:
 
     0     done
     1     done, and it found a problem: a plan that does not fit, a damaged checkpoint
-    2     a mistake to fix, reported in a line on stderr
+    2     an error to fix, reported in a line on stderr
     70    ended by its watchdog (config.distributed.step_timeout); rerun the same command
     75    saved after a signal; rerun the same command to resume      (config.preemption.exit_code)
     130   interrupted
@@ -33,13 +33,13 @@ PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryErr
 NUMBERS = (errno.EBUSY, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)  # of those for which Python has no class
 INTERRUPTED = 130
 HELP = {"-h", "--help"}
-MISTAKE = 2
+USER_ERROR = 2
 P = ParamSpec("P")
 CONFIG_USAGE = "jaxtrain {} --config=FILE[:ARGUMENT] [--config.section.field=value …]"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose --help prints a docstring. A mistake has the nearest spelling."""
+    """A parser whose --help prints a docstring. An error has the nearest spelling."""
 
     def __init__(self, prog: str, description: str | None = None, **options: Any):
         super().__init__(
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         report(f"{message}; see {self.prog} --help")
-        sys.exit(MISTAKE)
+        sys.exit(USER_ERROR)
 
 
 def add_run(parser: argparse.ArgumentParser, *, ema: bool = False, nargs: int | str | None = None) -> None:
@@ -163,7 +163,7 @@ seed = functools.partial(integer, low=0, high=(1 << 32) - 1, expected=f"from 0 t
 
 
 def report(text: object) -> None:
-    """Print a mistake on stderr."""
+    """Print an error on stderr."""
     print(f"error: {text}", file=sys.stderr)
 
 
@@ -176,10 +176,10 @@ def homeless(error: Exception) -> str:
     return path and f"{path}: there is no such home on this machine; write the path out"
 
 
-def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()) -> int:
+def run(action: Callable[[], int], *, errors: tuple[type[Exception], ...] = ()) -> int:
     """Call ``action`` and return its exit code.
 
-    Report a UserError, one of ``mistakes``, an error of a file, and an interruption in one line.
+    Report a UserError, one of ``errors``, an error of a file, and an interruption in one line.
     """
     try:
         return action()
@@ -193,16 +193,16 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
     except MemoryError as error:  # before anything is imported
         text = f": {error}" if str(error) else ""
         report(f"there is not enough memory{text}; give this process more, or it less to do")
-        return MISTAKE
+        return USER_ERROR
     except Exception as error:
         from loaders.io import atomic_write
 
-        is_mistake = isinstance(error, (checks.UserError, *mistakes))
+        is_expected = isinstance(error, (checks.UserError, *errors))
         path = getattr(error, "filename", None)
-        if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_mistake):
+        if atomic_write.is_full(error) and (isinstance(error, OSError) or not is_expected):
             why = os.strerror(errno.ENOSPC)
             report(f"{path or 'a file'} could not be written: {why}; free some space, then rerun the command")
-        elif is_mistake:
+        elif is_expected:
             report(error)
         elif reason := homeless(error):
             report(reason)
@@ -210,11 +210,11 @@ def run(action: Callable[[], int], *, mistakes: tuple[type[Exception], ...] = ()
             report(f"{path}: {error.strerror}; name another path, or change its permissions")
         else:
             raise
-        return MISTAKE
+        return USER_ERROR
 
 
 def reported(command: Callable[P, int]) -> Callable[P, int]:
-    """Decorate a function that returns an exit code, to report mistakes as `run` does."""
+    """Decorate a function that returns an exit code, to report errors as `run` does."""
 
     @functools.wraps(command)
     def reporting(*args: P.args, **kwargs: P.kwargs) -> int:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @arguments.reported
 def show(given: config.Arguments) -> int:
-    """Print the config, then its mistakes, and return the exit code. Nothing is generated for it.
+    """Print the config, then its errors, and return the exit code. Nothing is generated for it.
 
     Of a config that refuses its argument, or misses it, these are the fields that every config has.
     """
@@ -41,4 +41,4 @@ def show(given: config.Arguments) -> int:
     if not problems:
         return 0
     arguments.report(config.ConfigError(problems))
-    return arguments.MISTAKE
+    return arguments.USER_ERROR

@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for package in {workload.of(shipped).needs.get(name, "") for shipped in workload.shipped()}:
             if package and (wrong := arguments.missing(package, f"pip install 'jaxtrain[{package}]'")):
                 arguments.report(f"--format {name}: {wrong}")
-                return arguments.MISTAKE
+                return arguments.USER_ERROR
     if args.push and (wrong := arguments.missing("huggingface_hub", "pip install huggingface_hub")):
         arguments.report(f"--push: {wrong}")
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     return _export(args)
 
 

@@ -11,7 +11,7 @@ It resumes by itself after a preemption and after its time limit.
     jaxtrain launch --status=runs/xcm                        its jobs: state, restarts, step
     jaxtrain launch --tail=runs/xcm                          follows process 0 of the newest job
 
-All mistakes of the config, and of every point of the sweep, are reported before anything is
+All errors of the config, and of every point of the sweep, are reported before anything is
 submitted. A node runs one process with all its GPUs, unless --tasks-per-node is larger. Before the
 time limit, and on preemption, SLURM signals the tasks; they save and end with
 config.preemption.exit_code, and the script requeues the job, unless it was cancelled.
@@ -76,7 +76,7 @@ REMEDY = "run jaxtrain launch on a login node of the cluster"
 
 
 class LaunchError(UserError, ValueError):
-    """A mistake in how a run is launched. The message names the remedy."""
+    """An error in how a run is launched. The message names the remedy."""
 
 
 @arguments.reported

@@ -6,7 +6,7 @@
     jaxtrain train --config=xcm --explain  every field: value, unit, meaning  (jaxtrain explain)
     jaxtrain train --config=xcm --plan=gpu:h100x8  memory and time on any devices  (jaxtrain plan)
 
-`python -m jaxtrain.main` is the same command. All mistakes of a config are reported at once, before
+`python -m jaxtrain.main` is the same command. All errors of a config are reported at once, before
 any device is used. A run that a signal ends is saved and exits with 75: rerun the same command to
 resume.
 """
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = config.parse_args(argv)
     except config.ConfigError as error:
         arguments.report(error)
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     if given.plan_setup:
         return plan.set_up(given.plan_setup)
     if given.explain:
@@ -86,13 +86,13 @@ def _train(given: config.Arguments) -> int:
         return _run(given, resolved)
     except UserError as error:
         arguments.report(error)
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or resolved is None:
             raise
         where = f"{error.filename or resolved.workdir} could not be written: {error.strerror}"
         arguments.report(f"{where}; free some space, then rerun the same command to resume")
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     except RuntimeError as error:
         reason = arguments.homeless(error)
         if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
@@ -100,7 +100,7 @@ def _train(given: config.Arguments) -> int:
         if not reason:
             raise
         arguments.report(reason)
-        return arguments.MISTAKE
+        return arguments.USER_ERROR
     except KeyboardInterrupt:
         print("stopped; rerun the same command to resume from the last checkpoint", file=sys.stderr)
         return arguments.INTERRUPTED

@@ -1,9 +1,9 @@
-"""The configuration of a run: one frozen `Config`, or every mistake in it at once.
+"""The configuration of a run: one frozen `Config`, or every error in it at once.
 
 schema      the sections and their fields: value, unit, meaning
 build       a config file and overrides -> `Config`; `Config` -> JSON
 changes     differences to the config of a checkpoint
-checks      mistakes between sections, or on this machine
+checks      errors between sections, or on this machine
 factories   functions that a config names as module:function
 explain     every field with its value, unit and meaning
 sweep       the points of a sweep

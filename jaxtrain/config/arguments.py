@@ -24,7 +24,7 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
     """Parse --config=FILE[:ARG] with --config.section.field=value, --explain, --plan[=TARGET].
 
     ``--plan-setup KIND`` may stand alone. The config's file is not imported, and with ``find`` it
-    must exist. Raises ConfigError with all mistakes.
+    must exist. Raises ConfigError with all errors.
     """
     source, overrides, explain, plan, setup, problems = "", [], False, None, "", []
     rest = iter(argv)

@@ -1,7 +1,7 @@
 """From a file and overrides of the command line to one frozen, checked `Config`, and back to JSON.
 
 A config file defines ``get_config(argument="")``, which returns a ``ConfigDict`` or a dictionary of
-sections. All mistakes are collected and raised together, before a device is touched.
+sections. All errors are collected and raised together, before a device is touched.
 """
 
 import ast
@@ -55,7 +55,7 @@ class _Text(str):
 def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """Read ``path.py[:argument]`` or a shipped config's name, apply overrides, check everything.
 
-    Overrides are (dotted path, text). Raises ConfigError with all mistakes: unknown keys (and the
+    Overrides are (dotted path, text). Raises ConfigError with all errors: unknown keys (and the
     nearest spelling), wrong types, values that do not fit together, missing data, a workdir that
     cannot be written.
     """
@@ -69,7 +69,7 @@ def load(source: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 def read(
     source: str, overrides: Iterable[tuple[str, str]] = (), *, make_data: bool = True
 ) -> tuple[Config, list[tuple[str, str]]]:
-    """Like `load`, but return the config, with defaults for wrong values, and all its mistakes.
+    """Like `load`, but return the config, with defaults for wrong values, and all its errors.
 
     Without ``make_data`` missing data are not made, and their facts stay None. Raises ConfigError
     if there is no config: no file, a module that fails to import.
@@ -91,13 +91,13 @@ def read(
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
-    """Return a checked `Config` from nested dictionaries. Raises ConfigError with all mistakes."""
+    """Return a checked `Config` from nested dictionaries. Raises ConfigError with all errors."""
     problems: list[tuple[str, str]] = []
     return _without(problems, _checked(tree, problems, make_data=True))
 
 
 def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
-    """Build a config, add all its mistakes to ``problems``, and take the facts of its data."""
+    """Build a config, add all its errors to ``problems``, and take the facts of its data."""
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
     for section, owner, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
@@ -151,7 +151,7 @@ def _taken_over(classes: Mapping[str, type[Section]], parts: Mapping[str, Any]) 
         if all(fields.values()) and has["model"] != has["data"]:
             given, other = ("model", "data") if has["model"] else ("data", "model")
             parts[other] = {key: value for key, value in parts[other].items() if key != name}
-            if _is_of_kind(classes[given], name, parts[given][name]):  # if not, it is a mistake of one side
+            if _is_of_kind(classes[given], name, parts[given][name]):  # if not, it is an error of one side
                 parts[other][name] = parts[given][name]
     return parts
 
@@ -220,7 +220,7 @@ def _checked_class(module_name: str, cls: Any, base: type[Section], functions: M
 
 
 def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
-    """Fill the model's None fields with facts of the data, if the data section has no mistake."""
+    """Fill the model's None fields with facts of the data, if the data section has no error."""
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = base.module(config.loader)

@@ -1,4 +1,4 @@
-"""Mistakes between the sections of a config, or on this machine: files, packages, the workdir."""
+"""Errors between the sections of a config, or on this machine: files, packages, the workdir."""
 
 import contextlib
 import importlib.util
@@ -19,16 +19,16 @@ from loaders.io.checks import Problems
 
 
 class ConfigError(checks.UserError, ValueError):
-    """Every mistake of a config at once, a line each: one alone, several below their number."""
+    """Every error of a config at once, a line each: one alone, several below their number."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
         if len(problems) == 1:
             ((path, text),) = problems
-            super().__init__(f"config.{path} {text}" if path else f"the config has a mistake: {text}")
+            super().__init__(f"config.{path} {text}" if path else f"the config has an error: {text}")
         else:
             lines = (f"  config.{path} {text}" if path else f"  {text}" for path, text in problems)
-            super().__init__("\n".join([f"the config has {len(problems)} mistakes:", *lines]))
+            super().__init__("\n".join([f"the config has {len(problems)} errors:", *lines]))
 
 
 class ArgumentError(ConfigError):
@@ -67,7 +67,7 @@ def beyond_the_run(config: Config) -> Iterator[str]:
 
 
 def between_sections(config: Config) -> Problems:
-    """Yield the mistakes that only show between sections."""
+    """Yield the errors that only show between sections."""
     yield from _axis_problems(config.workload, config.mesh.axis_rules)
     train, optim, mesh = config.train, config.optim, config.mesh
     split = mesh.axis_rules.get("batch", AXIS_RULES["batch"]).rstrip("?").split(",")

@@ -12,7 +12,7 @@ def sweeps(source: str, overrides: Iterable[tuple[str, str]] = ()) -> list[tuple
     """Check every point of a config's sweep, and return them: (config, its overrides).
 
     The file's function ``sweeps()`` yields dictionaries, dotted path -> value. A point without a
-    workdir of its own gets <workdir>/000 and so on. Raises ConfigError with the mistakes of all
+    workdir of its own gets <workdir>/000 and so on. Raises ConfigError with the errors of all
     points, for a file without the function or points, and for a value given and swept, or a shared
     workdir.
     """

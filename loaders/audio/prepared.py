@@ -409,9 +409,9 @@ def _rows(source: pathlib.Path, out: pathlib.Path, tables: dict[pathlib.Path, pa
             pq.write_table(table, file, use_dictionary=["audio.path", *store.TEXTS], compression="zstd")
     about = store.read(source)
     _write_json(out / "index.json", {**about, "root": "audio"})
-    if (errors := source / "mistakes.csv").is_file():
-        with _whole(out / errors.name) as file:
-            file.write(errors.read_bytes())
+    if (listed := source / "errors.csv").is_file():
+        with _whole(out / listed.name) as file:
+            file.write(listed.read_bytes())
 
 
 def _is_prepared(path: pathlib.Path) -> bool:

@@ -133,7 +133,7 @@ class Config(FrontEnd, checks.DataSection):
                 except DataError as error:
                     yield field, str(error)
         if not self.test and self.train != "demo" and (folder := pathlib.Path(self.train).expanduser()).is_dir():
-            with contextlib.suppress(DataError):  # a mistake of train's
+            with contextlib.suppress(DataError):  # an error of train's
                 if has_split(folder, self.test_split):
                     yield from _events("train", shards_of_split(folder, self.test_split))
                 elif self.test_split != "test":
@@ -473,7 +473,7 @@ def _open(shards: Sequence[pathlib.Path], config: Config) -> tuple["_rust.Index"
 
 
 def _events(field: str, shards: Sequence[pathlib.Path]) -> Iterator[tuple[str, str]]:
-    """Yield the mistake of reading events of recordings as clips, as of BirdSet's "test"."""
+    """Yield the error of reading events of recordings as clips, as of BirdSet's "test"."""
     from loaders.io import columnar  # imports pyarrow, which a batch does not need
 
     if index_file(shards[0]) or not (names := columnar.timed(shards[0])):

@@ -1,4 +1,4 @@
-"""Sections of a config that name their own mistakes, and sentences about wrong values.
+"""Sections of a config that name their own errors, and sentences about wrong values.
 
 These are about numbers out of range and unknown names. Each function yields (field, text) for every
 field that is wrong, and nothing when all is well:

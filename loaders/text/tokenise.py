@@ -45,7 +45,7 @@ MADE_OF = "made_of"  # file of a finished folder: the digest of its inputs and o
 
 
 class TokensError(UserError, ValueError):
-    """A mistake in the inputs or options. The message names the remedy."""
+    """An error in the inputs or options. The message names the remedy."""
 
 
 class Options(NamedTuple):

@@ -18,7 +18,7 @@ def test_errors_of_the_command_line_are_reported_together():
     with pytest.raises(ConfigError) as error:
         load("--confg.train.steps=3", "train.steps=4", "--plan-setup=cpu", "--config.seed", source="configs/tyo.py")
     text = str(error.value)
-    assert len(error.value.problems) == 5 and text.startswith("the config has 5 mistakes:")
+    assert len(error.value.problems) == 5 and text.startswith("the config has 5 errors:")
     for part in (
         "'--confg.train.steps=3' is unknown",
         "'train.steps=4' is unknown",
@@ -52,7 +52,7 @@ def test_the_command_line_is_read_without_the_workload(here):
     ("argument", "line"),
     [
         ("--config.train.bacth=3", "config.train.bacth does not exist; expected one of: "),
-        ("--confg.seed=3", "the config has a mistake: argument '--confg.seed=3' is unknown; "),
+        ("--confg.seed=3", "the config has an error: argument '--confg.seed=3' is unknown; "),
     ],
 )
 def test_a_single_error_is_one_line(argument, line):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError, Group
-from tests.config.toys import FILE, load, mistakes
+from tests.config.toys import FILE, errors, load
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -92,16 +92,16 @@ def test_an_empty_workdir_is_the_default_one():
 )
 def test_a_misspelt_key_is_reported_with_its_nearest_spelling(argument, nearest):
     path = argument.partition("=")[0].replace("trian.steps", "trian")
-    assert f"did you mean {nearest}?" in mistakes(f"--config.{argument}")[path]
+    assert f"did you mean {nearest}?" in errors(f"--config.{argument}")[path]
 
 
 def test_a_misspelt_key_within_a_tuple_is_reported_by_place():
-    found = mistakes("--config.optim.groups=({'match': 'a'}, {'mtach': 'b'})")
+    found = errors("--config.optim.groups=({'match': 'a'}, {'mtach': 'b'})")
     assert "did you mean 'match'?" in found["optim.groups[1].mtach"]
 
 
 def test_an_unknown_key_without_a_similar_name_lists_the_allowed_keys():
-    assert "steps, batch" in mistakes("--config.train.zzzz=1")["train.zzzz"]
+    assert "steps, batch" in errors("--config.train.zzzz=1")["train.zzzz"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_unknown_key_without_a_similar_name_lists_the_allowed_keys():
 )
 def test_a_wrong_type_is_reported_with_the_one_that_is_expected(argument, wanted):
     path, _, value = argument.partition("=")
-    text = mistakes(f"--config.{argument}")[path]
+    text = errors(f"--config.{argument}")[path]
     assert wanted in text and value.strip("'") in text
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_type_is_reported_with_the_one_that_is_expected(argument, wanted
     ("value", "where"), [("(1, 'x')", "model.pair"), ("('x',)", "model.many"), ("{'a': 'x'}", "model.table")]
 )
 def test_a_wrong_type_within_a_value_is_reported(value, where):
-    assert "'x'" in mistakes(f"--config.{where}={value}")[where]
+    assert "'x'" in errors(f"--config.{where}={value}")[where]
 
 
 @pytest.mark.parametrize("value", ["1", True, 1.0, None, [1]])
@@ -164,18 +164,18 @@ def test_a_section_of_the_wrong_type_is_an_error(name, value):
 
 def test_data_that_cannot_be_read_are_an_error_of_the_config(here):
     (here / "broken").touch()
-    assert mistakes("--config.data.path=broken") == {"data": "shard 3 is cut short"}
+    assert errors("--config.data.path=broken") == {"data": "shard 3 is cut short"}
 
 
 def test_a_missing_dataset_is_reported_by_the_real_loader(here):
     (here / "esc10").mkdir()
-    found = mistakes("--config.loader=loaders.audio.spectrogram", "--config.data.train=ecs10")
+    found = errors("--config.loader=loaders.audio.spectrogram", "--config.data.train=ecs10")
     assert "did you mean" in found["data.train"] and "esc10" in found["data.train"]
 
 
 def test_a_missing_file_is_reported_with_those_that_exist():
-    assert "did you mean 'configs/toy.py'?" in mistakes(source="configs/tyo.py")[""]
-    assert "does not exist" in mistakes(source="nowhere/toy.py")[""]
+    assert "did you mean 'configs/toy.py'?" in errors(source="configs/tyo.py")[""]
+    assert "does not exist" in errors(source="nowhere/toy.py")[""]
     with pytest.raises(ConfigError, match="file is missing; for example --config="):
         config_lib.parse_args(["--explain"])
 
@@ -183,11 +183,11 @@ def test_a_missing_file_is_reported_with_those_that_exist():
 def test_a_shipped_config_is_found_by_its_name_anywhere(here):
     config = config_lib.load("trm_sudoku:4x4", [("workdir", str(here))])
     assert config.workload == "jaxtrain.workloads.trm" and config.train.steps == 600
-    found = mistakes(source="trm_sudoko:4x4")[""]
+    found = errors(source="trm_sudoko:4x4")[""]
     assert "trm_sudoko does not exist" in found and "did you mean 'trm_sudoku'?" in found
-    assert mistakes(source="configs/xcm.py")[""].endswith("the config that jaxtrain ships is --config=xcm")
+    assert errors(source="configs/xcm.py")[""].endswith("the config that jaxtrain ships is --config=xcm")
     (here / "text").write_text(FILE)
-    assert mistakes(source="text")[""] == "file text is no config; its name must end in .py"
+    assert errors(source="text")[""] == "file text is no config; its name must end in .py"
 
 
 def test_a_users_config_can_change_a_shipped_one(here):
@@ -199,7 +199,7 @@ def test_a_users_config_can_change_a_shipped_one(here):
 
 def test_a_file_that_offers_no_config_is_reported(here):
     (here / "configs" / "empty.py").write_text("config = 3\n")
-    assert "defines no function get_config" in mistakes(source="configs/empty.py")[""]
+    assert "defines no function get_config" in errors(source="configs/empty.py")[""]
 
 
 @pytest.mark.parametrize(
@@ -215,29 +215,29 @@ def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here)
     """The same holds for a module of the user's that the file imports."""
     (here / "configs" / "wrong.py").write_text(text)
     (here / "configs" / "with_wrong.py").write_text("import wrong\n" + FILE)
-    found = mistakes(source=f"configs/{name}.py")[""]
+    found = errors(source=f"configs/{name}.py")[""]
     assert found == f"file configs/{name}.py cannot be imported: {here}/configs/wrong.py, line {line}: {why}"
 
 
 def test_a_workload_that_cannot_be_imported_is_reported(here):
-    assert mistakes("--config.workload=toy_wrkload")["workload"] == (
+    assert errors("--config.workload=toy_wrkload")["workload"] == (
         "is 'toy_wrkload', and importing it failed: ModuleNotFoundError: No module named 'toy_wrkload'; "
         "did you mean 'toy_workload'?"
     )
     (here / "configs" / "cut_short.py").write_text("class Config(:\n")
     text = FILE.replace("toy_workload", "cut_short")
     (here / "configs" / "of_it.py").write_text(text)
-    found = mistakes(source="configs/of_it.py")["workload"]
+    found = errors(source="configs/of_it.py")["workload"]
     assert found == f"is 'cut_short', and importing it failed: {here}/configs/cut_short.py, line 1: invalid syntax"
 
 
 def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
     text = 'def get_config(name="mine"):\n    raise ValueError(f"{name} and nothing else")\n'
     (here / "configs" / "default.py").write_text(text)
-    assert mistakes(source="configs/default.py")[""].endswith("says: mine and nothing else")
-    assert mistakes(source="configs/default.py:other")[""].endswith("says: other and nothing else")
+    assert errors(source="configs/default.py")[""].endswith("says: mine and nothing else")
+    assert errors(source="configs/default.py:other")[""].endswith("says: other and nothing else")
     (here / "configs" / "picky.py").write_text('def get_config(path=""):\n    raise ValueError(f"no data at {path!r}")\n')
-    assert mistakes(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
+    assert errors(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
 
 
 def test_names_are_taken_as_a_shell_has_them(here):
@@ -255,7 +255,7 @@ def test_names_are_taken_as_a_shell_has_them(here):
 def test_an_argument_that_a_file_does_not_take_is_reported(here):
     (here / "configs" / "fixed.py").write_text(FILE.replace('argument=""', "").replace('argument or "a"', '"a"'))
     assert load(source="configs/fixed.py").model.text == "a"
-    assert "takes no argument, and '/data' is given" in mistakes(source="configs/fixed.py:/data")[""]
+    assert "takes no argument, and '/data' is given" in errors(source="configs/fixed.py:/data")[""]
 
 
 def test_a_config_survives_json():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.config.toys import load, mistakes
+from tests.config.toys import errors, load
 
 
 def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla():
@@ -14,7 +14,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
         "xla_b": 98304,
         "xla_c": "/d",
     }
-    found = mistakes("--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)")
+    found = errors("--config.compiler.--xla_a=1", "--config.compiler.fast=1", "--config.compiler.xla_b=(1, 2)")
     assert "say xla_a" in found["compiler.--xla_a"] and "begin with xla_" in found["compiler.fast"]
     assert found["compiler.xla_b"] == "is (1, 2) (tuple); expected true or false, a number or a string"
 
@@ -56,7 +56,7 @@ def test_options_of_the_compiler_are_read_as_they_are_written_and_named_by_xla()
     ],
 )
 def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, told):
-    found = mistakes(*[f"--config.{a}" for a in arguments])
+    found = errors(*[f"--config.{a}" for a in arguments])
     assert list(found) == [path]
     assert told in found[path]
 
@@ -67,7 +67,7 @@ def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, to
 def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(here, monkeypatch, owner, function):
     load()
     monkeypatch.delattr(sys.modules[f"toy_{owner}"], function)
-    found = mistakes()
+    found = errors()
     assert list(found) == [owner]
     assert f"toy_{owner}" in found[owner] and repr(function) in found[owner]
 
@@ -79,7 +79,7 @@ def test_a_workdir_that_cannot_be_written_is_reported(here, workdir):
     (here / "file").touch()
     if workdir.startswith("/") and not pathlib.Path(workdir).parents[-2].exists():
         pytest.skip("not a Linux machine")
-    found = mistakes(f"--config.workdir={workdir}")
+    found = errors(f"--config.workdir={workdir}")
     assert list(found) == ["workdir"] and workdir in found["workdir"] and "choose" in found["workdir"]
 
 
@@ -91,7 +91,7 @@ def test_looking_at_a_workdir_leaves_nothing_behind(here):
 
 def test_all_errors_are_reported_together(here):
     (here / "file").touch()
-    found = mistakes(
+    found = errors(
         "--config.trian.steps=3",
         "--config.train.bacth=3",
         "--config.train.batch=30",
@@ -119,20 +119,20 @@ def test_a_share_of_the_run_is_so_many_steps(steps):
     assert (config.train.eval_every, config.checkpoint.every) == (steps // 10, steps // 2)
     assert config.metrics.every == max(1, steps // 1000), "at least one step"
     assert all(type(x) is int for x in (config.optim.warmup, config.train.eval_every, config.metrics.every))
-    neither = mistakes("--config.optim.warmup=1.5")["optim.warmup"]
+    neither = errors("--config.optim.warmup=1.5")["optim.warmup"]
     assert "a whole number, or a share of the run between 0 and 1" in neither
-    assert mistakes("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), "a share of what"
+    assert errors("--config.train.steps=0.5")["train.steps"].endswith("a whole number"), "a share of what"
 
 
 def test_an_interval_longer_than_the_run_is_reported_with_one_that_fits():
     long = ["--config.optim.schedule=wsd", "--config.optim.warmup=100", "--config.optim.decay=2000"]
-    found = mistakes("--config.train.steps=40", *long)
+    found = errors("--config.train.steps=40", *long)
     assert set(found) == {"optim.warmup", "optim.decay"}, "both at once"
     assert found["optim.warmup"].endswith("set config.optim.warmup=2, or config.optim.warmup=0.05 of any run")
     assert found["optim.decay"].endswith("set config.optim.decay=8, or config.optim.decay=0.2 of any run")
     for remedies in (["warmup=2", "decay=8"], ["warmup=0.05", "decay=0.2"]):  # these values are accepted
         assert load("--config.train.steps=40", *long, *(f"--config.optim.{text}" for text in remedies)).optim.decay == 8
-    text = mistakes(
+    text = errors(
         "--config.train.steps=40", "--config.optim.schedule=wsd", "--config.optim.warmup=30", "--config.optim.decay=20"
     )
     assert text["optim.decay"].endswith("at most 10 fits")
@@ -154,7 +154,7 @@ def test_a_default_that_replaces_a_value_of_the_wrong_type_is_not_reported(wrong
     """Other errors are reported together with the wrong type."""
     path = wrong.partition("=")[0]
     given = [wrong, *rests, *(f"{name}={value}" for name, value in others.items())]
-    found = mistakes(*(f"--config.{text}" for text in given))
+    found = errors(*(f"--config.{text}" for text in given))
     assert set(found) == {path, *others} and "; expected " in found[path]
 
 

@@ -79,7 +79,7 @@ def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
     told = capsys.readouterr()
     fields = {line.split()[0]: line for line in told.out.splitlines() if line.startswith("config.")}
     assert "config.train.steps" in fields and " 5 " in fields["config.model.first.width"]
-    assert told.err.splitlines()[0] == "error: the config has 2 mistakes:"
+    assert told.err.splitlines()[0] == "error: the config has 2 errors:"
     assert "config.train.steps is 'many'" in told.err and "config.data.path is '/nowhere'" in told.err
     assert train.main([*wrong, "--explain"]) == 2 and capsys.readouterr() == told
     assert not (here / "runs").exists()

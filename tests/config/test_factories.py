@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.config.toys import load, mistakes
+from tests.config.toys import errors, load
 
 OWN = """
 import optax
@@ -94,14 +94,14 @@ def test_arguments_are_read_from_the_command_line():
     ],
 )
 def test_an_error_of_a_factory_is_one_line_with_the_path_of_its_field(arguments, path, told):
-    found = mistakes(*[f"--config.optim.{a}" for a in arguments])
+    found = errors(*[f"--config.optim.{a}" for a in arguments])
     assert f"optim.{path}" in found, found
     assert told in found[f"optim.{path}"]
     assert len(found[f"optim.{path}"].splitlines()) == 1
 
 
 def test_all_fields_that_nothing_reads_are_named_together():
-    found = mistakes(
+    found = errors(
         "--config.optim.name=optax:adamw", "--config.optim.b2=0.95", "--config.optim.momentum=0.9",
         "--config.optim.groups=({'match': '^w', 'lr': 0.1, 'weight_decay': 0.0, 'name': 'lion', 'freeze': True},)",
     )  # fmt: skip
@@ -113,10 +113,10 @@ def test_all_fields_that_nothing_reads_are_named_together():
 def test_no_device_is_touched(here):
     """The platform does not exist, so asking for a device fails."""
     code = """
-from tests.config.toys import mistakes, load
+from tests.config.toys import errors, load
 load("--config.optim.name=optax.contrib:schedule_free_adamw", "--config.optim.schedule=optax:linear_schedule",
      "--config.optim.schedule_arguments={'init_value': 0.1, 'end_value': 0.0, 'transition_steps': 5}")
-print(list(mistakes("--config.optim.name=own_optim:number")))
+print(list(errors("--config.optim.name=own_optim:number")))
 """
     environment = os.environ | {
         "JAX_PLATFORMS": "nowhere",

@@ -81,7 +81,7 @@ def load(*arguments, source="configs/toy.py"):
     return config_lib.load(found.source, found.overrides)
 
 
-def mistakes(*arguments, source="configs/toy.py"):
+def errors(*arguments, source="configs/toy.py"):
     """All errors of the config as {path: text}."""
     with pytest.raises(ConfigError) as error:
         load(*arguments, source=source)

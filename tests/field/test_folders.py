@@ -22,7 +22,7 @@ def index(*argv) -> int:
 
 
 def counts(out) -> dict:
-    return json.loads((out / "index.json").read_text())["mistakes"]
+    return json.loads((out / "index.json").read_text())["errors"]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_everything_that_is_left_out_is_counted(recordings, tmp_path, capsys):
     assert index(recordings, "--labels=none", "--out", tmp_path / "out") == 0
     assert counts(tmp_path / "out") == {"unread-sound": 4, "unread-table": 2, "hidden-file": 1, "other-file": 1}
     n, told = len(corpus.RECORDINGS), capsys.readouterr()
-    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, 1 other-file, listed in {tmp_path / 'out'}/mistakes.csv"
+    listed = f"1 hidden-file, 2 unread-table, 4 unread-sound, 1 other-file, listed in {tmp_path / 'out'}/errors.csv"
     assert told.out.splitlines()[-1] == f"{n} recordings used, {n} without labels; {listed}"
 
 
@@ -143,7 +143,7 @@ def test_a_header_that_contradicts_the_name_is_reported(tmp_path):
         (folder / name).write_bytes(wav)
     assert index(folder, "--out", tmp_path / "out", "--on=duplicate-content=keep") == 0
     assert counts(tmp_path / "out")["other-time"] == 1
-    assert "20210623_201730.WAV: its name states" in (tmp_path / "out" / "mistakes.csv").read_text()
+    assert "20210623_201730.WAV: its name states" in (tmp_path / "out" / "errors.csv").read_text()
 
 
 def test_a_dry_run_prints_the_meaning_of_every_column(recordings, tmp_path, capsys):

@@ -371,8 +371,8 @@ def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
     refused = capsys.readouterr().err
     assert cli.main(["index", str(folder), "--out", str(tmp_path / "index"), "--on", "unreadable-file=drop"]) == 0
     assert "train: 2 rows of 2 recordings" in capsys.readouterr().out
-    mistakes = windows.lenient()
-    cut = windows.cut([str(folder)], seconds=1.0, hop=1.0, mistakes=mistakes)
+    errors = windows.lenient()
+    cut = windows.cut([str(folder)], seconds=1.0, hop=1.0, errors=errors)
     assert [each.name for each in cut.recordings] == ["inverted.wav", "stale.wav"]
     for kind, text in (
         ("unreadable-file", f"he_aac_implicit.m4a: M4A: HE-AAC cannot be read here; {REMEDY}"),
@@ -380,7 +380,7 @@ def test_index_and_detect_say_the_same_of_a_file(tmp_path, capsys):
         ("stale-header", "stale.wav holds 0.454 s; its header states 0.000 s"),
     ):
         assert kind in refused and text in refused
-        assert any(kind == found and text in said for found, said in mistakes.lines)
+        assert any(kind == found and text in said for found, said in errors.lines)
 
 
 # ---- public reports

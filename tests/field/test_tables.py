@@ -41,7 +41,7 @@ def test_a_table_is_read_as_a_person_reads_it(recordings, tmp_path, capsys, case
         return
     assert code == 0, told.err
     found = rows_of(tmp_path / "out")
-    counts = json.loads((tmp_path / "out" / "index.json").read_text())["mistakes"]
+    counts = json.loads((tmp_path / "out" / "index.json").read_text())["errors"]
     assert all(counts[kind] == int(n) for kind, n in (row[1:].split() for row in case.rows if row[0] == "=")), counts
     if case.rows[0].startswith(("test ", "train ")):
         assert sorted(f"{split} {name}" for split, name, *_ in found) == sorted(case.rows)
@@ -189,7 +189,7 @@ def test_changed_tables_lose_no_row_in_silence(recordings, tmp_path, capsys, exp
         if found == expected:
             outcomes["right"] += 1
         elif not other_value or len(found) < len(expected):
-            counted = json.loads((out / "index.json").read_text())["mistakes"]
+            counted = json.loads((out / "index.json").read_text())["errors"]
             assert set(counted) - {"shared-times", "other-encoding", "overlapping-times"}, (table.read_bytes(), found)
             outcomes["counted"] += 1
         shutil.rmtree(out)

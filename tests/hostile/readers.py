@@ -38,7 +38,7 @@ from jaxtrain.workloads.giblet import predict
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.trm import solve
 from loaders.audio.recordings import columns, sources, store
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError
 from loaders.chat import chatml, codec
 from loaders.film import film_files, fmri, segments
@@ -129,7 +129,7 @@ def indexed(folder: pathlib.Path) -> None:
     inputs.annotated(heard)
     made = folder / "made"
     reading = columns.Options(audio=str(heard))
-    make.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), mistakes=Mistakes())
+    make.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), errors=Errors())
 
 
 def configs(folder: pathlib.Path) -> None:
@@ -177,9 +177,9 @@ def read_numpy(folder: pathlib.Path) -> None:
 
 
 def read_tables(folder: pathlib.Path) -> None:
-    mistakes = Mistakes()
-    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), mistakes)), "*[!v]")
-    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), mistakes)), "*.csv")
+    errors = Errors()
+    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), errors)), "*[!v]")
+    _each(folder, lambda path: list(sources.read(str(path), columns.Options(), errors)), "*.csv")
 
 
 def read_scans(folder: pathlib.Path) -> None:

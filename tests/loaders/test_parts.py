@@ -273,18 +273,18 @@ def test_events_read_as_clips_are_an_error(tmp_path):
     """As in BirdSet's test set, a row's recording appears several times, and rows state when their
     event begins."""
     rows = corpus.table([corpus.wav(0)] * 3, [0, 1, 0])
-    for paths, starts, mistaken in ((["a", "a", "b"], [0.0, 4.0, 2.0], True), (["a", "b", "c"], [0.0, 4.0, 2.0], False),
+    for paths, starts, is_wrong in ((["a", "a", "b"], [0.0, 4.0, 2.0], True), (["a", "b", "c"], [0.0, 4.0, 2.0], False),
                                     (["a", "a", "b"], [None, None, None], False)):  # fmt: skip
         table = rows.append_column("filepath", pa.array(paths)).append_column("start_time", pa.array(starts, pa.float64()))
         table = table.append_column("end_time", pa.array([None if s is None else s + 1 for s in starts], pa.float64()))
-        folder = tmp_path / f"{mistaken}{starts[0]}"
+        folder = tmp_path / f"{is_wrong}{starts[0]}"
         folder.mkdir()
         pq.write_table(table, folder / "x-test-00000-of-00001.parquet")
         pq.write_table(rows, folder / "x-train-00000-of-00001.parquet")
         config = Config(train=str(folder), label="label", allow_debug_build=True)
         found = dict(config.problems())
-        assert ("train" in found) == mistaken
-        if mistaken:
+        assert ("train" in found) == is_wrong
+        if is_wrong:
             assert "test_split='test_5s'" in found["train"] and "start_time" in found["train"]
 
 

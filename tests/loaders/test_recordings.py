@@ -324,7 +324,7 @@ def test_windows_are_labelled_by_overlap(recordings, tmp_path, capsys):
     assert found == [(0.0, 2.9), (2.9, 5.8), (5.1, 8.0)], "the last one lies at the end"
 
 
-MISTAKES = {
+BAD_LINES = {
     "reversed-times": ("a.wav,2,1,x", 1),
     "outside-recording": ("a.wav,3.5,4,x", 1),
     "beyond-end": ("a.wav,2,9,x", 1),
@@ -338,12 +338,12 @@ MISTAKES = {
 
 
 def test_errors_are_listed_together_and_nothing_is_written(recordings, tmp_path, capsys):
-    lines = ["file,start,end,label", *(text for text, _ in MISTAKES.values()), "d.ogg,1,2,x"]
+    lines = ["file,start,end,label", *(text for text, _ in BAD_LINES.values()), "d.ogg,1,2,x"]
     (tmp_path / "t.csv").write_text("\n".join(lines))
     (tmp_path / "classes.txt").write_text("x\ny\n")
     args = (tmp_path / "t.csv", "--audio", recordings, "--classes", tmp_path / "classes.txt", "--out", tmp_path / "out")
     err = index(*args, code=2, capsys=capsys)
-    for kind, (_, n) in MISTAKES.items():
+    for kind, (_, n) in BAD_LINES.items():
         assert f"\n{kind}: {n} (" in "\n" + err, kind
     assert "t.csv:2: [2, 1) s" in err and "'zzz.wav', which is not below" in err
     assert "nothing was written" in err and not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
@@ -357,9 +357,9 @@ def test_errors_are_listed_together_and_nothing_is_written(recordings, tmp_path,
         ("d.ogg", 1.0, 2.0, [0]),
     ]
     assert found == kept
-    assert (tmp_path / "out" / "mistakes.csv").read_text().count("\n") > len(MISTAKES)
+    assert (tmp_path / "out" / "errors.csv").read_text().count("\n") > len(BAD_LINES)
     err = index(*args, "--on=reverse-times=drop", code=2, capsys=capsys)
-    assert "names the mistake 'reverse-times'" in err and "did you mean 'reversed-times'" in err
+    assert "names the error 'reverse-times'" in err and "did you mean 'reversed-times'" in err
     assert "cannot be" in index(*args, "--on=missing-file=keep", code=2, capsys=capsys)
 
 

@@ -1,4 +1,4 @@
-"""The annotations of a source, and the list of mistakes in it."""
+"""The annotations of a source, and the list of errors in it."""
 
 import dataclasses
 import pathlib
@@ -73,8 +73,8 @@ KINDS: Mapping[str, tuple[str, str, bool]] = {
 }
 
 
-class IndexMistakes(DataError):
-    """Mistakes that no option says to drop or keep."""
+class IndexErrors(DataError):
+    """Errors that no option says to drop or keep."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,8 +115,8 @@ def shown(text: str) -> str:
     return text if text.isascii() and text.isprintable() else "".join(map(escape, text))
 
 
-class Mistakes:
-    """Every mistake by its kind, and the action for each kind."""
+class Errors:
+    """Every error by its kind, and the action for each kind."""
 
     def __init__(self, policies: Iterable[str] = ()):
         """``policies``: "KIND=drop", "KIND=keep", "KIND=refuse" or "all=…". Raises DataError."""
@@ -124,7 +124,7 @@ class Mistakes:
         for text in policies:
             kind, _, policy = text.partition("=")
             if kind != "all" and kind not in KINDS:
-                raise DataError(f"--on names the mistake {kind!r}; {checks.expected(kind, [*KINDS, 'all'])}")
+                raise DataError(f"--on names the error {kind!r}; {checks.expected(kind, [*KINDS, 'all'])}")
             if policy not in (REFUSE, DROP, KEEP):
                 raise DataError(f"--on {text!r} says to {policy!r} it; {checks.expected(policy, (REFUSE, DROP, KEEP))}")
             if policy == KEEP and kind != "all" and not KINDS[kind][2]:
@@ -135,7 +135,7 @@ class Mistakes:
         self.lines: list[tuple[str, str]] = []
 
     def add(self, kind: str, text: str) -> bool:
-        """Count a mistake, in one line of text. Return whether its row is kept."""
+        """Count an error, in one line of text. Return whether its row is kept."""
         self.counts[kind] += 1
         self.lines.append((kind, shown(text)))
         return self._policy[kind] == KEEP
@@ -175,13 +175,13 @@ class Mistakes:
 
     @property
     def serious(self) -> int:
-        """How many mistakes are of kinds that an index refuses, unless --on has another answer."""
+        """How many errors are of kinds that an index refuses, unless --on has another answer."""
         return sum(n for kind, n in self.counts.items() if KINDS[kind][1] == REFUSE)
 
     def refuse(self) -> None:
-        """Raise IndexMistakes if a refused kind was met."""
+        """Raise IndexErrors if a refused kind was met."""
         if refused := self.refused():
             n = sum(self.counts[kind] for kind in refused)
             remedy = " ".join(f"--on {kind}=drop" for kind in refused)
-            what, them = ("1 mistake", "it") if n == 1 else (f"{n} mistakes", "them")
-            raise IndexMistakes(f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}")
+            what, them = ("1 error", "it") if n == 1 else (f"{n} errors", "them")
+            raise IndexErrors(f"{what} in the sources, and nothing was written; correct {them}, or add {remedy}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from loaders.audio.recordings import tables
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError
 from loaders.io import files
 
@@ -61,7 +61,7 @@ def read(path: str) -> Classes:
     return Classes(names, known)
 
 
-def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes) -> None:
+def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) -> None:
     """Count the labels of (place, labels) that may be several, or are spelled in two ways."""
     names: dict[str, str] = {}
     for where, labels in lines:
@@ -70,16 +70,16 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
     folded: dict[str, str] = {}
     for name in names:
         if (other := folded.setdefault(_core(name), name)) != name:
-            mistakes.add("similar-labels", f"{other!r} and {name!r}")
+            errors.add("similar-labels", f"{other!r} and {name!r}")
         elif (repaired := _repaired(name)) != name:
-            mistakes.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
+            errors.add("similar-labels", f"{name!r} may be {repaired!r}, read in a wrong encoding")
         elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
-            mistakes.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
+            errors.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
     recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
-    told = {text for kind, text in mistakes.lines if kind == "joined-labels"}  # by the name of a column
+    told = {text for kind, text in errors.lines if kind == "joined-labels"}  # by the name of a column
     for name, where in names.items():
         if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
-            mistakes.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
+            errors.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
             continue
         for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
@@ -92,7 +92,7 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], mistakes: Mistakes
                     remedy = f"write {numbers[0]} into a column of its own"
                 text = f"{where}: {name!r}; {remedy}"
                 if text not in told:
-                    mistakes.add("joined-labels", text)
+                    errors.add("joined-labels", text)
                 break
 
 

@@ -9,7 +9,7 @@ import unicodedata
 import urllib.parse
 from collections.abc import Iterable, Iterator
 
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 
 # Folders that systems make, besides those whose names begin with a point: bins, thumbnails, halves
 # of files of other systems.
@@ -23,22 +23,22 @@ def is_audio(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
-def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
+def walk(folder: pathlib.Path, errors: Errors) -> Iterator[str]:
     """Yield every file below a folder, by name, links followed.
 
-    Folders that cannot be entered, and recordings in hidden ones, are mistakes.
+    Folders that cannot be entered, and recordings in hidden ones, are errors.
     """
 
     def wrong(path: str, error: OSError) -> None:
         kind = {errno.EACCES: "no-permission", errno.EPERM: "no-permission", errno.ELOOP: "link-circle"}
-        mistakes.add(kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}")
+        errors.add(kind.get(error.errno or 0, "missing-file"), f"{path}: {(error.strerror or '').lower()}")
 
     def enter(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         try:
             stat = os.stat(path)
             here = (stat.st_dev, stat.st_ino)
             if here in above:
-                mistakes.add("link-circle", f"{path} leads to a folder that it lies in")
+                errors.add("link-circle", f"{path} leads to a folder that it lies in")
                 return
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:
@@ -51,17 +51,17 @@ def walk(folder: pathlib.Path, mistakes: Mistakes) -> Iterator[str]:
                 wrong(entry.path, error)
                 continue
             if not inside and not is_file and entry.is_symlink():
-                mistakes.add("missing-file", f"{entry.path} is a link to no file or folder")
+                errors.add("missing-file", f"{entry.path} is a link to no file or folder")
             elif inside and (entry.name.startswith(".") or entry.name.casefold() in SYSTEM):
                 for above_it, _, names in os.walk(entry.path):
                     for name in sorted(filter(is_audio, names)):
-                        mistakes.add("hidden-file", os.path.join(above_it, name))
+                        errors.add("hidden-file", os.path.join(above_it, name))
             elif inside:
                 yield from enter(entry.path, (*above, here))
             elif is_file and not entry.name.startswith("."):
                 yield entry.path
             elif is_file and is_audio(entry.name):
-                mistakes.add("hidden-file", entry.path)
+                errors.add("hidden-file", entry.path)
 
     yield from enter(os.path.abspath(folder), ())
 
@@ -122,13 +122,13 @@ def _parts(name: str) -> list[str]:
 class Finder:
     """Finds the file that a table's name means, in the folder or by the table, in parts too."""
 
-    def __init__(self, folder: pathlib.Path | None, mistakes: Mistakes):
-        self.folder, self._mistakes = folder, mistakes
+    def __init__(self, folder: pathlib.Path | None, errors: Errors):
+        self.folder, self._errors = folder, errors
         self._found: dict[tuple[str, str], str | None] = {}
         self._names: dict[pathlib.Path, Names] = {}
 
     def find(self, name: str, table: pathlib.Path, where: str) -> str | None:
-        """Return a recording's absolute path, or None for none or several, and a mistake."""
+        """Return a recording's absolute path, or None for none or several, and an error."""
         key = (name, str(table.parent))
         if key not in self._found:
             name = re.sub(r"^(https?://[^?#]*)[?#].*", r"\1", name)  # the address of a download
@@ -137,7 +137,7 @@ class Finder:
 
     def _find(self, name: str, table: pathlib.Path, where: str) -> str | None:
         if not name:
-            self._mistakes.add("bad-row", f"{where} names no recording")
+            self._errors.add("bad-row", f"{where} names no recording")
             return None
         folders = [self.folder] if self.folder else []
         for folder in (*folders, table.parent):
@@ -156,20 +156,20 @@ class Finder:
             found, others = self._in_folder_of(table, folder, found), found
         paths = [os.path.join(os.path.abspath(folder), each) for each in found]
         if len(paths) > 1:
-            self._mistakes.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
+            self._errors.add("ambiguous-name", f"{where} names {name!r}, and there are {', '.join(paths[:3])}")
             return None
         if not paths:
             near = f"; {others[0]!r} has its file name, in a folder that contradicts the table's" if others else ""
-            self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}{near}")
+            self._errors.add("missing-file", f"{where} names {name!r}, which is not below {folder}{near}")
             return None
         if before := self._of(folder).contradicted(found[0], name):
             text = f"{where} names {name!r}, another line {before!r}, and there is {paths[0]} alone"
-            self._mistakes.add("ambiguous-name", text)
+            self._errors.add("ambiguous-name", text)
             return None
         return None if self._is_elsewhere(folder, paths[0], name, where) else paths[0]
 
     def _is_elsewhere(self, folder: pathlib.Path, path: str, name: str, where: str) -> bool:
-        """Whether a name means a file next to the folder. In another folder, it is a mistake."""
+        """Whether a name means a file next to the folder. In another folder, it is an error."""
         ours, theirs = pathlib.Path(path).parts[:-1], _parts(name)[:-1]
         pairs = zip(reversed(ours), reversed(theirs), strict=False)
         at = next((n for n, (a, b) in enumerate(pairs, 1) if _one_form(a).casefold() != b.casefold()), 0)
@@ -177,11 +177,11 @@ class Finder:
             return False
         there = os.path.join(*ours[:-at], *theirs[-at:], os.path.basename(path))
         if ".." not in theirs and os.path.isfile(there):
-            self._mistakes.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
+            self._errors.add("missing-file", f"{where} names {name!r}, which is not below {folder}, but {there}")
             return True
         if re.match("/|[A-Za-z]:", name):  # a whole path, of another machine perhaps
             return False
-        return not self._mistakes.add("other-folder", f"{where} names {name!r}, which is {path}")
+        return not self._errors.add("other-folder", f"{where} names {name!r}, which is {path}")
 
     def next_to(self, table: pathlib.Path, where: str, quiet: bool = False) -> str | None:
         """Return the recording of a table without file names: the one whose name it begins with."""
@@ -197,7 +197,7 @@ class Finder:
                 if len(near) == 1:
                     return os.path.join(os.path.abspath(folder), near[0])
                 if near and not quiet:
-                    self._mistakes.add("ambiguous-name", f"{where} is about {stem!r}, and there are {', '.join(near[:3])}")
+                    self._errors.add("ambiguous-name", f"{where} is about {stem!r}, and there are {', '.join(near[:3])}")
                 if near:
                     return None
             rest, _, part = stem.rpartition(".")
@@ -206,7 +206,7 @@ class Finder:
             stem = rest
         if not quiet:
             text = f"{where}: no recording has the name that the table begins with; name it in a column"
-            self._mistakes.add("missing-file", text)
+            self._errors.add("missing-file", text)
         return None
 
     def _in_folder_of(self, table: pathlib.Path, folder: pathlib.Path, names: list[str]) -> list[str]:
@@ -224,5 +224,5 @@ class Finder:
     def _of(self, folder: pathlib.Path) -> Names:
         if folder not in self._names:
             top = os.path.abspath(folder)
-            self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Mistakes()) if is_audio(path))
+            self._names[folder] = Names(os.path.relpath(path, top) for path in walk(folder, Errors()) if is_audio(path))
         return self._names[folder]

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from loaders import _rust
 from loaders.audio.recordings import recorders
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.io import files, machine
 
 SAMPLE = 4096  # [bytes] at each of three places of a recording, by which copies are looked for
@@ -43,7 +43,7 @@ class Header:
 
 
 def read_all(
-    paths: Iterable[str], known: Mapping[str, Header], mistakes: Mistakes, threads: int = 0
+    paths: Iterable[str], known: Mapping[str, Header], errors: Errors, threads: int = 0
 ) -> tuple[dict[str, Header], int]:
     """Return the headers of readable recordings, by path, and how many were not ``known``."""
     paths = sorted(set(paths))
@@ -52,24 +52,24 @@ def read_all(
     with concurrent.futures.ThreadPoolExecutor(threads or machine.cores()) as pool:
         for path, outcome in zip(paths, pool.map(lambda path: _read(path, known.get(path)), paths, chunksize=64), strict=True):
             if isinstance(outcome, tuple):
-                mistakes.add(*outcome)
+                errors.add(*outcome)
                 continue
             n_read += outcome is not known.get(path)
             promised = f"its header states {outcome.stated / outcome.rate:.3f} s"
             if outcome.stated > outcome.frames:
                 why = ", inside a page or frame" if outcome.stated == MORE else f"; {promised}"
-                if not mistakes.add("truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"):
+                if not errors.add("truncated-file", f"{path} ends after {outcome.seconds:.3f} s{why}"):
                     continue
             elif 0 < outcome.stated < outcome.frames:
-                if not mistakes.add("stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"):
+                if not errors.add("stale-header", f"{path} holds {outcome.seconds:.3f} s; {promised}"):
                     continue
-            if outcome.cancels and not mistakes.add("opposite-channels", path):
+            if outcome.cancels and not errors.add("opposite-channels", path):
                 continue
             found[path] = outcome
             name, header = recorders.from_name(os.path.basename(path)), outcome.about
             if recorders.differ(name, header):
                 stated, used = ("T".join(filter(None, (x.get("date"), x.get("time")))) for x in (name, header))
-                mistakes.add("other-time", f"{path}: its name states {stated}, its header {used}")
+                errors.add("other-time", f"{path}: its name states {stated}, its header {used}")
     return found, n_read
 
 

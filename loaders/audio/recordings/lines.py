@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 
 from loaders.audio.recordings import column_names, column_values, values
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.columns import Layout, Options, fixed_length
 from loaders.base import DataError
 
@@ -40,25 +40,25 @@ class Line:
     row: Row
 
 
-def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]:
-    """Yield the lines of a table. Others are mistakes. Raises DataError: ambiguous dates."""
+def read(layout: Layout, options: Options, errors: Errors) -> Iterator[Line]:
+    """Yield the lines of a table. Others are errors. Raises DataError: ambiguous dates."""
     table, used = layout.table, layout.used
     for text in table.wrong:
-        mistakes.add("bad-row", text)
+        errors.add("bad-row", text)
     for number in table.comments:
-        mistakes.add("comment-line", f"{table.path}:{number}")
+        errors.add("comment-line", f"{table.path}:{number}")
     if table.encoding != "UTF-8":
-        mistakes.add("other-encoding", f"{table.path} is read as {table.encoding}")
+        errors.add("other-encoding", f"{table.path} is read as {table.encoding}")
     for name, what in layout.unused.items():
         flag = FLAGS.get(what, "--label-column")
-        mistakes.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
-    about = _About(layout, options, mistakes)
+        errors.add("unused-column", f"{table.path}: {name!r} looks like {what}; to use it: {flag}")
+    about = _About(layout, options, errors)
     times = _Times(layout, options)
     rows = _one_of_views(layout)
     has_times = any(layout.text(row, "start") or layout.text(row, "file offset") for _, row in rows)
     has_splits = any(layout.text(row, "split") for _, row in rows)
     labels_of = _Labels(layout, options)
-    channel_of = _Channels(layout, mistakes)
+    channel_of = _Channels(layout, errors)
     needed = [*(name for several in used.values() for name in several), *layout.classes]
     needed = [name for name in needed if any(map(values.is_sheet_error, table.values(name)))]
     letters = values.are_letters(table.values(asked)) if (asked := layout.column("answer")) else False
@@ -72,25 +72,25 @@ def read(layout: Layout, options: Options, mistakes: Mistakes) -> Iterator[Line]
             answer = _answer(layout, row, letters)
             its_about = about.of(row, where)
         except _WrongLine as error:
-            mistakes.add("bad-row", f"{where} {error}")
+            errors.add("bad-row", f"{where} {error}")
             continue
         except ValueError as error:
-            mistakes.add("bad-date", f"{where}: {error}, or --date-column none")
+            errors.add("bad-date", f"{where}: {error}, or --date-column none")
             continue
         is_open = layout.classes and any(row[name].casefold() in values.OPEN for name in layout.classes)
-        if is_open and not mistakes.add("open-class" if its_labels else "unanswered", where):
+        if is_open and not errors.add("open-class" if its_labels else "unanswered", where):
             continue
         if joined := labels_of.joined(its_labels):
-            mistakes.add("joined-labels", f"{where}: {joined}")
+            errors.add("joined-labels", f"{where}: {joined}")
         heard = not all(map(values.says_none, its_labels))
-        if has_times and start is None and heard and not mistakes.add("no-times", where):
+        if has_times and start is None and heard and not errors.add("no-times", where):
             continue
         text = layout.text(row, "label")
         silent = start is not None and not (layout.classes or used.get("answer")) and options.label_column != "none"
         if not its_labels and (silent or text):
-            mistakes.add("no-label", f"{where}: {text!r}" if text else where)
+            errors.add("no-label", f"{where}: {text!r}" if text else where)
         split = values.split_of(layout.text(row, "split"))
-        if has_splits and not split and not mistakes.add("no-split", where):
+        if has_splits and not split and not errors.add("no-split", where):
             continue
         yield Line(
             where, _file(layout, row), start, end, its_labels, _frequency(layout, row, "low"), _frequency(layout, row, "high"),
@@ -171,8 +171,8 @@ def _one_of_views(layout: Layout) -> list[tuple[int, Row]]:
 class _Channels:
     """The channel of lines, from 0: of 0, 1, 1.0, L, R, "Channel 2"."""
 
-    def __init__(self, layout: Layout, mistakes: Mistakes):
-        self._layout, self._mistakes = layout, mistakes
+    def __init__(self, layout: Layout, errors: Errors):
+        self._layout, self._errors = layout, errors
         texts = [self._number(layout.text(row, "channel")) for _, row in layout.table.rows()]
         zero = "0" in texts or any(column_names.plain(name) == "infile" for name in layout.used["file"])
         self._first = 0 if zero else 1
@@ -190,7 +190,7 @@ class _Channels:
         if text.isdecimal() and len(text) < 10 and int(text) >= self._first:
             return int(text) - self._first
         if text:
-            self._mistakes.add("odd-channel", f"{where}: {text!r}")
+            self._errors.add("odd-channel", f"{where}: {text!r}")
         return None
 
 
@@ -327,8 +327,8 @@ def _answer(layout: Layout, row: Row, letters: bool) -> str:
 
 
 class _About:
-    def __init__(self, layout: Layout, options: Options, mistakes: Mistakes):
-        self._layout, self._mistakes = layout, mistakes
+    def __init__(self, layout: Layout, options: Options, errors: Errors):
+        self._layout, self._errors = layout, errors
         self._given = [key for key in column_names.ABOUT if layout.used.get(key)]
         self._dates: dict[str, values.Dates] = {}  # of each column, as one may have days first, and another months
         for name in (*layout.used.get("date", ()), *layout.used.get("datetime", ())):
@@ -344,7 +344,7 @@ class _About:
             try:
                 about[key] = f"{values.degrees(about[key], negative):.9g}" if about.get(key) else ""
             except ValueError as error:
-                self._mistakes.add("odd-place", f"{where}: {error}")
+                self._errors.add("odd-place", f"{where}: {error}")
                 about[key] = ""
         for meaning in ("datetime", "date"):
             name = next((name for name in self._layout.used.get(meaning, ()) if values.given(row[name])), None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from loaders.audio.recordings import classes, columns, headers, sources, store
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 from loaders.base import DataError
 from loaders.io import atomic_write, files
@@ -41,7 +41,7 @@ def make(
     options: Options,
     class_file: str = "",
     root: str = "",
-    mistakes: Mistakes,
+    errors: Errors,
     note: Callable[[str], None] = lambda text: None,
     threads: int = 0,
 ) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def make(
     Returns its index.json, with counts of recordings: "n_read" now, "n_used", "n_without" a label.
 
     Raises DataError, and writes nothing: a source that is none, an ``out`` that holds other things,
-    mistakes that no option says to drop or keep (`IndexMistakes`).
+    errors that no option says to drop or keep (`IndexErrors`).
     """
     out = out if out.name not in ("", "..") else pathlib.Path(os.path.abspath(out))
     store.refuse_other(out)
@@ -65,22 +65,22 @@ def make(
         reading = dataclasses.replace(reading, split_column=splitter.column or "none")
     _check(options)
     known = classes.read(class_file) if class_file else None
-    annotations = [each for source in given for each in sources.read(source, reading, mistakes)]
-    classes.refuse_joined(((each.where, each.labels) for each in annotations), mistakes)
+    annotations = [each for source in given for each in sources.read(source, reading, errors)]
+    classes.refuse_joined(((each.where, each.labels) for each in annotations), errors)
     paths = {each.path for each in annotations}
-    sources.unnamed(given, reading, paths, mistakes)
+    sources.unnamed(given, reading, paths, errors)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")
     where = _root(given, reading, root, paths)
     below = os.path.join(where, "")
     links = {path: led for path in sorted(paths) if path.startswith(below) and (led := leads_out(path, where))}
     # Before any is opened: the folder's contents are private.
-    paths -= {path for path, led in links.items() if not mistakes.add("link-outside", f"{path} leads to {led}")}
-    found, n_read = headers.read_all(paths, store.read_recordings(out), mistakes, threads)
+    paths -= {path for path, led in links.items() if not errors.add("link-outside", f"{path} leads to {led}")}
+    found, n_read = headers.read_all(paths, store.read_recordings(out), errors, threads)
     note(f"{len(found)} headers, {n_read} of them read now")
-    planned = plan(annotations, found, known, where, options, splitter, mistakes)
-    mistakes.refuse()
+    planned = plan(annotations, found, known, where, options, splitter, errors)
+    errors.refuse()
     asked = {**options.__dict__, **reading.__dict__, "sources": list(given), "class_file": class_file}
-    about = store.write(out, planned, mistakes, {name: value for name, value in asked.items() if value not in ("", False)})
+    about = store.write(out, planned, errors, {name: value for name, value in asked.items() if value not in ("", False)})
     used = {path.partition("\0")[0] for path in planned.events}
     labelled = {path.partition("\0")[0] for path, its in planned.events.items() if any(each.labels for each in its)}
     return {**about, "n_read": n_read, "n_used": len(used), "n_without": len(used - labelled)}

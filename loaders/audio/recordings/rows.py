@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from loaders.audio.recordings import recorders, values
-from loaders.audio.recordings.annotations import Annotation, Mistakes
+from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.classes import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
 from loaders.base import DataError
@@ -144,9 +144,9 @@ def plan(
     root: str,
     options: Options,
     splitter: Splitter,
-    mistakes: Mistakes,
+    errors: Errors,
 ) -> Plan:
-    """Check annotations, and decide classes and splits. Mistakes are counted.
+    """Check annotations, and decide classes and splits. Errors are counted.
 
     Raises DataError: recordings whose decisive value for the split is unknown.
     """
@@ -163,23 +163,23 @@ def plan(
             wrong = ("bad-row", f"{each.path} has {header.channels} channels, and no channel {options.channels} from 0")
         if wrong and each.path not in outside:
             outside.add(each.path)
-            mistakes.add(*wrong)
+            errors.add(*wrong)
         if wrong or header is None:
             continue
         if each.nothing:
             nothing.setdefault(each.path, each)
             events[each.path] += []
-        elif checked := _checked(each, header, classes, options, mistakes):
+        elif checked := _checked(each, header, classes, options, errors):
             events[each.path].append(checked)
     for path, each in nothing.items():
         if not events[path]:
-            mistakes.add("no-events", each.where)
-    events = {path: _without_doubles(path, found, options, mistakes) for path, found in events.items()}
+            errors.add("no-events", each.where)
+    events = {path: _without_doubles(path, found, options, errors) for path, found in events.items()}
     for group in same_bytes({path: headers[path] for path in events}):
-        if not mistakes.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
+        if not errors.add("duplicate-content", f"{', '.join(group[:4])} hold the same bytes"):
             for path in group[1:]:
                 events.pop(path, None)
-    names = _classes(events, classes, options, mistakes)
+    names = _classes(events, classes, options, errors)
     known = set(names)
     splits: dict[str, str] = {}
     kept: dict[str, list[Annotation]] = {}
@@ -190,7 +190,7 @@ def plan(
         for each in found:
             stated = each.about.get("date", "")
             if own := recorders.other_day(os.path.basename(path), stated):
-                mistakes.add("other-time", f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}")
+                errors.add("other-time", f"{each.where} says {stated}, and the name {os.path.basename(path)} {own}")
                 break
         decided = {splitter.of(inside, each.split, about) for each in found or filter(None, [nothing.get(path)])}
         if None in decided:
@@ -198,7 +198,7 @@ def plan(
         decided.discard(None)
         if len(decided) > 1:
             text = f"{path} is in the splits {', '.join(sorted(map(str, decided)))}"
-            if not mistakes.add("leaking-recording", text):
+            if not errors.add("leaking-recording", text):
                 found = [each for each in found if splitter.of(inside, each.split, about) != "train"]
                 decided.discard("train")
         for each in found:
@@ -225,43 +225,41 @@ def leads_out(path: str, root: str) -> str:
     return "" if led.startswith(os.path.join(os.path.realpath(root), "")) else led
 
 
-def _checked(
-    each: Annotation, header: Header, classes: Classes | None, options: Options, mistakes: Mistakes
-) -> Annotation | None:
+def _checked(each: Annotation, header: Header, classes: Classes | None, options: Options, errors: Errors) -> Annotation | None:
     where = each.where or each.path
     if each.start is not None and each.end is not None:
         times = f"{where}: [{each.start:g}, {each.end:g}) s"
         if each.end <= each.start:
-            mistakes.add("reversed-times", times)
+            errors.add("reversed-times", times)
             return None
         if -ROUNDING < each.start < 0:
             each.start = 0.0
         times += f" of a recording of {header.seconds:.3f} s"
         if each.start < 0 or each.start >= header.seconds:
-            mistakes.add("outside-recording", times)
+            errors.add("outside-recording", times)
             return None
-        if each.end > header.seconds + TOLERANCE and not mistakes.add("beyond-end", times):
+        if each.end > header.seconds + TOLERANCE and not errors.add("beyond-end", times):
             return None
         each = dataclasses.replace(each, end=min(each.end, header.seconds))
     labels = []
     for label in each.labels:
         name = classes.of(label) if classes else label
         if name is None:
-            mistakes.add("unknown-label", f"{where}: {label!r}")
+            errors.add("unknown-label", f"{where}: {label!r}")
         else:
             labels.append(name)
     if each.labels and not labels:
         return None
     if options.channels == "table" and each.channel is None and header.channels > 1:
-        if not mistakes.add("no-channel", f"{where}: a recording with {header.channels}"):
+        if not errors.add("no-channel", f"{where}: a recording with {header.channels}"):
             return None
     if options.channels == "table" and each.channel is not None and each.channel >= header.channels:
-        mistakes.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
+        errors.add("bad-row", f"{each.where}: channel {each.channel + 1} of a recording with {header.channels}")
         return None
     return dataclasses.replace(each, labels=tuple(dict.fromkeys(labels)))
 
 
-def _without_doubles(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> list[Annotation]:
+def _without_doubles(path: str, events: list[Annotation], options: Options, errors: Errors) -> list[Annotation]:
     """Return a recording's annotations by time, without doubles, conflicts and overlaps."""
     seen: dict[tuple[Any, ...], list[Annotation]] = {}
     for each in sorted(events, key=_order):
@@ -274,17 +272,17 @@ def _without_doubles(path: str, events: list[Annotation], options: Options, mist
             near.append(each)
             continue
         other = near[at]
-        mistakes.add("duplicate-row", f"{each.where or path} says what {other.where or path} says")
+        errors.add("duplicate-row", f"{each.where or path} says what {other.where or path} says")
         missing = [name for name in PARTIAL if getattr(other, name) is None]
         near[at] = dataclasses.replace(other, **{name: getattr(each, name) for name in missing})
     events = sorted((each for several in seen.values() for each in several), key=_order)
     if not options.windows:
-        events = list(_merged(path, events, options, mistakes))
+        events = list(_merged(path, events, options, errors))
     last: dict[str, float] = {}
     kept = []
     for each in events:
         early = [label for label in each.labels if each.start is not None and each.start < last.get(label, 0.0)]
-        if early and not mistakes.add("overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"):
+        if early and not errors.add("overlapping-times", f"{each.where or path}: {early[0]!r} again at {each.start:g} s"):
             continue
         for label in each.labels:
             last[label] = max(last.get(label, 0.0), each.end or math.inf)
@@ -302,7 +300,7 @@ def _is_same(one: Annotation, other: Annotation) -> bool:
     return all(a is None or b is None or a == b for a, b in pairs)
 
 
-def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mistakes) -> Iterator[Annotation]:
+def _merged(path: str, events: list[Annotation], options: Options, errors: Errors) -> Iterator[Annotation]:
     places: dict[tuple[Any, ...], list[Annotation]] = defaultdict(list)
     for each in events:
         places[each.start, each.end, each.channel if options.channels == "table" else None, each.split].append(each)
@@ -312,7 +310,7 @@ def _merged(path: str, events: list[Annotation], options: Options, mistakes: Mis
             continue
         labels = tuple(dict.fromkeys(label for each in several for label in each.labels))
         kind = "conflicting-labels" if several[0].start is None else "shared-times"
-        if mistakes.add(kind, f"{several[0].where or path}: {', '.join(labels)}"):
+        if errors.add(kind, f"{several[0].where or path}: {', '.join(labels)}"):
             low, high = [each.low for each in several], [each.high for each in several]
             band = (None if None in low else min(low), None if None in high else max(high))  # type: ignore[type-var]
             yield dataclasses.replace(several[0], labels=labels, low=band[0], high=band[1])
@@ -323,11 +321,11 @@ def _order(each: Annotation) -> tuple[Any, ...]:
     return (*times, -1 if each.channel is None else each.channel, each.labels)
 
 
-def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, mistakes: Mistakes) -> list[str]:
+def _classes(events: dict[str, list[Annotation]], classes: Classes | None, options: Options, errors: Errors) -> list[str]:
     counts = Counter(label for found in events.values() for each in found for label in each.labels)
     rare = {label for label, count in counts.items() if count < options.min_count}
     about = {label: f"{label!r} has {counts[label]}, of {options.min_count}" for label in sorted(rare)}
-    dropped = {label for label, text in about.items() if not mistakes.add("rare-label", text)}
+    dropped = {label for label, text in about.items() if not errors.add("rare-label", text)}
     if dropped:
         for path, found in list(events.items()):
             events[path] = [each for each in found if not each.labels or set(each.labels) - dropped]

@@ -55,8 +55,8 @@ def report(folder: pathlib.Path) -> list[str]:
         if found.pairs:
             most = found.pairs.most_common(SHOWN // 4)
             lines.append("  together: " + ", ".join(f"{names[a]} + {names[b]}: {n}" for (a, b), n in most))
-    if about.get("mistakes"):
-        lines += ["", "mistakes met: " + ", ".join(f"{kind}: {n}" for kind, n in about["mistakes"].items())]
+    if about.get("errors"):
+        lines += ["", "errors met: " + ", ".join(f"{kind}: {n}" for kind, n in about["errors"].items())]
     return lines
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from loaders.audio import shards
 from loaders.audio.recordings import column_names, columns, lines, tables, values
-from loaders.audio.recordings.annotations import Annotation, Mistakes
+from loaders.audio.recordings.annotations import Annotation, Errors
 from loaders.audio.recordings.columns import Options
 from loaders.audio.recordings.find import Finder, is_audio, walk
 from loaders.audio.recordings.rows import leads_out
@@ -36,36 +36,36 @@ STATED = ("recording", "site", "date", "time", "latitude", "longitude")  # group
 OWN = ("index.json", "detect.json", "embeddings.json")  # in the folders that jaxtrain makes
 
 
-def read(source: str, options: Options, mistakes: Mistakes, note: Note = lambda text: None) -> Iterator[Annotation]:
+def read(source: str, options: Options, errors: Errors, note: Note = lambda text: None) -> Iterator[Annotation]:
     """Yield the annotations of a source, and call ``note`` with lines about its columns.
 
     Raises DataError: it does not exist, or is no folder, table, metadata or list of paths.
     """
-    for annotation in _annotations(source, options, mistakes, note):
+    for annotation in _annotations(source, options, errors, note):
         if any(map(values.says_none, annotation.labels)):
-            if not mistakes.add("no-label", f"{annotation.where}: {', '.join(annotation.labels)!r}"):
+            if not errors.add("no-label", f"{annotation.where}: {', '.join(annotation.labels)!r}"):
                 continue
             annotation.labels = tuple(label for label in annotation.labels if not values.says_none(label))
         if open_labels := list(filter(values.says_unknown, annotation.labels)):
-            if not mistakes.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
+            if not errors.add("open-label", f"{annotation.where}: {open_labels[0]!r}"):
                 continue
         yield annotation
 
 
-def _annotations(source: str, options: Options, mistakes: Mistakes, note: Note) -> Iterator[Annotation]:
+def _annotations(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
     path = pathlib.Path(source).expanduser()
     if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
         raise DataError(f"--audio={options.audio} is not a folder; name the folder of the recordings{shards.nearest(named)}")
     audio = options.audio or root_of(path)
-    finder = Finder(pathlib.Path(audio).expanduser() if audio else None, mistakes)
+    finder = Finder(pathlib.Path(audio).expanduser() if audio else None, errors)
     if path.is_dir():
-        yield from _of_folder(path, options, mistakes, finder, note)
+        yield from _of_folder(path, options, errors, finder, note)
     elif not path.exists():
         raise DataError(f"{source} does not exist{shards.nearest(path)}; name a folder of recordings, a table, or metadata")
     elif is_audio(path.name):
         yield Annotation(os.path.abspath(path), where=source)
     else:
-        yield from _of_file(path, options, mistakes, finder, note)
+        yield from _of_file(path, options, errors, finder, note)
 
 
 def root_of(path: pathlib.Path) -> str:
@@ -78,7 +78,7 @@ def root_of(path: pathlib.Path) -> str:
     return ""
 
 
-def passed_over(folder: pathlib.Path, names: Iterable[str], mistakes: Mistakes, used: Collection[str] = ()) -> None:
+def passed_over(folder: pathlib.Path, names: Iterable[str], errors: Errors, used: Collection[str] = ()) -> None:
     """Count files of a folder that are neither recordings nor ``used``, by kind.
 
     A link out of it is judged by its name: what it leads to may be private.
@@ -88,15 +88,15 @@ def passed_over(folder: pathlib.Path, names: Iterable[str], mistakes: Mistakes, 
     made = {os.path.dirname(path) for path in names if os.path.basename(path) in OWN} - with_audio
     for path in names:
         above = map(str, pathlib.PurePath(path).parents)
-        is_own = os.path.basename(path) in ("index.json", "mistakes.csv")
+        is_own = os.path.basename(path) in ("index.json", "errors.csv")
         if is_audio(path) or path in used or made.intersection(above) or is_own:
             continue
         first = _begin(path, folder)
         if SOUND.match(first) or path.lower().endswith((*ARCHIVES, *SOUNDS)):
-            mistakes.add("unread-sound", path)
+            errors.add("unread-sound", path)
         else:
             named = path.lower().endswith(tuple(TABLES)) and leads_out(path, str(folder))
-            mistakes.add("unread-table" if named or _is_table(path, first) else "other-file", path)
+            errors.add("unread-table" if named or _is_table(path, first) else "other-file", path)
 
 
 def _begin(path: str, folder: pathlib.Path) -> bytes:
@@ -110,17 +110,17 @@ def _begin(path: str, folder: pathlib.Path) -> bytes:
         return b""
 
 
-def unnamed(given: Iterable[str], options: Options, named: Collection[str], mistakes: Mistakes) -> None:
+def unnamed(given: Iterable[str], options: Options, named: Collection[str], errors: Errors) -> None:
     """Count recordings of --audio, or next to ``given`` tables' own, that are not ``named``."""
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
-        near = list(walk(pathlib.Path(options.audio).expanduser(), Mistakes()))
+        near = list(walk(pathlib.Path(options.audio).expanduser(), Errors()))
     else:
         near = [entry.path for folder in {os.path.dirname(path) for path in named} for entry in os.scandir(folder)]
     for path in sorted(near):
         if is_audio(path) and not os.path.basename(path).startswith(".") and path not in named and os.path.isfile(path):
-            mistakes.add("no-table", path)
+            errors.add("no-table", path)
 
 
 def _is_table(path: str, first: bytes) -> bool:
@@ -139,16 +139,16 @@ def _is_raven(path: str, folder: pathlib.Path) -> bool:
     return b"begin time (s)" in first and b"\t" in first and first.lstrip(b"\xef\xbb\xbf").startswith(b"selection")
 
 
-def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
-    names = list(walk(folder, mistakes))
+def _of_folder(folder: pathlib.Path, options: Options, errors: Errors, finder: Finder, note: Note) -> Iterator[Annotation]:
+    names = list(walk(folder, errors))
     metadata = [path for path in names if re.search(r"_metadata(_train|_test|_test_5s)?\.(parquet|csv)$", path)]
     selections = (
         [] if options.labels else [path for path in names if path.endswith(".selections.txt") or _is_raven(path, folder)]
     )
-    catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, mistakes)]
+    catalogues = [path for path in names if path.endswith(".json") and _is_xeno_canto(path, folder, errors)]
     audio = [path for path in names if is_audio(path)]
     archives = [path for path in names if path.endswith(ARCHIVES)] if metadata else []  # that were unpacked
-    passed_over(folder, names, mistakes, {*metadata, *selections, *catalogues, *archives})
+    passed_over(folder, names, errors, {*metadata, *selections, *catalogues, *archives})
     top = os.path.abspath(folder)
     nested = any(os.path.dirname(path) != top for path in audio)
     if nested and selections and not any(path.endswith(".selections.txt") for path in selections):
@@ -160,16 +160,16 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         remedy = "; name that file itself, or the folder that it lies in"
         files.inside(folder, os.path.relpath(each, os.path.abspath(folder)), remedy=remedy)
     if metadata or selections or catalogues:
-        finder = finder if finder.folder else Finder(folder, mistakes)
+        finder = finder if finder.folder else Finder(folder, errors)
         about: set[str] = set()
         for each in (*metadata, *sorted([*selections, *catalogues])):
-            of_it = _birdset(pathlib.Path(each), mistakes, finder) if each in metadata else None
-            for annotation in of_it or _of_file(pathlib.Path(each), options, mistakes, finder, note):
+            of_it = _birdset(pathlib.Path(each), errors, finder) if each in metadata else None
+            for annotation in of_it or _of_file(pathlib.Path(each), options, errors, finder, note):
                 about.add(annotation.path)
                 yield annotation
         for each in audio:
             if os.path.abspath(each) not in about:
-                mistakes.add("no-table", each)
+                errors.add("no-table", each)
         return
     if not audio:
         packed = ", ".join(os.path.basename(path) for path in names if re.search(r"\.(tar|tar\.gz|tgz)$", path))
@@ -199,7 +199,7 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         inside = os.path.relpath(path, top).replace(os.sep, "/")
         found = pattern.search(inside) if pattern else None
         if pattern and not found:
-            mistakes.add("bad-row", f"{path} does not match the pattern {label!r}")
+            errors.add("bad-row", f"{path} does not match the pattern {label!r}")
             continue
         groups = {key: value for key, value in found.groupdict().items() if value} if found else {}
         its = groups.pop("label", "")
@@ -209,13 +209,13 @@ def _of_folder(folder: pathlib.Path, options: Options, mistakes: Mistakes, finde
         yield Annotation(path, labels=(its,) if its else (), where=path, about=stated)
 
 
-def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
+def _of_file(path: pathlib.Path, options: Options, errors: Errors, finder: Finder, note: Note) -> Iterator[Annotation]:
     if path.suffix == ".parquet":
-        yield from _birdset(path, mistakes, finder)
+        yield from _birdset(path, errors, finder)
         return
     text, encoding = tables.read_text(path, options.encoding)
     if path.suffix == ".json":
-        yield from _xeno_canto(path, text, mistakes, finder)
+        yield from _xeno_canto(path, text, errors, finder)
         return
     first = next((line for line in files.lines(text) if line.strip() and not line.startswith("#")), "").strip()
     if not text.strip():
@@ -224,13 +224,13 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
             return
         raise DataError(f"{path} is empty; expected a table, a list of recordings, or metadata")
     if AUDACITY.match(first):
-        yield from _audacity(path, text, encoding, options.separator, mistakes, finder)
+        yield from _audacity(path, text, encoding, options.separator, errors, finder)
         return
     table = tables.Table(path, text, encoding)
     if is_audio(first) and not any(map(column_names.meaning_of, table.columns)):
-        yield from _list(path, text, mistakes, finder)
+        yield from _list(path, text, errors, finder)
     elif options.file_column or options.start_column or {"file", "start"} & set(map(column_names.what, table.columns)):
-        yield from _of_table(table, options, mistakes, finder, note)
+        yield from _of_table(table, options, errors, finder, note)
     else:
         raise DataError(
             f"{path} is no table that names recordings: its columns are {', '.join(table.columns)[:200]}; name them with "
@@ -238,16 +238,16 @@ def _of_file(path: pathlib.Path, options: Options, mistakes: Mistakes, finder: F
         )
 
 
-def _list(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
+def _list(path: pathlib.Path, text: str, errors: Errors, finder: Finder) -> Iterator[Annotation]:
     for number, line in enumerate(files.lines(text), 1):
         where = f"{path}:{number}"
         if line.startswith("#") and not is_audio(line.strip()):
-            mistakes.add("comment-line", where)
+            errors.add("comment-line", where)
         elif line.strip() and (found := finder.find(line.strip(), path, where)):
             yield Annotation(found, where=where)
 
 
-def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder: Finder, note: Note) -> Iterator[Annotation]:
+def _of_table(table: tables.Table, options: Options, errors: Errors, finder: Finder, note: Note) -> Iterator[Annotation]:
     layout = columns.find(table, options)
     for text in layout.describe():
         note(text)
@@ -256,10 +256,10 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
             yield Annotation(found, where=str(table.path), nothing=True)
             return
     named = bool(layout.used["file"])
-    for line in lines.read(layout, options, mistakes):
+    for line in lines.read(layout, options, errors):
         found = finder.find(line.file, table.path, line.where) if named else finder.next_to(table.path, line.where)
         if line.answer == "skip" and not line.labels:
-            mistakes.add("unanswered", line.where)
+            errors.add("unanswered", line.where)
         elif found:
             nothing = line.start is None and all(map(values.says_none, line.labels)) and bool(layout.used["start"])
             yield Annotation(
@@ -269,21 +269,21 @@ def _of_table(table: tables.Table, options: Options, mistakes: Mistakes, finder:
 
 
 def _audacity(
-    path: pathlib.Path, text: str, encoding: str, separator: str, mistakes: Mistakes, finder: Finder
+    path: pathlib.Path, text: str, encoding: str, separator: str, errors: Errors, finder: Finder
 ) -> Iterator[Annotation]:
     """Yield Audacity's labels: start, end and text, and below, after a backslash, frequencies."""
     audio = finder.next_to(path, str(path))
     if not audio:
         return
     if encoding != "UTF-8":
-        mistakes.add("other-encoding", f"{path} is read as {encoding}")
+        errors.add("other-encoding", f"{path} is read as {encoding}")
     last: Annotation | None = None
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         fields = [lines.unquoted(field.strip()) for field in (line.split("\t") if "\t" in line else line.split(None, 2))]
         if not line.strip():
             continue
         if line.startswith("#"):
-            mistakes.add("comment-line", f"{path}:{number}")
+            errors.add("comment-line", f"{path}:{number}")
             continue
         try:
             numbers = [values.number(field) for field in (fields[1:3] if fields[0] == "\\" else fields[:2])]
@@ -293,13 +293,13 @@ def _audacity(
         is_band = fields[0] == "\\"
         shown = f"{path}:{number}: {line[:60]!r}"
         if values.is_sheet_error(text):
-            mistakes.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
+            errors.add("bad-row", f"{path}:{number} has {text!r} as its label, an error of a spreadsheet")
         elif len(fields) > 3 and not is_band and values.are_numbers([text]):
-            mistakes.add("bad-row", f"{shown} has a number for its label; expected start, end and label")
+            errors.add("bad-row", f"{shown} has a number for its label; expected start, end and label")
         elif len(fields) == 4 and not is_band and re.fullmatch(r"0*(\.0*)?", fields[3]) and fields[3]:
-            mistakes.add("bad-row", f"{shown} has the weight 0, so its label is absent; remove the line")
+            errors.add("bad-row", f"{shown} has the weight 0, so its label is absent; remove the line")
         elif len(numbers) < 2 or None in numbers:
-            mistakes.add("bad-row", f"{shown} is no label; expected start, end and label between tabs")
+            errors.add("bad-row", f"{shown} is no label; expected start, end and label between tabs")
         elif is_band:
             if last:
                 last.low, last.high = (value if value and value > 0 else None for value in numbers)
@@ -308,20 +308,20 @@ def _audacity(
                 yield last
             its_labels = lines.labels(text, separator)
             if not its_labels:
-                mistakes.add("no-label", f"{path}:{number}")
+                errors.add("no-label", f"{path}:{number}")
             last = Annotation(audio, numbers[0], numbers[1], its_labels, where=f"{path}:{number}")
     if last:
         yield last
 
 
-def _is_xeno_canto(path: str, folder: pathlib.Path, mistakes: Mistakes) -> bool:
+def _is_xeno_canto(path: str, folder: pathlib.Path, errors: Errors) -> bool:
     if led := leads_out(path, str(folder)):
-        mistakes.add("link-outside", f"{path} leads to {led}")
+        errors.add("link-outside", f"{path} leads to {led}")
         return False
     return re.search(rb'"recordings"\s*:\s*\[', _begin(path, folder)) is not None
 
 
-def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
+def _xeno_canto(path: pathlib.Path, text: str, errors: Errors, finder: Finder) -> Iterator[Annotation]:
     """xeno-canto's answer to a query: recordings next to it are XC<number> or by name."""
     try:
         recordings = files.parse(text, str(path))["recordings"]
@@ -331,7 +331,7 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
         raise DataError(f"{path} is no metadata of xeno-canto, which has a list of recordings: {error}") from error
     for n, each in enumerate(recordings):
         where = f"{path}: recording {each.get('id', n)}"
-        quiet = Finder(finder.folder, Mistakes())
+        quiet = Finder(finder.folder, Errors())
         found = quiet.find(f"XC{each.get('id')}", path, where)
         if not found and not (found := finder.find(str(each.get("file-name") or f"XC{each.get('id')}"), path, where)):
             continue
@@ -345,7 +345,7 @@ def _xeno_canto(path: pathlib.Path, text: str, mistakes: Mistakes, finder: Finde
         yield Annotation(found, labels=(species,) if species else (), where=where, about=stated)
 
 
-def _birdset(path: pathlib.Path, mistakes: Mistakes, finder: Finder) -> Iterator[Annotation]:
+def _birdset(path: pathlib.Path, errors: Errors, finder: Finder) -> Iterator[Annotation]:
     """Yield BirdSet's metadata: recordings (train), events (test), clips of 5 s (test_5s)."""
     import pyarrow.csv as pc
     import pyarrow.parquet as pq

@@ -4,7 +4,7 @@ DIR/
   index.json                      root, classes, options, and rows and hours of each split
   data/SPLIT-00000-of-00002.parquet      rows, as Hugging Face's Hub names shards
   headers.cache              headers of all recordings, so that the next run reads only new ones
-  mistakes.csv                    every mistake: kind, text
+  errors.csv                    every error: kind, text
 """
 
 import itertools
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loaders.audio import shards
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.headers import HIGHEST, LOWEST, Header
 from loaders.audio.recordings.rows import Plan, Row
 from loaders.base import DataError
@@ -53,7 +53,7 @@ def schema(names: list[str]) -> pa.Schema:
     return pa.schema(fields, metadata=metadata)
 
 
-def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[str, Any]) -> dict[str, Any]:
+def write(out: pathlib.Path, plan: Plan, errors: Errors, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write an index into a folder next to ``out`` and rename it. Return its index.json.
 
     Raises DataError: ``out`` holds anything but an index; OSError with the name ``out``: the disk
@@ -65,18 +65,18 @@ def write(out: pathlib.Path, plan: Plan, mistakes: Mistakes, options: Mapping[st
         splits = {split: write_split(fresh / "data", split, plan) for split in sorted(set(plan.splits.values()))}
         splits = {split: about for split, about in splits.items() if about["rows"]}
         if not splits:
-            why = "see the list of mistakes" if mistakes.counts else "they name no recording, or windows without an event alone"
+            why = "see the list of errors" if errors.counts else "they name no recording, or windows without an event alone"
             raise DataError(f"the sources leave no row to write; {why}")
         about = {
             "version": VERSION,
             "root": os.path.relpath(plan.root, os.path.realpath(out)),
             "classes": plan.names,
             "splits": splits,
-            "mistakes": {kind: mistakes.counts[kind] for kind in sorted(mistakes.counts)},
+            "errors": {kind: errors.counts[kind] for kind in sorted(errors.counts)},
             "options": dict(options),
         }
         _write_recordings(fresh / "headers.cache", plan)
-        mistakes.save(fresh / "mistakes.csv", always=True)
+        errors.save(fresh / "errors.csv", always=True)
         (fresh / "index.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     shards.note_root(out, os.path.normpath(os.path.join(os.path.realpath(out), str(about["root"]))))
     return about
@@ -102,8 +102,8 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         splits, names = about.get("splits"), about.get("classes")
         if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
             raise TypeError("it has no splits, or one without its rows and hours")
-        if not isinstance(about.get("mistakes", {}), dict):
-            raise TypeError("its mistakes are no counts")
+        if not isinstance(about.get("errors", {}), dict):
+            raise TypeError("its errors are no counts")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise TypeError("it has no classes")
         if wrong := [split for split in splits if not re.fullmatch(r"[A-Za-z]\w*", split)]:

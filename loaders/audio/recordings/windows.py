@@ -12,7 +12,7 @@ import numpy as np
 
 from loaders.audio import shards
 from loaders.audio.recordings import columns, headers, rows, sources, store
-from loaders.audio.recordings.annotations import KEEP, Annotation, Mistakes
+from loaders.audio.recordings.annotations import KEEP, Annotation, Errors
 from loaders.audio.recordings.find import is_audio, walk
 from loaders.audio.recordings.headers import Header
 from loaders.base import DataError
@@ -101,7 +101,7 @@ def cut(
     root: str = "",
     links: bool = False,
     reading: columns.Options | None = None,
-    mistakes: Mistakes,
+    errors: Errors,
     note: Callable[[str], None] = lambda text: None,
 ) -> Windows:
     """Return the windows of recordings: files, folders, indexes, tables or lists that name some.
@@ -110,7 +110,7 @@ def cut(
       root: the folder that names are relative to; empty = a folder or index that is alone given, or
         the nearest that holds all.
       links: whether links may lead out of the root.
-      mistakes: takes every recording that cannot be read.
+      errors: takes every recording that cannot be read.
 
     Raises DataError: something given that is none of these, or nothing that can be read.
     """
@@ -120,28 +120,28 @@ def cut(
     paths: set[str] = set()
     roots: list[str] = []
     for each in given:
-        folder, found = _recordings_of(each, root, known, reading or columns.Options(), mistakes)
+        folder, found = _recordings_of(each, root, known, reading or columns.Options(), errors)
         paths |= found
         roots.append(folder)
     common = root or (roots[0] if len(roots) == 1 else "") or os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"])
     root = os.path.abspath(os.path.expanduser(common))
     for path in sorted(paths):
         if not path.startswith(os.path.join(root, "")):
-            mistakes.add("outside-root", f"{path} is not below {root}")
+            errors.add("outside-root", f"{path} is not below {root}")
             paths.discard(path)
         elif not links and (led := rows.leads_out(path, root)):
-            mistakes.add("link-outside", f"{path} leads to {led}; links are followed with --follow-links")
+            errors.add("link-outside", f"{path} leads to {led}; links are followed with --follow-links")
             paths.discard(path)
-    found_headers, n_read = headers.read_all(paths, known, mistakes)
+    found_headers, n_read = headers.read_all(paths, known, errors)
     note(f"{len(found_headers)} recordings, {n_read} headers read")
     recordings = []
     for path in sorted(found_headers, key=lambda path: os.path.relpath(path, root)):
         if found_headers[path].frames > 0:
             recordings.append(Recording(os.path.relpath(path, root).replace(os.sep, "/"), found_headers[path]))
         else:
-            mistakes.add("unreadable-file", f"{path} holds no samples")
+            errors.add("unreadable-file", f"{path} holds no samples")
     if not recordings:
-        first = f" ({mistakes.lines[0][1]})" if mistakes.lines else ""
+        first = f" ({errors.lines[0][1]})" if errors.lines else ""
         raise DataError(f"none of {len(paths)} recordings can be read{first}; name some that can")
     counts = [len(_cut(each.header, seconds, hop)) for each in recordings]
     return Windows(root, recordings, seconds, hop, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
@@ -152,7 +152,7 @@ def _cut(header: Header, seconds: float, hop: float) -> list[tuple[float, float]
 
 
 def _recordings_of(
-    given: str, root: str, known: dict[str, Header], reading: columns.Options, mistakes: Mistakes
+    given: str, root: str, known: dict[str, Header], reading: columns.Options, errors: Errors
 ) -> tuple[str, set[str]]:
     """Return the folder of a source, or "", and its recordings. Add to the ``known`` headers."""
     path = pathlib.Path(given).expanduser()
@@ -163,9 +163,9 @@ def _recordings_of(
         known.update(of_index)
         return str(shards.index_root(path / "index.json")), set(of_index)
     if path.is_dir():
-        names = list(walk(path, mistakes))
+        names = list(walk(path, errors))
         found = {each for each in names if is_audio(each)}
-        sources.passed_over(path, names, mistakes)
+        sources.passed_over(path, names, errors)
         if not found:
             raise DataError(f"{given} holds no recordings (.wav, .flac, .mp3, .ogg, .opus, .aiff, .caf, .m4a)")
         return os.path.abspath(path), found
@@ -173,9 +173,9 @@ def _recordings_of(
         if path.is_file() or not path.exists():
             return "", {os.path.abspath(path)}
         raise files.FileError(f"{given} is neither a file nor a folder")
-    return "", {each.path for each in sources.read(given, dataclasses.replace(reading, audio=root, whole=True), mistakes)}
+    return "", {each.path for each in sources.read(given, dataclasses.replace(reading, audio=root, whole=True), errors)}
 
 
-def lenient() -> Mistakes:
-    """Drop the rows of all mistakes. Read a truncated recording to its end."""
-    return Mistakes(["all=drop", *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels"))])
+def lenient() -> Errors:
+    """Drop the rows of all errors. Read a truncated recording to its end."""
+    return Errors(["all=drop", *(f"{kind}={KEEP}" for kind in ("truncated-file", "stale-header", "opposite-channels"))])

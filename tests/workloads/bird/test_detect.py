@@ -196,7 +196,7 @@ def test_recordings_with_the_longest_names_get_tables(run, tmp_path, capsys):
     run_detect(run, folder, "--out", tmp_path / "out", "--threshold", 0)
     assert [len(list((tmp_path / "out" / kind).iterdir())) for kind in ("raven", "audacity")] == [3, 3]
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told == f"3 recordings used, 0 without detections; 1 unread-sound, listed in {tmp_path / 'out'}/mistakes.csv"
+    assert told == f"3 recordings used, 0 without detections; 1 unread-sound, listed in {tmp_path / 'out'}/errors.csv"
     assert cli.main(["index", str(tmp_path / "out" / "raven"), "--out", str(tmp_path / "index")]) == 0
 
 
@@ -212,7 +212,7 @@ def test_broken_files_are_listed_and_end_nothing(run, recordings, tmp_path, caps
     (folder / "torn.flac").write_bytes(flac)
     (folder / "link.wav").symlink_to(recordings / "short.wav")
     run_detect(run, folder, "--out", tmp_path / "out", "--threshold", 0, code=1)
-    listed = table(tmp_path / "out" / "mistakes.csv")
+    listed = table(tmp_path / "out" / "errors.csv")
     assert {row["kind"] for row in listed} == {"empty-file", "unreadable-file", "link-outside"}
     assert any("windows cannot be decoded: FLAC: " in row["text"] for row in listed), "with the reason that index would give"
     assert all(any(name in row["text"] for row in listed) for name in ("empty.wav", "noise.mp3", "torn.flac", "link.wav"))
@@ -243,7 +243,7 @@ def test_every_source_gives_the_same_windows(recordings, tmp_path):
     sources["  "] = [recordings / name for name, *_ in FILES]
     options = dict(seconds=CLIP, hop=HOP)
     cut = [
-        windows.cut([*map(str, given)], root=root.strip(), mistakes=windows.lenient(), **options)
+        windows.cut([*map(str, given)], root=root.strip(), errors=windows.lenient(), **options)
         for root, given in sources.items()
     ]
     assert {(each.digest, each.root, each.n) for each in cut} == {(cut[0].digest, str(recordings), cut[0].n)}
@@ -270,7 +270,7 @@ def test_classes_and_formats(run, recordings, tmp_path):
     argv = (run, recordings / "c.ogg", "--out", tmp_path / "out", "--threshold", 0)
     run_detect(*argv, "--classes", "wren,blackbird", "--formats", "audacity")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        ["audacity", "detect.json", "mistakes.csv", "recordings.csv", "scores"]
+        ["audacity", "detect.json", "errors.csv", "recordings.csv", "scores"]
     )
     (row, *_) = scores_of(tmp_path / "out")
     assert list(row)[4:] == ["blackbird", "wren"] and row["blackbird"] + row["wren"] < 1, "of a softmax over all classes"

@@ -266,9 +266,9 @@ def test_labels_of_other_recordings_are_counted(tmp_path, capsys):
     assert cli.main(argv) == 0
     told = capsys.readouterr()
     assert "absent-recording: 3 (dropped)" in told.err and "t.csv:4: [0, 1) s of typo0.wav" in told.err
-    assert told.out.endswith(f"3 rows used, 0 without a class; 3 absent-recording, listed in {tmp_path / 'h-mistakes.csv'}\n")
+    assert told.out.endswith(f"3 rows used, 0 without a class; 3 absent-recording, listed in {tmp_path / 'h-errors.csv'}\n")
     assert heads.read(tmp_path / "h.npz").names == ("owl", "wren")
-    assert len((tmp_path / "h-mistakes.csv").read_text().splitlines()) == 4
+    assert len((tmp_path / "h-errors.csv").read_text().splitlines()) == 4
     (tmp_path / "t.csv").write_text("file,vogel,start,end\n0.wav,owl,0,1\n0.wav,wren,2,3\n")
     assert cli.main(argv) == 2 and "--label-column" in capsys.readouterr().err
     assert cli.main([*argv, "--label-column", "vogel"]) == 0

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.manifest is None) == (args.listen is None) or bool(args.listen) != bool(args.out):
         parser.error("give either a manifest, or --listen AUDIO --out WAV")
-    return arguments.run(functools.partial(listen if args.listen else encode, args), mistakes=(OSError, ValueError))
+    return arguments.run(functools.partial(listen if args.listen else encode, args), errors=(OSError, ValueError))
 
 
 def encode(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from jaxtrain.commands import arguments
 from loaders.io import checks
 
 if TYPE_CHECKING:  # numpy is not imported for the help of a command that reads no table
-    from loaders.audio.recordings.annotations import Mistakes
+    from loaders.audio.recordings.annotations import Errors
     from loaders.audio.recordings.columns import Options
 
 SKLEARN = "pip install 'jaxtrain[probe]'"
@@ -68,9 +68,9 @@ def need_sklearn() -> None:
         raise checks.UserError(wrong)
 
 
-def show_mistakes(mistakes: "Mistakes", listed: pathlib.Path | None = None) -> None:
-    """Print a few mistakes of each kind to stderr, and write the whole list into a file."""
-    for line in mistakes.report():
+def show_errors(errors: "Errors", listed: pathlib.Path | None = None) -> None:
+    """Print a few errors of each kind to stderr, and write the whole list into a file."""
+    for line in errors.report():
         print(line, file=sys.stderr)
     if listed:
-        mistakes.save(listed)
+        errors.save(listed)

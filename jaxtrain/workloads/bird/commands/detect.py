@@ -15,7 +15,7 @@ a head by `jaxtrain fit` (--model).
         audacity/NAME.txt          label tracks
         recordings.csv             every recording, with its windows and detections
         scores/part-*.parquet      the scores of all windows, a column a class
-        mistakes.csv               unreadable recordings: the command continues, then exits with 1
+        errors.csv               unreadable recordings: the command continues, then exits with 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another
 --threshold, --min-duration or --formats only the tables are made again. Under srun or mpirun the
@@ -89,7 +89,7 @@ def _detect(args: argparse.Namespace) -> int:
     note = functools.partial(print, file=sys.stderr) if membership.process == 0 else lambda text: None
     cut: dict[str, Any] = {"root": args.root, "links": args.follow_links, "note": note}
     cut |= {"reading": commands.table_options(args)}
-    windows, mistakes = encoder.cut_windows(args.recordings, data.clip_seconds, overlap=args.overlap, **cut)
+    windows, errors = encoder.cut_windows(args.recordings, data.clip_seconds, overlap=args.overlap, **cut)
     data = encoder.data_config(model, **changes, audio_root=windows.root)
     parts, made_of = detect.prepare(model, head, windows, args.out, chosen=chosen, batch=args.batch)
     console = console_lib.start_console(process=membership.process)
@@ -113,10 +113,10 @@ def _detect(args: argparse.Namespace) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
-        counts = detections.write(parts, options, mistakes)
-    commands.show_mistakes(mistakes)
+        counts = detections.write(parts, options, errors)
+    commands.show_errors(errors)
     n = len(windows.recordings)
     bad = f" ({counts['unreadable']} unreadable)" if counts["unreadable"] else ""
     print(f"{args.out}: {counts['detections']} detections in {n} recordings, {windows.n} windows{bad}")
-    print(f"{n} recordings used, {counts['silent']} without detections; {mistakes.summary(f'{args.out}/mistakes.csv')}")
-    return 1 if counts["mistakes"] else 0
+    print(f"{n} recordings used, {counts['silent']} without detections; {errors.summary(f'{args.out}/errors.csv')}")
+    return 1 if counts["errors"] else 0

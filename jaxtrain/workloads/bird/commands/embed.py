@@ -104,7 +104,7 @@ def _embed_windows(
     changes = {**changes, "label": "", "test": ""}
     seconds = encoder.data_config(model, **changes).clip_seconds
     how: dict[str, Any] = {"root": args.audio_root, "links": args.follow_links, "reading": commands.table_options(args)}
-    cut, mistakes = encoder.cut_windows(args.recordings, seconds, overlap=args.overlap, **how)
+    cut, errors = encoder.cut_windows(args.recordings, seconds, overlap=args.overlap, **how)
     place = out / ".windows"  # always the same, by which the loader caches headers of large recordings
     shutil.rmtree(place, ignore_errors=True)
     try:
@@ -113,6 +113,6 @@ def _embed_windows(
         done = embed.embed(model, data, out, **options)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    listed = out / "mistakes.csv"
-    commands.show_mistakes(mistakes, listed)
-    return done, f"{len(cut.recordings)} recordings used; {mistakes.summary(str(listed))}", int(bool(mistakes.serious))
+    listed = out / "errors.csv"
+    commands.show_errors(errors, listed)
+    return done, f"{len(cut.recordings)} recordings used; {errors.summary(str(listed))}", int(bool(errors.serious))

@@ -8,7 +8,7 @@
 EMBEDDINGS are folders of `jaxtrain embed`. With --run, `fit` first embeds an INDEX of `jaxtrain
 index` into the folder MODEL-embeddings (without .npz). `search` reads it too. Their own labels are
 taken, or those of a table with file, start, end, label, and answer (yes, no, skip), as `jaxtrain
-index` reads it. Lines about other recordings are counted, and listed in MODEL-mistakes.csv. A row
+index` reads it. Lines about other recordings are counted, and listed in MODEL-errors.csv. A row
 that has a label is taken to have no other; --background adds rows that the table does not name as
 counter-examples.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.io import atomic_write
 
 METHODS = ("linear", "prototypes", "patches")
@@ -67,13 +67,13 @@ def _fit(args: argparse.Namespace) -> int:
 
     from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads
 
-    listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-mistakes.csv")
+    listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-errors.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
     commands.prepare_process()
-    mistakes = Mistakes()
+    errors = Errors()
     folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
-        options: dict[str, Any] = {"reading": commands.table_options(args), "mistakes": mistakes}
+        options: dict[str, Any] = {"reading": commands.table_options(args), "errors": errors}
         given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed, **options)
     else:
         given = examples.own(folders)
@@ -97,8 +97,8 @@ def _fit(args: argparse.Namespace) -> int:
     if (given.y.any(1) | (given.known == 0).any(1)).all():
         remedy = "add silence: --background N, or empty windows"
         print(f"no row is without a class, so the thresholds hold among calls alone; {remedy}")
-    commands.show_mistakes(mistakes, listed)
-    print(f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class; {mistakes.summary(str(listed))}")
+    commands.show_errors(errors, listed)
+    print(f"{len(given.y)} rows used, {int((~given.y.any(1)).sum())} without a class; {errors.summary(str(listed))}")
     return 0
 
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     row.add_argument("--channels", default="mean", help="mean, each as a row, table (as it says), or a number; default: mean")
     row.add_argument("--split", default="", metavar="HOW", help="recording=0.2, site=0.2, date=DAY, column=NAME, folder")
     row.add_argument("--seed", type=arguments.seed, default=0, help="of the split; default: 0")
-    row.add_argument("--on", action="append", default=[], metavar="KIND=WHAT", help="refuse, drop or keep mistakes of a kind")
+    row.add_argument("--on", action="append", default=[], metavar="KIND=WHAT", help="refuse, drop or keep errors of a kind")
     args = parser.parse_args(argv)
     if args.show is not None:
         if args.sources or args.out:
@@ -88,12 +88,12 @@ def _show(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> int:
     from loaders.audio.recordings import make, rows
-    from loaders.audio.recordings.annotations import Mistakes
+    from loaders.audio.recordings.annotations import Errors
 
     given = list(args.sources)
     if args.unpack:
         given = _unpack(given, pathlib.Path(args.unpack))
-    mistakes, named = Mistakes(args.on), vars(args)
+    errors, named = Errors(args.on), vars(args)
     chosen: dict[str, Any] = {
         field.name: named[field.name] for field in dataclasses.fields(rows.Options) if field.name in named
     }
@@ -101,9 +101,9 @@ def _make(args: argparse.Namespace) -> int:
     options = {"reading": reading, "options": rows.Options(**chosen), "class_file": args.classes}
     note = functools.partial(print, file=sys.stderr)
     try:
-        about = make.make(given, args.out, root=args.root, mistakes=mistakes, note=note, **options)
+        about = make.make(given, args.out, root=args.root, errors=errors, note=note, **options)
     finally:
-        commands.show_mistakes(mistakes)
+        commands.show_errors(errors)
     for split, counts in about["splits"].items():
         print(f"{split}: {counts['rows']} rows of {counts['recordings']} recordings, {counts['hours']:.2f} h")
     if "=" in args.split and (left := {"train", "test"} - about["splits"].keys()):
@@ -112,28 +112,28 @@ def _make(args: argparse.Namespace) -> int:
     elif "train" not in about["splits"]:
         print("no recording is in train; to ignore the column of splits: --split-column none", file=sys.stderr)
     print(f"{args.out}: {len(about['classes'])} classes; {about['n_read']} recordings read")
-    counts = mistakes.summary(f"{args.out}/mistakes.csv")
+    counts = errors.summary(f"{args.out}/errors.csv")
     print(f"{about['n_used']} recordings used, {about['n_without']} without labels; {counts}")
     return 0
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Print the columns of each source, five annotations, and mistakes known without recordings."""
+    """Print the columns of each source, five annotations, and errors known without recordings."""
     from loaders.audio.recordings import sources
-    from loaders.audio.recordings.annotations import Mistakes
+    from loaders.audio.recordings.annotations import Errors
 
-    mistakes = Mistakes(args.on)
+    errors = Errors(args.on)
     reading = dataclasses.replace(commands.table_options(args), labels=args.labels)
     for given in args.sources:
         n = 0
-        for n, each in enumerate(sources.read(given, reading, mistakes, note=print), 1):
+        for n, each in enumerate(sources.read(given, reading, errors, note=print), 1):
             if n <= ROWS:
                 print(f"    {each}")
         print(f"{given}: {n} annotations")
-    for line in mistakes.report():
+    for line in errors.report():
         print(line)
-    print(mistakes.summary())
-    return 1 if mistakes.refused() else 0
+    print(errors.summary())
+    return 1 if errors.refused() else 0
 
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:

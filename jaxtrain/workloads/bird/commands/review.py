@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.io import atomic_write
 
 ORDERS = ("table", "best", "uncertain", "diverse")
@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxtrain.workloads.bird.inference import InferenceError, embeddings, neighbours, review, review_server
 
-    listed = args.out.with_name(f"{args.out.stem}-mistakes.csv")
+    listed = args.out.with_name(f"{args.out.stem}-errors.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
-    mistakes = Mistakes()
+    errors = Errors()
     reading = commands.table_options(args)
-    items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, mistakes=mistakes)
-    commands.show_mistakes(mistakes, listed)
+    items = review.read(args.table, root=args.root, order=args.order, label=args.label, reading=reading, errors=errors)
+    commands.show_errors(errors, listed)
     near = None
     if args.embeddings:
         windows = [(i.path, i.start, i.end) for i in items]
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InferenceError(f"--port {args.port} is in use, or not allowed; choose another, or omit it") from error
     with server:
         recordings = len({item.path for item in items})
-        print(f"{args.table}: {len(items)} windows of {recordings} recordings used; {mistakes.summary(str(listed))}")
+        print(f"{args.table}: {len(items)} windows of {recordings} recordings used; {errors.summary(str(listed))}")
         print(f"answers go to {args.out}; Ctrl-C ends\n{server.address}", flush=True)
         try:
             server.serve_forever()

@@ -1,6 +1,6 @@
 """Uses of a trained encoder: embeddings, detections, fitted heads, search, review, scores."""
 
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.io.checks import UserError
 
 
@@ -8,8 +8,8 @@ class InferenceError(UserError, ValueError):
     """A run, recordings, embeddings, a head or a table that cannot be used."""
 
 
-def refuse(mistakes: Mistakes) -> None:
-    """Raise InferenceError for the first mistake of a kind that is refused."""
-    if refused := mistakes.refused():
-        text = next(text for kind, text in mistakes.lines if kind in refused)
+def refuse(errors: Errors) -> None:
+    """Raise InferenceError for the first error of a kind that is refused."""
+    if refused := errors.refused():
+        text = next(text for kind, text in errors.lines if kind in refused)
         raise InferenceError(f"{text} ({refused[0]}); correct the line")

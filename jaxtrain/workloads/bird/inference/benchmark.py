@@ -24,7 +24,7 @@ from jaxtrain.workloads.bird.inference import InferenceError, detect, embed, enc
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.embeddings import read as read_embeddings
 from loaders.audio.recordings import columns, make, rows
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError
 from loaders.io import atomic_write, columnar, files
 
@@ -173,10 +173,10 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
 
 def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str = "") -> None:
     """Make an index, or brings it up to date. Raises DataError."""
-    mistakes = Mistakes(["duplicate-content=keep", "leaking-recording=keep"])
+    errors = Errors(["duplicate-content=keep", "leaking-recording=keep"])
     make.make(
         list(given), out, reading=columns.Options(audio=audio), options=rows.Options(), class_file=classes, root=audio,
-        mistakes=mistakes, note=lambda line: None,
+        errors=errors, note=lambda line: None,
     )  # fmt: skip
 
 

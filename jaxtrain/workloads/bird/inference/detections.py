@@ -17,7 +17,7 @@ from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.detect import Parts, remove_partial
 from jaxtrain.workloads.bird.inference.heads import read_names
 from loaders.audio.recordings import headers, tables, values
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.windows import Recording
 from loaders.io import atomic_write
 
@@ -113,7 +113,7 @@ def of_recording(scores: Iterable[Window], options: Options) -> list[Detection]:
     return sorted(each for each in found if each.end - each.start >= options.min_duration - NEAR)
 
 
-def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
+def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
     """Write the tables from the scores, in place of earlier ones. Return counts.
 
     Raises InferenceError: scores that cannot be read; OSError.
@@ -140,7 +140,7 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
             writers["recordings"].writerow((recording.name, *about))
             if missing:
                 why = headers.fault(os.path.join(parts.windows.root, recording.name), *unreadable[k][0])
-                mistakes.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
+                errors.add("unreadable-file", f"{recording.name}: {missing} of its {n} windows cannot be decoded{why}")
             counts["unreadable"] += missing
             counts["detections"] += len(found)
             counts["silent"] += not found
@@ -151,8 +151,8 @@ def write(parts: Parts, options: Options, mistakes: Mistakes) -> dict[str, int]:
             shutil.rmtree(out / name, ignore_errors=True)
     if "csv" not in options.formats:
         (out / "detections.csv").unlink(missing_ok=True)
-    mistakes.save(out / "mistakes.csv", always=True)
-    return {**counts, "mistakes": mistakes.serious}
+    errors.save(out / "errors.csv", always=True)
+    return {**counts, "errors": errors.serious}
 
 
 def _rows(parts: Parts, missing: defaultdict[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Window]]:

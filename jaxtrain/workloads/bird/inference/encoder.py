@@ -24,7 +24,7 @@ from jaxtrain.workloads.bird.inference import InferenceError
 from loaders.audio import front_end, shards, spectrogram
 from loaders.audio.front_end import FrontEnd
 from loaders.audio.recordings import windows
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError, Rows
 from loaders.io import checks
 
@@ -128,7 +128,7 @@ def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
 Arrays = Mapping[str, jax.Array]
 
 
-def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any) -> tuple[windows.Windows, Mistakes]:
+def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **how: Any) -> tuple[windows.Windows, Errors]:
     """Cut recordings into windows of so many seconds, ``overlap`` of them shared.
 
     ``how``: as `loaders.audio.recordings.windows.cut` has it. Returns the windows, and the
@@ -136,8 +136,8 @@ def cut_windows(recordings: Sequence[str], seconds: float, *, overlap: float, **
     """
     if not 0 <= overlap < seconds:
         raise InferenceError(f"--overlap is {overlap}; windows have {seconds} s: use 0 or more, and less")
-    mistakes, hop = windows.lenient(), round(seconds - overlap, 6)
-    return windows.cut(recordings, seconds=seconds, hop=hop, mistakes=mistakes, **how), mistakes
+    errors, hop = windows.lenient(), round(seconds - overlap, 6)
+    return windows.cut(recordings, seconds=seconds, hop=hop, errors=errors, **how), errors
 
 
 class Setup(NamedTuple):

@@ -19,7 +19,7 @@ from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
 from loaders.audio.recordings import classes, columns, lines, tables
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
 
 OVERLAP = 0.25  # [s]
@@ -65,22 +65,22 @@ def own(folders: Sequence[Embeddings]) -> Examples:
 
 def of_table(
     folders: Sequence[Embeddings], path: str, *, background: int = 0, seed: int = 0,
-    reading: columns.Options | None = None, mistakes: Mistakes | None = None,
+    reading: columns.Options | None = None, errors: Errors | None = None,
 ) -> Examples:  # fmt: skip
     """Return the rows that a table speaks of, and ``background`` others that have no class.
 
-    ``mistakes`` takes the lines that speak of no row. Raises InferenceError: a table without the
+    ``errors`` takes the lines that speak of no row. Raises InferenceError: a table without the
     columns, with a line of no sense, or that names nothing of the embeddings.
     """
-    mistakes = mistakes or Mistakes()
-    parts = _read(path, reading or columns.Options(), mistakes)
-    of_folders = [list(_matches(each.places(), each.root, parts, mistakes)) for each in folders]
-    inference.refuse(mistakes)
+    errors = errors or Errors()
+    parts = _read(path, reading or columns.Options(), errors)
+    of_folders = [list(_matches(each.places(), each.root, parts, errors)) for each in folders]
+    inference.refuse(errors)
     spoken = {part[0] for matches in of_folders for _, part in matches}
     for where, file, start, end, *_ in parts:
         if where not in spoken:
             times = f"[{start:g}, {end:g}) s of " if np.isfinite(end) else ""
-            mistakes.add("absent-recording", f"{where}: {times}{file}")
+            errors.add("absent-recording", f"{where}: {times}{file}")
     if not spoken:
         first = parts[0][1] if parts else "no file"
         raise InferenceError(f"{path} names {first!r} and others, and none of it is in {folders[0].folder}; check --labels")
@@ -125,7 +125,7 @@ def refuse_one_sided(given: Examples) -> None:
             raise InferenceError(f"the class {name!r} has no counter-example; add rows with another class, or --background 100")
 
 
-def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]:
+def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
     """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
     place = pathlib.Path(path).expanduser()
     table = tables.Table(place, *tables.read_text(place, reading.encoding))
@@ -133,7 +133,7 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
     if not layout.used["file"] or not (layout.used["label"] or layout.classes or layout.used.get("genus")):
         raise InferenceError(f"{path} has the columns {', '.join(table.columns)[:200]}; expected file, start, end, label")
     found = []
-    for line in lines.read(layout, reading, mistakes):
+    for line in lines.read(layout, reading, errors):
         denied = (layout.text(line.row, "asked"),) if line.answer in ("no", "skip") else ()
         labels = line.labels or tuple(filter(None, denied))
         answer = ANSWERS[line.answer]
@@ -144,13 +144,13 @@ def _read(path: str, reading: columns.Options, mistakes: Mistakes) -> list[Part]
             times = f"the times {begin:g} to {stop:g} s"
             raise InferenceError(f"{line.where}: {times} are no part of a recording; correct the line")
         found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
-    classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], mistakes)
-    inference.refuse(mistakes)
+    classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], errors)
+    inference.refuse(errors)
     return found
 
 
-def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistakes) -> Iterable[tuple[int, Part]]:
-    """Yield the rows that hold enough of a part. A name of several recordings is a mistake."""
+def _matches(places: Places, root: str, parts: Iterable[Part], errors: Errors) -> Iterable[tuple[int, Part]]:
+    """Yield the rows that hold enough of a part. A name of several recordings is an error."""
     by_path: dict[str, list[int]] = defaultdict(list)
     for row, name in enumerate(places.paths):
         by_path[name].append(row)
@@ -159,7 +159,7 @@ def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistake
     for part in parts:
         where, file, start, end, _, _ = part
         if file not in meant:
-            meant[file] = _recording(file, root, names, where, mistakes)
+            meant[file] = _recording(file, root, names, where, errors)
         for row in by_path.get(meant[file], ()):
             low, high = places.start[row], places.end[row]
             held = min(high, end) - max(low, start)
@@ -167,15 +167,15 @@ def _matches(places: Places, root: str, parts: Iterable[Part], mistakes: Mistake
                 yield row, part
 
 
-def _recording(file: str, root: str, names: Names, where: str, mistakes: Mistakes) -> str:
-    """Return the recording that a name means, or "". A name of several is a mistake."""
+def _recording(file: str, root: str, names: Names, where: str, errors: Errors) -> str:
+    """Return the recording that a name means, or "". A name of several is an error."""
     name = file.replace("\\", "/")
     name = os.path.relpath(name, root).replace(os.sep, "/") if root and os.path.isabs(name) else name
     found = [name] if name in names.all else names.match(file)[0]
     if len(found) > 1:
-        mistakes.add("ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}")
+        errors.add("ambiguous-name", f"{where} names {file!r}, and there are {', '.join(found[:3])}")
     elif found and (before := names.contradicted(found[0], file)):
-        mistakes.add("ambiguous-name", f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone")
+        errors.add("ambiguous-name", f"{where} names {file!r}, another line {before!r}, and there is {found[0]} alone")
     return found[0] if len(found) == 1 else ""
 
 

@@ -24,7 +24,7 @@ from loaders import _rust
 from loaders.audio import spectrogram
 from loaders.audio.front_end import RATES, FrontEnd
 from loaders.audio.recordings import columns, lines, sources, tables
-from loaders.audio.recordings.annotations import Mistakes
+from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Finder
 from loaders.chat import codec
 from loaders.io import atomic_write, files
@@ -135,7 +135,7 @@ class Session:
 
 def read(
     given: str, *, root: str = "", order: str = "table", label: str = "", reading: columns.Options | None = None,
-    mistakes: Mistakes | None = None,
+    errors: Errors | None = None,
 ) -> list[Item]:  # fmt: skip
     """Return the windows of a table with file, start, end and label, in an order.
 
@@ -143,7 +143,7 @@ def read(
 
     ``root``: the folder that every recording must lie below; empty: of a search, that of its
     embeddings; else the nearest that holds all. ``label``: of these alone, or the class of all rows
-    of a table without labels. ``mistakes`` takes lines without a window. Raises InferenceError: a
+    of a table without labels. ``errors`` takes lines without a window. Raises InferenceError: a
     table without the columns, or that names recordings that are not there or not below the root.
     """
     path = pathlib.Path(given).expanduser()
@@ -152,7 +152,7 @@ def read(
         path = path / "detections.csv"
     if not path.is_file():
         raise InferenceError(f"{path} does not exist; name a folder of `jaxtrain detect`, or a table of `jaxtrain search`")
-    reading, mistakes = reading or columns.Options(), mistakes or Mistakes()
+    reading, errors = reading or columns.Options(), errors or Errors()
     reading = dataclasses.replace(reading, optional=bool(label))
     table = tables.Table(path, *tables.read_text(path, reading.encoding))
     layout = columns.find(table, reading)
@@ -161,7 +161,7 @@ def read(
     roots: dict[str, str] = {}
     finders: dict[str, Finder] = {}
     rows = []
-    for line in lines.read(layout, reading, mistakes):
+    for line in lines.read(layout, reading, errors):
         if line.start is None or line.end is None or not 0 <= line.start < line.end:
             raise InferenceError(f"{line.where}: the times {line.start} to {line.end} s are no part of a recording")
         folder, of = root, layout.text(line.row, "embeddings")
@@ -172,12 +172,12 @@ def read(
         folder = os.path.abspath(folder or path.parent)
         place = os.path.normpath(os.path.join(folder, line.file))
         if not os.path.isfile(place):
-            finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Mistakes()))
+            finder = finders.setdefault(folder, Finder(pathlib.Path(folder), Errors()))
             place = finder.find(line.file, path, line.where) or place
         clock, score = layout.text(line.row, "clock"), detections.number_of(layout.text(line.row, "score"))
         names = [name for name in line.labels or (label,) if not label or name == label]
         rows += [(place, line.start, line.end, name, score, clock) for name in names]
-    inference.refuse(mistakes)
+    inference.refuse(errors)
     if not rows:
         raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
     tops = set(roots.values()) - {""}

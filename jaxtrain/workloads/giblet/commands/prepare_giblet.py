@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} is {value}; expected a positive, finite number")
     if not math.isfinite(args.film_start):
         parser.error(f"--film-start is {args.film_start}; expected a number of seconds")
-    return arguments.run(functools.partial(_prepare, args), mistakes=(OSError,))
+    return arguments.run(functools.partial(_prepare, args), errors=(OSError,))
 
 
 def _prepare(args: argparse.Namespace) -> int:
