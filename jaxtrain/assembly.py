@@ -54,7 +54,7 @@ class Assembly:
                 self._traces[stage] = step.trace(self.abstract.state, self.abstract.batch, step_lib.abstract_stop(self.layout))
             except KeyError as error:
                 name = error.args[0] if error.args else None
-                if name in self.abstract.batch or name not in base.module(c.loader).fields(c.data):
+                if name in self.abstract.batch or name not in base.module(c.loader).element_spec(c.data):
                     raise
                 raise layout_lib.LayoutError(
                     f"the loss reads batch[{name!r}], which the axes of the task of {c.workload} do not have; add "
@@ -101,7 +101,7 @@ def assemble(
     task = lora.adapt(make_task(config, layout.shard, config.train.batch), config.lora)
     tx = optim.make_optimizer(config.optim, task.specs.params, steps=config.train.steps)
     if fields is None:
-        fields = base.module(config.loader).fields(config.data)
+        fields = base.module(config.loader).element_spec(config.data)
         for name, field in fields.items():
             if not (hasattr(field, "shape") and hasattr(field, "dtype")):
                 text = f"config.loader is {config.loader!r}, whose fields have {field!r} as {name!r}"

@@ -14,14 +14,14 @@ import numpy as np
 from loaders.io.checks import DataSection
 from loaders.io.files import DataError as DataError  # which every loader raises
 
-Facts = Mapping[str, Any]
+DatasetInfo = Mapping[str, Any]
 HostBatch = Mapping[str, Sequence[np.ndarray]]  # field -> one contiguous array for each of Rows.ranges
 ENDLESS = 1 << 40  # [batches] of a training split, which repeats
 
 
-def refuse_problems(config: Any) -> None:
-    """Raise DataError for the first of ``config.problems()``."""
-    for field, text in config.problems():
+def refuse_invalid(config: Any) -> None:
+    """Raise DataError for the first of ``config.validate()``."""
+    for field, text in config.validate():
         raise DataError(f"data.{field} {text}")
 
 
@@ -96,7 +96,7 @@ class Loader(abc.ABC):
         self._reading: Any = None  # the iterator of a grain dataset, from the first next or seek on
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def element_spec(self) -> Mapping[str, Field]:
         """The fields of the largest bucket."""
         return self.buckets[-1]
 
@@ -170,7 +170,7 @@ class Loader(abc.ABC):
                 if found != expected:
                     raise DataError(
                         f"the loader {type(self).__qualname__} made batch {position} with its field {name!r} as {found[0]} "
-                        f"{list(found[1])}; fields() declares {expected[0]} {list(expected[1])}"
+                        f"{list(found[1])}; element_spec() declares {expected[0]} {list(expected[1])}"
                     )
         return {name: [part[name] for part in parts] for name in fields}
 
@@ -190,13 +190,13 @@ class LoaderModule(Protocol):
     """The attributes of a loader module. ``config`` is an instance of its ``Config``."""
 
     Config: type[DataSection]
-    """A frozen dataclass: the section ``data`` of a config. Its ``problems()`` reads no data."""
+    """A frozen dataclass: the section ``data`` of a config. Its ``validate()`` reads no data."""
 
-    def fields(self, config: Any) -> Mapping[str, Field]:
+    def element_spec(self, config: Any) -> Mapping[str, Field]:
         """Return the field name -> shape and dtype of a row."""
 
-    def facts(self, config: Any) -> Facts:
-        """Return the facts of the data (class names, row counts), read without decoding."""
+    def dataset_info(self, config: Any) -> DatasetInfo:
+        """Return the info of the data (class names, row counts), read without decoding."""
 
     def make_loader(self, config: Any, *, split: str, rows: Rows, seed: int) -> Loader:
         """Open the split "train" or "test"."""

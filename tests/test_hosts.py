@@ -239,7 +239,7 @@ WEIGHING_LOADER = """
 import concurrent.futures, ctypes, gc, json, os, re
 from jaxtrain.compile import step_compiler as programs
 from tests.support import proxy_loader, toy_rows
-from tests.support.proxy_loader import Config, facts, fields
+from tests.support.proxy_loader import Config, dataset_info, element_spec
 
 def weigh(what, name):
     kilobytes = int(re.search(rf"{name}:\\s+(\\d+)", open("/proc/self/status").read())[1])
@@ -311,7 +311,7 @@ def test_promise_13_memory_does_not_grow_with_saves_and_a_restore_makes_no_secon
 BLIND_LOADER = """
 import os
 import orbax.checkpoint as ocp
-from tests.support.proxy_loader import Config, facts, fields, make_loader
+from tests.support.proxy_loader import Config, dataset_info, element_spec, make_loader
 
 if "BLIND" in os.environ:
     whole = ocp.StandardCheckpointHandler.restore

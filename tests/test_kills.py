@@ -20,7 +20,7 @@ STEPS = 60
 # are left to timed kills. With KILL_BEFORE, only operations of this name count.
 KILLING_LOADER = """
 import os, signal, sys, threading
-from tests.support.proxy_loader import Config, facts, fields, make_loader
+from tests.support.proxy_loader import Config, dataset_info, element_spec, make_loader
 
 left, lock = int(os.environ.get("KILL_EVENT", 0)), threading.Lock()
 names = (os.environ["KILL_BEFORE"],) if "KILL_BEFORE" in os.environ else ("open", "os", "shutil")

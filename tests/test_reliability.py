@@ -200,7 +200,7 @@ FAILING_LOADER = """
 import errno, os
 from orbax.checkpoint._src.checkpointers import async_checkpointer as orbax
 from jaxtrain.checkpoint import checksums
-from tests.support.proxy_loader import Config, facts, fields, make_loader
+from tests.support.proxy_loader import Config, dataset_info, element_spec, make_loader
 
 def failing(function, step, process, number):
     def call(folder, *args, **kwargs):

@@ -127,7 +127,7 @@ def test_the_page_of_a_step_shows_its_examples_and_the_changed_step(runs, capsys
 
 def test_rewinds_are_made_again_and_a_page_of_an_early_step_outlives_later_saves(runs, capsys):
     (runs / "spiky_loader.py").write_text(
-        """from my_loader import Config, Sums, facts, fields
+        """from my_loader import Config, Sums, dataset_info, element_spec
 
 class Spiky(Sums):
     def _part(self, position, row):

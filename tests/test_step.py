@@ -27,7 +27,7 @@ from tests.support import toy, toy_rows
 BATCH = 32
 MESHES = {"alone": (1, 1, 1), "mixed": (2, 2, 2), "data": (8, 1, 1), "fsdp": (1, 8, 1), "model": (1, 1, 8)}
 MODEL = toy.Config()
-FIELDS = toy_rows.fields(toy_rows.Config())
+FIELDS = toy_rows.element_spec(toy_rows.Config())
 # An eps above rounding noise. Otherwise Adam would make the noise as large as a gradient.
 OPTIM = config_lib.Optim(lr=0.01, schedule="constant", clip=0.5, eps=1e-4)
 

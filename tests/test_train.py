@@ -275,7 +275,7 @@ def test_evaluation_is_exact_on_a_ragged_last_batch(corpus):
     for batch, devices in ((8, 8), (13, 1)):
         config = config_lib.Config(model=model, data=data, train=config_lib.Train(batch=batch))
         mesh = layout_lib.make_mesh(-1, 1, 1, devices=jax.devices()[:devices])
-        assembly = assemble(config, mesh, make_task=bird.make_task, fields=spectrogram.fields(data))
+        assembly = assemble(config, mesh, make_task=bird.make_task, fields=spectrogram.element_spec(data))
         plan = assembly.abstract
         rows = feed.rows_for(plan.batch)
         assert isinstance(rows, Rows) and len(rows.ranges) == devices

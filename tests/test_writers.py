@@ -146,7 +146,7 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
     assert options.items() <= calls[0].items() and not {"entity", "name"} & calls[0].keys(), (
         "what is empty is left to the service"
     )
-    assert [field for field, _ in Metrics(wandb_group="x").problems()] == ["wandb_group"]
+    assert [field for field, _ in Metrics(wandb_group="x").validate()] == ["wandb_group"]
     assert calls.count((10, {"train/loss": 1.0})) == 2 and calls.count("finish") == 2
     assert (9, {"train/loss": 2.0}) not in calls
 

@@ -373,7 +373,7 @@ class Ours:
     def __init__(self, shard: pathlib.Path, threads: int, form: Literal["spectrogram", "waveform"] = "spectrogram"):
         self.form = form
         config = ours.Config(train=str(shard), test_share=0.0, threads=threads, short="origin", form=form)
-        n = ours.facts(config)["n_train"]
+        n = ours.dataset_info(config)["n_train"]
         self.batch = math.gcd(n, BATCH)  # so that an epoch is whole batches
         self.n_batches = n // self.batch
         rows = base.Rows(batch=self.batch, ranges=((0, self.batch),))

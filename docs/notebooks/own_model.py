@@ -38,12 +38,12 @@ class Config(DataSection):
     noise: float = 0.05  # [1] standard deviation
 
 
-def fields(config):
+def element_spec(config):
     number = np.dtype("float32")
     return {"x": Field((1,), number), "y": Field((), number), "weight": Field((), number)}
 
 
-def facts(config):
+def dataset_info(config):
     return {}
 
 
@@ -52,7 +52,7 @@ class Curve(Loader):
     fingerprint = "noisy values of a curve, 1"
 
     def __init__(self, config, *, split, rows, seed):
-        super().__init__(fields(config), train=split == "train", rows=rows, seed=seed, n_batches=8)
+        super().__init__(element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=8)
         self.noise = config.noise
 
     def _part(self, position, row):

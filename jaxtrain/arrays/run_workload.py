@@ -50,7 +50,7 @@ def section_of(config: Mapping[str, Any], name: str, cls: type) -> Any:
     """Return a section of a run's config as ``cls``. Raises StoredError if it is none."""
     try:
         section = config_lib.section(cls, config.get(name) or {})
-        problems = list(section.problems())
+        problems = list(section.validate())
     except config_lib.ConfigError as error:
         raise StoredError(f"the run's config.{name} cannot be used: {error}") from error
     if problems:

@@ -189,7 +189,7 @@ def _warm_start(
     problems = warm_start.damage(config) if cluster.is_main() and not verified else []
     if cluster.agree(len(problems)):
         raise warm_start.WarmStartError(config.source, problems or ["process 0 found it damaged"])
-    if not config.other_front_end and (unfit := list(assembly.config.model.warm_start_problems(warm_start.config_of(config)))):
+    if not config.other_front_end and (unfit := list(assembly.config.model.validate_warm_start(warm_start.config_of(config)))):
         raise warm_start.WarmStartError(config.source, unfit)
     is_run = not (config.ema or stored.is_safetensors(config.source))
     if is_run and (warm_start.config_of(config).get("train") or {}).get("ema"):

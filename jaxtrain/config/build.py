@@ -71,8 +71,8 @@ def read(
 ) -> tuple[Config, list[tuple[str, str]]]:
     """Like `load`, but return the config, with defaults for wrong values, and all its errors.
 
-    Without ``make_data`` missing data are not made, and their facts stay None. Raises ConfigError
-    if there is no config: no file, a module that fails to import.
+    Without ``make_data`` missing data are not made, and what they decide stays None.
+    Raises ConfigError if there is no config: no file, a module that fails to import.
     """
     name, tree = _read_file(source)
     problems: list[tuple[str, str]] = []
@@ -97,7 +97,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
-    """Build a config, add all its errors to ``problems``, and take the facts of its data."""
+    """Build a config, add all its errors to ``problems``, and take the info of its data."""
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
     for section, owner, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
@@ -124,17 +124,17 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
     unread = tuple(path for path, _ in problems)
-    found = [*config.problems()]
+    found = [*config.validate()]
     for name, part in vars(config).items():
         if isinstance(part, Section):
-            found += checks.under(name, part.problems())
+            found += checks.under(name, part.validate())
     found += between_sections(config)
     found += on_this_machine(config)
     if "model" in sections and config.warm_start.source:
-        found += checks.under("model", config.model.start_problems(config.warm_start))
+        found += checks.under("model", config.model.validate_start(config.warm_start))
     problems += without_defaults(found, unread)
     if len(sections) == 2:
-        config = _take_facts(config, problems, unread, make_data=make_data)
+        config = _take_dataset_info(config, problems, unread, make_data=make_data)
     return config
 
 
@@ -201,7 +201,7 @@ def _model_class(module_name: str) -> type[Section]:
 def _data_class(module_name: str) -> type[Section]:
     """Return the dataclass of the section ``data``, from its loader. Raises as `_model_class`."""
     module = base.module(module_name)
-    functions = {name: getattr(module, name, None) for name in ("fields", "facts", "make_loader")}
+    functions = {name: getattr(module, name, None) for name in ("element_spec", "dataset_info", "make_loader")}
     return _checked_class(module_name, getattr(module, "Config", None), DataSection, functions)
 
 
@@ -219,23 +219,23 @@ def _checked_class(module_name: str, cls: Any, base: type[Section], functions: M
     return cls
 
 
-def _take_facts(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
-    """Fill the model's None fields with facts of the data, if the data section has no error."""
+def _take_dataset_info(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
+    """Fill the model's None fields with the dataset info, if the data section has no error."""
     if any(path.startswith(("data", "loader")) for path, _ in problems):
         return config
     loader = base.module(config.loader)
     if (problems or not make_data) and not config.data.exists():
         return config  # the data would have to be made first, and the config is refused anyway, or only looked at
     try:
-        facts = loader.facts(config.data)
+        info = loader.dataset_info(config.data)
     except ValueError as error:
         problems.append(("data", str(error)))
         return config
-    names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in facts]
-    model = dataclasses.replace(config.model, **{name: facts[name] for name in names})
-    problems += without_defaults(checks.under("model", model.data_problems(facts)), unread)
+    names = [f.name for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is None and f.name in info]
+    model = dataclasses.replace(config.model, **{name: info[name] for name in names})
+    problems += without_defaults(checks.under("model", model.validate_data(info)), unread)
     if not problems and not config.warm_start.source:
-        for path, text in checks.under("model", model.data_notes(facts)):
+        for path, text in checks.under("model", model.data_notes(info)):
             log.warning("config.%s %s", path, text)
     return dataclasses.replace(config, model=model)
 

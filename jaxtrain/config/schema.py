@@ -3,7 +3,7 @@
 Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the
 loader's ``Config`` (section ``data``), and nowhere else. A config file states the differences.
 Every field ends in a gloss, ``# [unit] meaning``, which `jaxtrain.config.explain` prints.
-``problems()`` names the errors that show in a section's own values; `jaxtrain.config.checks` has
+``validate()`` names the errors that show in a section's own values; `jaxtrain.config.checks` has
 the errors that show between sections or on this machine.
 """
 
@@ -37,19 +37,19 @@ class ModelSection(Section):
 
     shared: ClassVar[tuple[str, ...]] = ()
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Problems:
-        """Yield (field, problem with its remedy) for fields that contradict the data's facts."""
+    def validate_data(self, info: Mapping[str, Any]) -> Problems:
+        """Yield (field, problem with its remedy) for fields that contradict the dataset info."""
         return iter(())
 
-    def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
+    def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
         """Yield why the weights of the run with the config ``source`` are no start of this one."""
         return iter(())
 
-    def start_problems(self, rules: "WarmStart") -> Problems:
+    def validate_start(self, rules: "WarmStart") -> Problems:
         """Yield (field, text) if the weights of ``rules`` are of another kind of model."""
         return iter(())
 
-    def data_notes(self, facts: Mapping[str, Any]) -> Problems:
+    def data_notes(self, info: Mapping[str, Any]) -> Problems:
         """Yield (field, text) for unlikely values, unless the weights come from elsewhere."""
         return iter(())
 
@@ -69,7 +69,7 @@ class Train(Section):
     patience: int = 0  # [evaluations] in a row without progress of checkpoint.best after which a run ends; 0 = never
     min_delta: float = 0.0  # [1] improvement of checkpoint.best that must be exceeded to count as progress
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "steps", "batch", "accumulate")
         if self.steps > MAX_STEPS:
             yield "steps", f"is {self.steps}; it must be at most {MAX_STEPS}"
@@ -134,7 +134,7 @@ class Group(Section):
     name: str | None = None  # [name] built-in update rule; None = optim.name
     freeze: bool = False  # [bool] leave these parameters as they were initialised
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from _regexes({"match": self.match})
         yield from checks.not_negative(self, *(n for n in ("lr", "weight_decay", "clip") if getattr(self, n) is not None))
         if self.name is not None:
@@ -187,10 +187,10 @@ class Optim(Section):
     layer_first: str = r"(^|/)(w_patch|b_patch|embed|pos|cls)[^/]*$"  # [regex] layer_decay: parameters below the first layer
     groups: tuple[Group, ...] = ()  # [groups] exceptions, tried in order
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from _regexes({name: getattr(self, name) for name in ("decayed", "undecayed", "layer_first")})
         for i, group in enumerate(self.groups):
-            yield from checks.under(f"groups[{i}]", group.problems())
+            yield from checks.under(f"groups[{i}]", group.validate())
         for name, built_in in (("name", UPDATE_RULES), ("schedule", SCHEDULES)):
             value = getattr(self, name)
             if "." in value and not factories.is_factory(value):
@@ -247,7 +247,7 @@ class Mesh(Section):
     model: int = 1  # [devices] shards of the inner dimensions (heads, mlp, vocabulary)
     axis_rules: dict[str, str] = field(default_factory=dict)  # [axis: mesh axes] overrides AXIS_RULES; "fsdp,model?"
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "model")}
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "data", f"only one axis may be -1, and the mesh is {sizes}"
@@ -276,7 +276,7 @@ class WarmStart(Section):
     keep: bool = False  # [bool] copy the source into workdir/base, so that nothing else removes or changes it
     other_front_end: bool = False  # [bool] the source may have read other spectrograms: another rate, other windows or bands
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}
         patterns |= {f"{name}[{i}]": p for name in ("skip", "unused") for i, p in enumerate(getattr(self, name))}
         patterns |= {f"reshape.{pattern}": pattern for pattern in self.reshape}
@@ -313,7 +313,7 @@ class Lora(Section):
     freeze: str = r"^(embed|pos|scale|bias|w_head)$|/(b|scale|bias)_[^/]*$"  # [regex] parameters that stay as they are
     dtype: str = "float32"  # [name] that adapted and frozen parameters are kept in: float32 or bfloat16
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         if self.rank < 0:
             yield "rank", f"is {self.rank}; use a positive rank, or 0 for no adapters"
         yield from checks.choice(self, ("float32", "bfloat16"), "dtype")
@@ -336,7 +336,7 @@ class Checkpoint(Section):
     final: str = "resumable"  # [name] content of the last step: resumable, or weights (which nothing can resume from)
     on_error: str = "stop"  # [name] when a save fails: stop the run, or continue without that save
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every", "keep")
         yield from checks.not_negative(self, "keep_every")
         yield from checks.choice(self, ("resumable", "weights"), "final")
@@ -353,7 +353,7 @@ class Resume(Section):
     data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
     allow: tuple[str, ...] = ()  # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from checks.choice(self, ("exact", "restart"), "data")
 
 
@@ -377,7 +377,7 @@ class Metrics(Section):
     mlflow_experiment: str = ""  # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
     trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every")
         if self.profile and (len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1] < self.profile[0] + 1000):
             yield "profile", f"is {self.profile}; expected the first and last step of at most 1000, for example (100, 103)"
@@ -395,7 +395,7 @@ class Card(Section):
     license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
     datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example DBD-research-group/BirdSet
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):
             yield "license", f"is {self.license[:80]!r}; expected an id such as apache-2.0, mit, cc-by-nc-4.0 or other"
         for i, name in enumerate(self.datasets):
@@ -417,7 +417,7 @@ class Guard(Section):
     verify_every: int = 0  # [steps] between steps that are computed twice, to find a device that computes wrong; 0 = none
     on_mismatch: str = "stop"  # [name] when the two differ: stop the run, or continue with the result that a third confirms
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         if self.spike and self.spike <= 1:
             yield "spike", f"is {self.spike}; expected a ratio above 1, for example 10, or 0 for no limit"
         yield from checks.within(self, "[0, 1)", "decay")
@@ -435,7 +435,7 @@ class Preemption(Section):
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")  # [names] of the signals that ask for it
     exit_code: int = 75  # [code] with which the process then ends, for the scheduler to requeue it
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         for name in self.signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGINT"):
                 yield "signals", f"holds {name!r}, which cannot be used; for example SIGTERM, SIGUSR1, SIGUSR2"
@@ -453,7 +453,7 @@ class Distributed(Section):
     heartbeat_timeout: int = 120  # [s] without a heartbeat after which a process counts as dead
     step_timeout: int = 1800  # [s] without a step, a batch of an evaluation or a save, after which the job is ended; 0 = never
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "init_timeout", "heartbeat_timeout")
         yield from checks.not_negative(self, "start_timeout", "step_timeout")
 
@@ -488,7 +488,7 @@ class Config(Section, Generic[Model, Data]):
     distributed: Distributed = field(default_factory=Distributed)  # [section]
     compiler: dict[str, Any] = field(default_factory=dict)  # [option: value] of XLA, over those of jaxtrain.compile.xla_options
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         if self.seed < 0 or self.seed >= 2**32:
             yield "seed", f"is {self.seed}; it must lie in [0, 2**32)"
         for name, value in self.compiler.items():

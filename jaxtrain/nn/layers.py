@@ -30,7 +30,7 @@ class Rope(Section):
     high: float = 4.0  # [1] original context over the wavelength up to which none of it does
     original: int = 8192  # [tokens] context that the model was first trained with
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.under("rope", checks.positive(self, "theta", "factor", "low", "original"))
         if self.high <= self.low:
             yield "rope.high", f"is {self.high}, not above rope.low={self.low}"

@@ -70,7 +70,7 @@ class Decoder(ModelSection):
     remat: str = "none"  # [name] what the backward pass recomputes: none, full, or all but 'save attention,mlp'
     unroll: int = 1  # [layers] of the stack's loop that are compiled one after the other; depth = no loop
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads", "mlp", "unroll")
         yield from checks.not_negative(self, "kv_heads", "head_dim", "window")
         yield from checks.positive(self, "eps", "init_std")
@@ -86,7 +86,7 @@ class Decoder(ModelSection):
             yield "head_dim", f"is {self.k}; rotary positions turn pairs, so it must be even"
         for text in remat.problems(self.remat, KEPT):
             yield "remat", text
-        yield from self.rope.problems()
+        yield from self.rope.validate()
 
     @property
     def g(self) -> int:

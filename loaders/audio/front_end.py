@@ -33,7 +33,7 @@ class FrontEnd(checks.Section):
     mean: float = -7.2  # [ln energy] of the data's spectrograms: a row holds (x - mean) / (2 std)
     std: float = 4.43  # [ln energy] standard deviation of the same
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.within(self, f"[{RATES[0]}, {RATES[1]}]", "sample_rate")
         rate = self.sample_rate
         for name, (least, most) in (("window_ms", WINDOWS), ("hop_ms", HOPS)):
@@ -115,6 +115,6 @@ def saved(data: Mapping[str, Any]) -> FrontEnd:
         if type(value) is not int and (whole or type(value) is not float) or abs(value) > 1e9:
             raise ValueError(f"data.{name} is {str(value)[:40]}; expected a {'whole ' if whole else ''}number up to 1e9")
     front_end = FrontEnd(**known)
-    for name, text in front_end.problems():
+    for name, text in front_end.validate():
         raise ValueError(f"data.{name} {text}")
     return front_end

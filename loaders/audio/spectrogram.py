@@ -62,7 +62,7 @@ from loaders.audio.shards import (
     shards_of_split,
     splits_of,
 )
-from loaders.base import DataError, Facts, Field, HostBatch, Loader, Population, Rows, refuse_problems
+from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Population, Rows, refuse_invalid
 from loaders.io import checks, files, machine
 
 log = logging.getLogger("jaxtrain")
@@ -115,7 +115,7 @@ class Config(FrontEnd, checks.DataSection):
     depth: int = 2  # [batches] that are kept ready
     allow_debug_build: bool = False  # [bool] accept an extension that was built without optimisation
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         """Every error that shows without reading a shard: (field, problem with its remedy)."""
         from loaders.audio import prepared  # imports pyarrow, which an exported encoder's example does without
 
@@ -147,7 +147,7 @@ class Config(FrontEnd, checks.DataSection):
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
         if self.test_share == 1:
             yield "test_share", "is 1, which leaves nothing to train on"
-        yield from (front_end := list(super().problems()))
+        yield from (front_end := list(super().validate()))
         yield from checks.positive(self, "time_expansion")
         if not math.isfinite(self.clip_seconds):
             yield "clip_seconds", f"is {self.clip_seconds}; use a number of seconds, for example 5.0"
@@ -176,7 +176,7 @@ class Config(FrontEnd, checks.DataSection):
             yield "allow_debug_build", f"{slow}; say `make train` in the checkout, or pip install its wheel"
 
     def exists(self) -> bool:
-        """Return False when reading the facts would first have to copy the data."""
+        """Return False when reading the dataset info would first have to copy the data."""
         return all(remote.is_complete(path) for path in (self.train, self.test, self.background) if remote.is_remote(path))
 
     def missing(self) -> str:
@@ -232,7 +232,7 @@ class Spectrograms(Loader):
         recordings = _splits(config)[split]
         index, chosen = recordings.index, recordings.rows
         train = split == "train" and not in_order
-        super().__init__(fields(config), train=train, rows=rows, seed=seed, n_batches=-(-len(chosen) // rows.batch))
+        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-len(chosen) // rows.batch))
         self._config, self._clip, self._lists = config, config.form, recordings.lists
         self.order = _order(config, chosen, rows.batch)
         self._pipelines: list[_rust.Pipeline] = []
@@ -298,11 +298,11 @@ class Spectrograms(Loader):
         except RuntimeError as error:
             raise DataError(f"{error}{remote.reasons()}") from error
         batch = batches[0]
-        if "background" in self.fields:
+        if "background" in self.element_spec:
             batch["background"] = batches[-1][self._clip]
         # The extension gives bfloat16 as uint16, for which numpy has no name of its own.
         for name in {self._clip, "background"} & set(batch):
-            batch[name] = [rows.view(self.fields[name].dtype) for rows in batch[name]]
+            batch[name] = [rows.view(self.element_spec[name].dtype) for rows in batch[name]]
         if self._lists:
             del batch["label"]
             batch["labels"] = [self._lists.hot(index) for index in batch["index"]]
@@ -336,7 +336,7 @@ def front_end(
 decode = _rust.decode
 
 
-def fields(config: Config) -> dict[str, Field]:
+def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype."""
     scalar = Field((), np.dtype(np.int32))
     is_wave = config.form == "waveform"
@@ -352,8 +352,8 @@ def fields(config: Config) -> dict[str, Field]:
     return {**data, "index": scalar, "epoch": scalar, "weight": Field((), np.dtype(np.float32))}
 
 
-def facts(config: Config) -> Facts:
-    """Return the facts of the recordings, read without decoding. "demo" need not be made for it.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Return the info of the recordings, read without decoding. "demo" need not be made for it.
 
     - n_train, n_test: recordings of each split.
     - n_recordings: rows of train's index, excluded ones included: one more than the largest
@@ -368,17 +368,17 @@ def facts(config: Config) -> Facts:
     splits = _splits(config, make=False)
     train, test = splits["train"], splits["test"]
     labelled = config.label and not config.multilabel
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "n_train": len(train.rows),
         "n_test": len(test.rows),
         "n_recordings": train.index.n_rows if train.index else 0,
         "n_unlabelled": sum(int((s.index.labels[s.rows] < 0).sum()) for s in splits.values() if s.index and labelled),
         "background": bool(config.background),
     }
-    facts |= {name: getattr(config, name) for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")}
+    info |= {name: getattr(config, name) for name in ("views", "n_frames", "n_mels", "front_end", "form", "multilabel")}
     if names := train.names:
-        facts |= {"n_classes": len(names), "class_names": names}
-    return facts
+        info |= {"n_classes": len(names), "class_names": names}
+    return info
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: bool = False) -> Spectrograms:
@@ -388,7 +388,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int, in_order: 
 
     Raises DataError: unusable shards, or in ``next`` more bad recordings than ``bad_budget``.
     """
-    refuse_problems(config)
+    refuse_invalid(config)
     return Spectrograms(config, split=split, rows=rows, seed=seed, in_order=in_order)
 
 

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders import mixture, order
-from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refuse_problems
+from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
 from loaders.buckets import Bucket, Shape, make_buckets
 from loaders.chat import chatml
 from loaders.chat.chat_samples import Config, Sample, Tools, read_samples, stamps, tools_of
 from loaders.io import files
 
-__all__ = ["Chat", "Config", "facts", "fields", "make_loader"]
+__all__ = ["Chat", "Config", "dataset_info", "element_spec", "make_loader"]
 
 VERSION = 1  # changes whenever the same (seed, position, row) would give another sample
 
@@ -72,7 +72,7 @@ class Chat(Loader):
                 100 * bucket.fill(self._data.sizes),
             )  # fmt: skip
         super().__init__(
-            *(_fields(self._tools, bucket.shape) for bucket in self._data.buckets), train=train, rows=rows, seed=seed,
+            *(_element_spec(self._tools, bucket.shape) for bucket in self._data.buckets), train=train, rows=rows, seed=seed,
             n_batches=sum(self._batches),
         )  # fmt: skip
 
@@ -153,13 +153,13 @@ class Deal(NamedTuple):
     sample: np.ndarray  # int64 [batch]: which sample of the split, -1 for padding
 
 
-def fields(config: Config) -> dict[str, Field]:
+def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of the largest bucket: name -> shape of one row, dtype."""
-    return _fields(tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape)
+    return _element_spec(tools_of(config, config.manifest), _splits(config)["train"].buckets[-1].shape)
 
 
-def facts(config: Config) -> Facts:
-    """Return the facts of the samples.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Return the info of the examples.
 
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad,
     and buckets of the training split: (S, A, N, M, share of the batches) of each. Raises DataError.
@@ -183,7 +183,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
     return Chat(config, split=split, rows=rows, seed=seed)
 
 
-def _fields(tools: Tools, shape: Shape) -> dict[str, Field]:
+def _element_spec(tools: Tools, shape: Shape) -> dict[str, Field]:
     integers = {
         "text": (shape.text,), "codes": (shape.audio, tools.codebooks), "place": (shape.places,),
         "slot": (shape.places,), "text_at": (shape.text_labels,), "text_target": (shape.text_labels,),
@@ -204,7 +204,7 @@ def _splits(config: Config) -> dict[str, Split]:
 
 @functools.lru_cache(maxsize=2)
 def _splits_once(config: Config, _: files.Stamps) -> dict[str, Split]:
-    refuse_problems(config)
+    refuse_invalid(config)
     samples, bad = read_samples(config, config.manifest)
     if config.test:
         test, test_bad = read_samples(config, config.test)

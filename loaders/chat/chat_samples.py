@@ -60,7 +60,7 @@ class Config(checks.DataSection):
     follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
     threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for name in ("manifest", "tokenizer"):
             if not getattr(self, name):
                 yield name, "is empty; name a file"

@@ -89,7 +89,7 @@ def make(folder: pathlib.Path) -> None:
 
 
 def make_outline(folder: pathlib.Path) -> None:
-    """Write the film's shapes, all zeros: its known facts before it is made."""
+    """Write the film's shapes, all zeros: its dataset info before it is made."""
     sizes = dict(viewers=VIEWERS, volumes=VOLUMES, voxels=VOXELS, codebooks=CODEBOOKS, text=TEXT)
     _write_zeros(folder, picture=(HEIGHT, WIDTH), fps=FPS, audio_rate=AUDIO_RATE, **sizes)
 

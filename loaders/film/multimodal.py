@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders import order
-from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows
+from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows
 from loaders.film import demo_film, film_files
 from loaders.film.film_files import Film, Windows, windows
 from loaders.film.hrf import glover
@@ -64,7 +64,7 @@ class Config(checks.DataSection):
     follow_links: bool = False  # [bool] links in the folder may lead out of it
     threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.path not in BUILT_IN and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
             yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
         yield from checks.at_least(self, 1, "frame_skip")
@@ -82,7 +82,7 @@ class Config(checks.DataSection):
         yield from checks.threads(self, least=0)
 
     def exists(self) -> bool:
-        """Return False when reading the facts would first have to make the data."""
+        """Return False when reading the dataset info would first have to make the data."""
         return self.path != "blank" and (self.path != "demo" or demo_film.folder().is_dir())
 
 
@@ -119,7 +119,7 @@ class Volumes(Loader):
         # A batch is large, so its rows are cut by several threads and none is made ahead.
         self._pool = concurrent.futures.ThreadPoolExecutor(config.threads or machine.cores(), thread_name_prefix="windows")
         train = split == "train" and not in_order
-        super().__init__(fields(config), train=train, rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
+        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-self._n // rows.batch))
 
     @property
     def fingerprint(self) -> str:
@@ -220,7 +220,7 @@ class Volumes(Loader):
         return out
 
 
-def fields(config: Config) -> dict[str, Field]:
+def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype, read from the headers."""
     film = open_film(config)
     video, audio = windows(film.info)
@@ -239,8 +239,8 @@ def fields(config: Config) -> dict[str, Field]:
     }
 
 
-def facts(config: Config) -> Facts:
-    """Return the facts of the film. Raises DataError.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Return the info of the film. Raises DataError.
 
     - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio,
       n_subjects.

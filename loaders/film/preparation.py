@@ -56,11 +56,11 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
     }
     film_files.write(partial, info)
     # Read it as training will, or report the problem.
-    facts = multimodal.facts(multimodal.Config(path=str(partial), test_share=0))
+    made = multimodal.dataset_info(multimodal.Config(path=str(partial), test_share=0))
     return (
-        f"{args.out}: {len(names)} viewers, {volumes} volumes of {facts['n_voxels']} voxels every {tr:g} s"
-        f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {facts['n_frames']} in a window; "
-        f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {facts['audio_frames']} in a window; "
+        f"{args.out}: {len(names)} viewers, {volumes} volumes of {made['n_voxels']} voxels every {tr:g} s"
+        f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {made['n_frames']} in a window; "
+        f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {made['audio_frames']} in a window; "
         f"{text.shape[1]} values of text{note}"
         + "".join(f"\n{line}" for line in _apart(args, tr, volumes, len(audio) / args.code_rate))
     )

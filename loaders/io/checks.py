@@ -3,7 +3,7 @@
 These are about numbers out of range and unknown names. Each function yields (field, text) for every
 field that is wrong, and nothing when all is well:
 
-    def problems(self):
+    def validate(self):
         yield from checks.at_least(self, 1, "steps", "batch")
         yield from checks.choice(self, SCHEDULES, "schedule")
         for i, source in enumerate(self.sources):
@@ -54,7 +54,7 @@ class Section:
 
     on_resume: ClassVar[OnResume] = OnResume()
 
-    def problems(self) -> Problems:
+    def validate(self) -> Problems:
         """Yield (field, problem with its remedy) for each error in the values, without data."""
         return iter(())
 
@@ -71,7 +71,7 @@ class DataSection(Section):
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there, so that reading their facts does not make them."""
+        """Whether the data are there, so that reading their info does not make them."""
         return True
 
     def missing(self) -> str:

@@ -11,7 +11,7 @@ three formats, each with the splits "train" and "test":
          puzzle), all__group_indices.npy (int [g + 1]: puzzles of a group). Training takes one row
          of each group in an epoch. Its rows are already augmented, and are not augmented again.
   none   generated: see `puzzle_generators`. Kept in $JAXTRAIN_CACHE/puzzles (or
-         ~/.cache/jaxtrain/puzzles), by the options of their generation. Their `facts` follow from
+         ~/.cache/jaxtrain/puzzles), by the options of their generation. Their info follows from
          these alone, without generating anything.
 
 Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s =
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from loaders import order
-from loaders.base import DataError, Facts, Field, Loader, Rows, refuse_problems
+from loaders.base import DataError, DatasetInfo, Field, Loader, Rows, refuse_invalid
 from loaders.io import atomic_write, checks, files, machine
 from loaders.sudoku import puzzles as kinds
 from loaders.sudoku.puzzle_files import read_csv, read_npy
@@ -53,7 +53,7 @@ class Config(checks.DataSection):
     sources: tuple[Source, ...] = (Source(),)  # [sources] of a batch
     seed: int = 0  # [seed] of generated puzzles, and of the drawn rows of a CSV
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
             yield "sources", "is empty; name at least one, for example ({'kind': 'sudoku'},)"
         for i, s in enumerate(self.sources):
@@ -97,7 +97,7 @@ class Boards(Loader):
             raise DataError(f"sources[{empty[0]}].share gives no row of a batch of {rows.batch}; raise it, or the batch")
         self._starts = np.cumsum([0, *(len(p.inputs) for p in self._puzzles)])
         n_batches = -(-int(self._starts[-1]) // rows.batch)
-        super().__init__(fields(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches)
+        super().__init__(element_spec(config), train=split == "train", rows=rows, seed=seed, n_batches=n_batches)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -161,7 +161,7 @@ class Boards(Loader):
         batch["index"][at], batch["epoch"][at], batch["weight"][at] = index, epoch, 1
 
 
-def fields(config: Config) -> dict[str, Field]:
+def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype.
 
     Smaller boards of a mixture are padded to the largest.
@@ -176,8 +176,8 @@ def fields(config: Config) -> dict[str, Field]:
     }
 
 
-def facts(config: Config) -> Facts:
-    """Facts of the puzzles: n_cells, vocab, n_puzzles, n_difficulties, n_train and n_test.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Return n_cells, vocab, n_puzzles, n_difficulties, n_train and n_test.
 
     vocab is symbols, padding included, and n_puzzles is ids. n_train and n_test are of each source.
     Raises DataError.
@@ -194,7 +194,7 @@ def facts(config: Config) -> Facts:
             sizes[split].append(len(puzzles.inputs))
             symbols += [int(x.max(initial=0)) + 1 for x in (puzzles.inputs, puzzles.labels)]
     return {
-        "n_cells": fields(config)["inputs"].shape[0],
+        "n_cells": element_spec(config)["inputs"].shape[0],
         "vocab": max(symbols),
         "n_puzzles": sum(_n_ids(s, config.seed) for s in config.sources),
         "n_difficulties": 1 + max(len(EDGES[s.kind]) for s in config.sources),
@@ -207,7 +207,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
 
     Raises DataError if it cannot be read or generated.
     """
-    refuse_problems(config)
+    refuse_invalid(config)
     return Boards(config, split=split, rows=rows, seed=seed)
 
 

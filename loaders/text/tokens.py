@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from loaders import mixture, order
-from loaders.base import DataError, Facts, Field, HostBatch, Loader, Rows, refuse_problems
+from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
 from loaders.io import checks
 from loaders.text.packing import Packed, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
@@ -78,7 +78,7 @@ class Config(checks.DataSection):
     ahead: int = 4  # [batches] that are read ahead
     exhausted: str = "repeat"  # [name] when a source has been read once: repeat, stop (the others take its share), error
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not self.sources:
             yield "sources", "is empty; name at least one, for example ({'path': 'corpus'},)"
         for i, source in enumerate(self.sources):
@@ -142,7 +142,7 @@ class Tokens(Loader):
         self._delivered = np.zeros((len(self._streams), 2), np.int64)  # rows and tokens of each source, by this process
         self._epoch = np.zeros(len(self._streams), np.int64)
         super().__init__(
-            fields(config), train=train, rows=rows, seed=seed, n_batches=-(-n // rows.batch), threads=config.threads,
+            element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-n // rows.batch), threads=config.threads,
             ahead=config.ahead,
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ class Tokens(Loader):
         return batch
 
 
-def fields(config: Config) -> dict[str, Field]:
+def element_spec(config: Config) -> dict[str, Field]:
     """Return the fields of a batch: name -> shape of one row, dtype."""
     row, scalar = Field((config.context,), np.dtype(np.int32)), Field((), np.dtype(np.int32))
     return {
@@ -213,8 +213,8 @@ def fields(config: Config) -> dict[str, Field]:
     }
 
 
-def facts(config: Config) -> Facts:
-    """Return the facts of the documents.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Return the info of the documents.
 
     - vocab, context; bytes_per_token, of those that are predicted, of test, else of train.
     - n_train, n_test: documents by source; ends: tokens that end a text.
@@ -262,8 +262,8 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Tokens:
 
     Raises DataError: unreadable files, different vocabularies, in ``next`` an exhausted source.
     """
-    refuse_problems(config)
-    facts(config)
+    refuse_invalid(config)
+    dataset_info(config)
     return Tokens(config, split=split, rows=rows, seed=seed)
 
 

@@ -292,7 +292,7 @@ def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
 
 
 def test_errors_of_the_section_are_reported_with_the_configs_others(tmp_path):
-    tell = lambda rules: dict(rules.problems())  # noqa: E731
+    tell = lambda rules: dict(rules.validate())  # noqa: E731
     assert tell(WarmStart()) == {}
     assert tell(WarmStart(source=str(tmp_path), reshape={"x": "grid 1x2 to 2x2", "y": "pad"})) == {}
     run = config.Config(workdir=str(tmp_path), warm_start=WarmStart(source="/no/such/run"))

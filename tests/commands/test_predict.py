@@ -47,8 +47,8 @@ def film(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, film):
     data = multimodal.Config(path=str(film), hrf=("text",), hrf_seconds=6.0, test_share=0.5)
-    facts = multimodal.facts(data)
-    c = giblet.Config(**WIDTHS, **{name: facts[name] for name in (*giblet.SIZES, "audio")})
+    info = multimodal.dataset_info(data)
+    c = giblet.Config(**WIDTHS, **{name: info[name] for name in (*giblet.SIZES, "audio")})
     params = initial(giblet.make_specs(c))
     model_state = jax.tree.map(lambda x: x + 0.3, initial(giblet.make_model_state(c), 1))
     config = {"workload": giblet.__package__, "model": dataclasses.asdict(c), "data": dataclasses.asdict(data), "seed": 0}

@@ -405,8 +405,8 @@ def test_a_scan_of_a_part_of_the_film(sources, tmp_path, capsys):
 
 def test_the_loader_reads_what_was_prepared(prepared):
     config = multimodal.Config(path=str(prepared), hrf=("text",), hrf_seconds=3.0, test_share=0.5)
-    facts = multimodal.facts(config)
-    assert facts["n_frames"] == 15 and facts["audio_frames"] == 112 and facts["n_subjects"] == 2 and facts["n_text"] == 8
+    info = multimodal.dataset_info(config)
+    assert info["n_frames"] == 15 and info["audio_frames"] == 112 and info["n_subjects"] == 2 and info["n_text"] == 8
     position, batch = next(multimodal.make_loader(config, split="train", rows=Rows(4, ((0, 4),)), seed=0))
     assert position == 1 and batch["video"][0].shape == (4, 15 * 9 * 16 * 3)
 

@@ -77,7 +77,7 @@ def test_documents_of_a_text_and_a_tokenizer_of_hugging_face(tmp_path, capsys):
     assert (about["vocab"], about["eos"], about["ends"], about["tokenizer"]) == (6, 1, [1], "tokenizer.json")
     line = json.loads((tmp_path / "line" / "tokens.json").read_text())["shards"][0]
     assert (line["bytes"], line["first_bytes"]) == (len("to beor notto be it"), len("toorto"))
-    rows = tokens.facts(tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0))
+    rows = tokens.dataset_info(tokens.Config((tokens.Source(str(tmp_path / "line")),), context=8, test_share=0.0))
     # The predicted tokens are " be", the end, " not", the end, " be", " it", the end.
     assert rows["bytes_per_token"] == len(" be not be it") / 7 and rows["ends"] == (1,)
     assert (tmp_path / "file" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
@@ -102,15 +102,15 @@ def test_a_folder_of_an_earlier_version_that_lost_ids_is_refused(tmp_path):
     assert tokens_command.main([str(out), str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
     assert documents(out) == [[1, 70000, 1, 70000]]
     config = tokens.Config((tokens.Source(str(out)),), context=8, test_share=0.0)
-    assert tokens.facts(config)["vocab"] == 70001
+    assert tokens.dataset_info(config)["vocab"] == 70001
     about = json.loads((out / "tokens.json").read_text())
     del about["ends"]
     (out / "tokens.json").write_text(json.dumps(about))
-    assert tokens.facts(config)["vocab"] == 70001
+    assert tokens.dataset_info(config)["vocab"] == 70001
     np.array([1, 4464, 1, 4464], np.uint16).tofile(out / "00000.tokens")
     (out / "tokens.json").write_text(json.dumps({**about, "vocab": 3, "dtype": "uint16"}))
     with pytest.raises(DataError, match="a vocabulary of 3, and its tokenizer.json one of 70001.*make the tokens again"):
-        tokens.facts(config)
+        tokens.dataset_info(config)
 
 
 def test_a_killed_run_resumes_and_workers_change_no_byte(tmp_path):

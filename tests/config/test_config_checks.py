@@ -62,7 +62,8 @@ def test_a_value_that_is_invalid_is_reported_with_the_remedy(arguments, path, to
 
 
 @pytest.mark.parametrize(
-    ("owner", "function"), [("workload", "make_task"), ("loader", "fields"), ("loader", "facts"), ("loader", "make_loader")]
+    ("owner", "function"),
+    [("workload", "make_task"), ("loader", "element_spec"), ("loader", "dataset_info"), ("loader", "make_loader")],
 )
 def test_a_workload_or_a_loader_without_one_of_its_functions_is_reported(here, monkeypatch, owner, function):
     load()

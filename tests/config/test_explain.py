@@ -86,7 +86,7 @@ def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
 
 
 def test_nothing_is_made_to_explain_a_config(here, capsys):
-    """Facts of data that do not exist yet stay open. Facts of existing data are filled in."""
+    """What missing data decide stays open. What existing data decide is filled in."""
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()

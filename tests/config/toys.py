@@ -33,13 +33,13 @@ class Config(ModelSection):
     first: Layer = field(default_factory=Layer)  # [section]
     layers: tuple[Layer, ...] = ()  # [layers] any number of layers
 
-    def problems(self):
+    def validate(self):
         if self.whole < 0:
             yield "whole", f"is {self.whole}; it must not be negative"
 
-    def data_problems(self, facts):
-        if self.n_classes != facts["n_classes"]:
-            yield "n_classes", f"is {self.n_classes}, and the data have {facts['n_classes']} classes"
+    def validate_data(self, info):
+        if self.n_classes != info["n_classes"]:
+            yield "n_classes", f"is {self.n_classes}, and the data have {info['n_classes']} classes"
 
 def make_task(config, shard, batch):
     raise AssertionError("no test of this folder trains")
@@ -55,16 +55,16 @@ class Config(DataSection):
 
     path: str = ""  # [path] of the data; empty = none needed
 
-    def problems(self):
+    def validate(self):
         if self.path and not os.path.exists(self.path):
             yield "path", f"is {self.path!r}, which does not exist"
 
-def facts(config):
+def dataset_info(config):
     if config.path.endswith("broken"):
         raise ValueError("shard 3 is cut short")
     return {"n_classes": 3, "n_train": 7}
 
-def fields(config):
+def element_spec(config):
     return {}
 
 def make_loader(config, *, split, rows, seed):

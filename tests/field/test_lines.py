@@ -51,8 +51,8 @@ def test_tokens_are_those_of_the_text(tmp_path, ending):
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + b"hello " * 30)
-    facts = tokens.facts(tokens.Config(sources=(tokens.Source(str(tmp_path / "x.txt")),), test_share=0.5))
-    assert facts["symbols"] == " ehlo"
+    info = tokens.dataset_info(tokens.Config(sources=(tokens.Source(str(tmp_path / "x.txt")),), test_share=0.5))
+    assert info["symbols"] == " ehlo"
     (tmp_path / "prompts.txt").write_bytes(f"\ufeff{ODD}\r\nsecond".encode())
     assert generate.read_prompts(str(tmp_path / "prompts.txt")) == [ODD, "second"]
     (tmp_path / "labels.txt").write_bytes("\ufeffrobin\nwren\x0b2\n".encode())

@@ -307,11 +307,11 @@ def brains(folder: pathlib.Path) -> None:
     source = folder.parent / "film-of-brains"
     source.mkdir(exist_ok=True)
     film(source)
-    facts = multimodal.facts(multimodal.Config(path=str(source), test_share=0.0))
+    info = multimodal.dataset_info(multimodal.Config(path=str(source), test_share=0.0))
     widths = dict(video_widths=(4, 4, 4), audio_widths=(4, 4), text_widths=(4, 4), trunk_widths=(4, 4), bottleneck=4)
     widths |= dict(head_width=4, decoder_widths=(4, 4, 4, 4), decode_video_widths=(4, 4), decode_audio_widths=(4, 4))
     model = {**widths, "decode_text_widths": (4, 4), "dtype": "float32"}
-    model |= {name: facts[name] for name in (*giblet.SIZES, "audio")}
+    model |= {name: info[name] for name in (*giblet.SIZES, "audio")}
     model_state = giblet.make_model_state(giblet.Config(**model))
     leaves = zip(specs.paths(model_state), jax.tree.leaves(model_state, is_leaf=specs.is_spec), strict=True)
     _run(folder, giblet, model, {}, giblet.make_specs, model_state={path: np.ones(spec.shape, "f4") for path, spec in leaves})

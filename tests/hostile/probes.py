@@ -70,6 +70,6 @@ def codes(folder: str) -> int:
 def problems(folder: str) -> int:
     """The errors of a data section that names a folder of recordings."""
     config = spectrogram.Config(train=folder, label="label")
-    found = [f"{field} {text}" for field, text in checks.under("data", config.problems())]
+    found = [f"{field} {text}" for field, text in checks.under("data", config.validate())]
     print("\n".join(found))
     return 2 if found else 0

@@ -86,7 +86,7 @@ def test_reading_ahead_is_done_by_other_threads():
 
 def test_methods_that_a_loader_may_leave_out_have_defaults():
     loader = Plain()
-    assert loader.fields == loader.buckets[-1] and loader.bucket_at(3) == 0
+    assert loader.element_spec == loader.buckets[-1] and loader.bucket_at(3) == 0
     assert loader.population is None and loader.diagnostics() == {}
     assert loader.state(11) == {"position": 11, "seed": 7, "fingerprint": "digest", "order": {"batch": BATCH}}
 

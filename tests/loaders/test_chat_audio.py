@@ -130,9 +130,9 @@ def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
     to the same batches."""
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
-    facts = chat_audio.facts(config)
-    assert len(loader.buckets) == 3 == len(facts["buckets"]) and loader.buckets[-1] == chat_audio.fields(config)
-    assert sum(b[-1] for b in facts["buckets"]) == pytest.approx(1)
+    info = chat_audio.dataset_info(config)
+    assert len(loader.buckets) == 3 == len(info["buckets"]) and loader.buckets[-1] == chat_audio.element_spec(config)
+    assert sum(b[-1] for b in info["buckets"]) == pytest.approx(1)
     seen, batches = {}, []
     for position in range(60):
         shape = loader.bucket_at(position)
@@ -205,7 +205,7 @@ def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog)
     (tmp_path / "manifest.json").write_text(json.dumps(samples))
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     found = dict(loader.diagnostics()["bad_list"])
-    assert sorted(found) == [3, 4, 7, 8, 9] and chat_audio.facts(config)["n_bad"] == 5
+    assert sorted(found) == [3, 4, 7, 8, 9] and chat_audio.dataset_info(config)["n_bad"] == 5
     reasons = ("broken.wav", "missing.wav", "role", "no labels", "data.longest")
     for number, text in zip((3, 4, 7, 8, 9), reasons, strict=True):
         assert text in found[number] and f"sample {number} is left out" in caplog.text
@@ -213,16 +213,16 @@ def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog)
     assert not seen & set(found)
     chat.forget()
     with pytest.raises(DataError, match="5 of 30 samples cannot be used.*sample 3: broken.wav"):
-        chat_audio.facts(dataclasses.replace(config, bad_budget=0.1))
+        chat_audio.dataset_info(dataclasses.replace(config, bad_budget=0.1))
 
 
 def test_a_manifest_that_changed_is_read_again_in_the_same_process(tmp_path):
     """A notebook trains, its user changes the manifest, and it trains again."""
     config = chat.corpus(tmp_path, n=8, test_share=0.0)
-    assert chat_audio.facts(config)["n_train"] == 8
+    assert chat_audio.dataset_info(config)["n_train"] == 8
     samples = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(samples[:5]))
-    assert chat_audio.facts(config)["n_train"] == 5
+    assert chat_audio.dataset_info(config)["n_train"] == 5
 
 
 def test_codes_that_were_made_elsewhere(tmp_path):
@@ -249,7 +249,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
     loader = chat_audio.make_loader(own, split="train", rows=one(), seed=0)
     assert len(list((tmp_path / "own").glob("*chat.loudness.npy"))) == 3 and next(loader)[1]["codes"][0].max() > 0
     with pytest.raises(DataError, match="at most|cannot be used"):
-        chat_audio.facts(dataclasses.replace(own, codebook_size=1, cache=str(tmp_path / "small")))
+        chat_audio.dataset_info(dataclasses.replace(own, codebook_size=1, cache=str(tmp_path / "small")))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_codes_that_were_made_elsewhere(tmp_path):
 )
 def test_errors_are_reported(tmp_path, changes, field, text):
     config = dataclasses.replace(chat.corpus(tmp_path, n=2), **changes)
-    assert [(f, text in t) for f, t in config.problems()] == [(field, True)]
+    assert [(f, text in t) for f, t in config.validate()] == [(field, True)]
 
 
 def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path):
@@ -274,7 +274,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path):
     text = pathlib.Path(config.tokenizer).read_text().replace("<|AUDIO_OUT|>", "<|SOUND_OUT|>")
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(DataError, match=r"no token <\|AUDIO_OUT\|>"):
-        chat_audio.facts(dataclasses.replace(config, tokenizer=str(tmp_path / "other.json")))
+        chat_audio.dataset_info(dataclasses.replace(config, tokenizer=str(tmp_path / "other.json")))
 
 
 def test_wave_files_of_any_rate(tmp_path):
@@ -291,7 +291,7 @@ def test_a_place_that_cannot_be_written_is_reported_with_the_remedy(tmp_path):
     config = chat.corpus(tmp_path, n=4)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="codes cannot be kept in .*file.*data.cache"):
-        chat_audio.facts(dataclasses.replace(config, cache=str(tmp_path / "file" / "codes")))
+        chat_audio.dataset_info(dataclasses.replace(config, cache=str(tmp_path / "file" / "codes")))
 
 
 def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, capsys):

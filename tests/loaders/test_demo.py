@@ -126,8 +126,8 @@ def test_the_outline_of_the_corpus_agrees_with_the_corpus(corpus, monkeypatch):
     monkeypatch.setattr(demo, "N_TRAIN", N_TRAIN)
     monkeypatch.setattr(demo, "N_TEST", N_TEST)
     with outline._birds.__wrapped__() as folder:
-        facts = [spectrogram.facts(spectrogram.Config(train=str(path))) for path in (corpus, folder)]
-    assert facts[0] == facts[1] and facts[0]["n_train"] == N_TRAIN
+        info = [spectrogram.dataset_info(spectrogram.Config(train=str(path))) for path in (corpus, folder)]
+    assert info[0] == info[1] and info[0]["n_train"] == N_TRAIN
 
 
 @pytest.mark.parametrize("config", ["xcm", "giblet"])
@@ -142,7 +142,7 @@ def test_nothing_is_made_for_a_run_that_is_refused(config, monkeypatch, tmp_path
         monkeypatch.delenv(name, raising=False)
     given = {"mesh.data": "1", "mesh.fsdp": "3", "train.batch": "33", "workdir": str(tmp_path / "run")}
     run = config_lib.load(config, given.items())
-    assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, "facts are there all the same"
+    assert run.model.n_classes == 12 if config == "xcm" else run.model.n_voxels == 2000, "the info is there all the same"
     with pytest.raises(layout.LayoutError, match="3"):
         loop.run(run)
     assert not list((tmp_path / "cache").glob("*"))

@@ -88,7 +88,7 @@ def test_mean_and_deviation_are_those_of_the_front_end():
     ],
 )
 def test_front_ends_that_are_invalid_are_reported(bad, said):
-    assert any(f"{name} {text}".startswith(said) for name, text in FrontEnd(**bad).problems())
+    assert any(f"{name} {text}".startswith(said) for name, text in FrontEnd(**bad).validate())
     if "f_min" not in bad and "f_max" not in bad:  # whose message names both
         with pytest.raises(ValueError, match=said.split("_ms")[0].split()[0]):
             filter_bank(FrontEnd(**bad))

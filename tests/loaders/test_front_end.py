@@ -87,9 +87,9 @@ def test_recordings_of_several_classes(tmp_path, kind):
     half = [lists(encoded[i : i + 3], labels[i : i + 3], kind=kind) for i in (0, 3)]
     corpus.save_to_disk(tmp_path / "d", half)
     config = spectrogram.Config(train=str(tmp_path / "d"), multilabel=True, test_share=0.0, **QUICK)
-    facts = spectrogram.facts(config)
-    assert facts["multilabel"] and facts["class_names"] == ("a", "b", "c") and facts["n_unlabelled"] == 0
-    assert spectrogram.fields(config)["labels"] == ((3,), np.uint8) and "label" not in spectrogram.fields(config)
+    info = spectrogram.dataset_info(config)
+    assert info["multilabel"] and info["class_names"] == ("a", "b", "c") and info["n_unlabelled"] == 0
+    assert spectrogram.element_spec(config)["labels"] == ((3,), np.uint8) and "label" not in spectrogram.element_spec(config)
     batch = one_batch(config, in_order=True)
     expected = [[1, 0, 0], [0, 0, 0], [0, 1, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
     assert batch["labels"].tolist() == expected and batch["labels"].dtype == np.uint8 and "label" not in batch
@@ -100,16 +100,16 @@ def test_recordings_of_several_classes(tmp_path, kind):
 def test_values_that_should_be_lists_are_named(tmp_path):
     corpus.save_to_disk(tmp_path / "lists", [lists([corpus.wav(0, 0.25)], [[0]])])
     with pytest.raises(DataError, match="multilabel=true"):
-        spectrogram.facts(spectrogram.Config(train=str(tmp_path / "lists"), **QUICK))
+        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "lists"), **QUICK))
     corpus.save_to_disk(tmp_path / "plain", [corpus.table([corpus.wav(0, 0.25)], [0])])
     with pytest.raises(DataError, match="needs lists"):
-        spectrogram.facts(spectrogram.Config(train=str(tmp_path / "plain"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "plain"), multilabel=True, **QUICK))
     corpus.save_to_disk(tmp_path / "nameless", [lists([corpus.wav(0, 0.25)], [[0]], names=())])
     with pytest.raises(DataError, match="names no classes"):
-        spectrogram.facts(spectrogram.Config(train=str(tmp_path / "nameless"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "nameless"), multilabel=True, **QUICK))
     corpus.save_to_disk(tmp_path / "large", [lists([corpus.wav(0, 0.25)], [[3]])])
     with pytest.raises(DataError, match="has classes 3 to 3"):
-        spectrogram.facts(spectrogram.Config(train=str(tmp_path / "large"), multilabel=True, **QUICK))
+        spectrogram.dataset_info(spectrogram.Config(train=str(tmp_path / "large"), multilabel=True, **QUICK))
 
 
 def test_a_background_comes_in_an_order_of_its_own(tmp_path):
@@ -122,8 +122,8 @@ def test_a_background_comes_in_an_order_of_its_own(tmp_path):
     paths = dict(train=str(tmp_path / "birds"), test_share=0.2)
     plain = spectrogram.Config(**paths, views=2, **QUICK)
     config = spectrogram.Config(**paths, background=str(tmp_path / "noise"), views=2, **QUICK)
-    assert spectrogram.facts(config)["background"] and not spectrogram.facts(plain)["background"]
-    assert spectrogram.fields(config)["background"] == spectrogram.fields(config)["spectrogram"]
+    assert spectrogram.dataset_info(config)["background"] and not spectrogram.dataset_info(plain)["background"]
+    assert spectrogram.element_spec(config)["background"] == spectrogram.element_spec(config)["spectrogram"]
     batch, without = one_batch(config), one_batch(plain)
     assert batch["background"].shape == batch["spectrogram"].shape == (8, 2, 18, 128)
     np.testing.assert_array_equal(batch["spectrogram"], without["spectrogram"])
@@ -140,4 +140,4 @@ def test_a_background_comes_in_an_order_of_its_own(tmp_path):
     assert len(set(near)) >= 3
     test = one_batch(config, "test", 2)
     np.testing.assert_array_equal(test["background"], test["spectrogram"])
-    assert dict(spectrogram.Config(train="demo", background=str(tmp_path / "none")).problems())["background"]
+    assert dict(spectrogram.Config(train="demo", background=str(tmp_path / "none")).validate())["background"]

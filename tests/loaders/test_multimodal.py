@@ -69,7 +69,7 @@ def rows_of(config, split="train", batch=8, ranges=None, batches=None):
     found = []
     for _ in range(loader.n_batches if batches is None else batches):
         found.append({name: np.concatenate(parts) for name, parts in next(loader)[1].items()})
-    return {name: np.concatenate([f[name] for f in found]) for name in loader.fields}
+    return {name: np.concatenate([f[name] for f in found]) for name in loader.element_spec}
 
 
 def window(volume, rate, n, length):
@@ -99,9 +99,9 @@ def test_a_row_is_the_window_before_its_volume(config, skip, padding):
 
 
 def test_an_epoch_has_every_row_once_and_viewers_come_mixed(config):
-    facts = multimodal.facts(config)
-    n = 3 * facts["n_train"]
-    assert (facts["n_train"], facts["n_frames"], facts["audio_frames"]) == (24, 8, 10)
+    info = multimodal.dataset_info(config)
+    n = 3 * info["n_train"]
+    assert (info["n_train"], info["n_frames"], info["audio_frames"]) == (24, 8, 10)
     rows = rows_of(config, batch=n, batches=2)
     for epoch in range(2):
         pairs = set(zip(rows["subject"][epoch * n :][:n].tolist(), rows["volume"][epoch * n :][:n].tolist(), strict=True))
@@ -191,7 +191,7 @@ def test_continuous_features_are_convolved_and_codes_refused(tmp_path):
         np.testing.assert_allclose(rows["text"][at], text, rtol=1e-4, atol=1e-3)
     coded = replace(make(tmp_path / "coded"), hrf=("audio",))
     with pytest.raises(DataError, match="has codes, which have no mean"):
-        multimodal.fields(coded)
+        multimodal.element_spec(coded)
 
 
 def test_an_average_is_over_the_viewers(config):
@@ -233,7 +233,7 @@ def test_a_folder_that_does_not_fit_together_is_reported(config, change, message
         np.save(folder / change, np.zeros((29, 11), np.float16))
     film_files._open_once.cache_clear()
     with pytest.raises(DataError, match=message) as told:
-        multimodal.fields(config)
+        multimodal.element_spec(config)
     assert "\n" not in str(told.value)
 
 
@@ -260,7 +260,7 @@ def test_a_folder_that_does_not_fit_together_is_reported(config, change, message
 def test_an_entry_of_dataset_json_that_means_nothing_is_reported(config, entry, message):
     amend(config, **entry)
     with pytest.raises(DataError, match=message):
-        multimodal.facts(config)
+        multimodal.dataset_info(config)
 
 
 @pytest.mark.parametrize("content", ["[]", "", "{", '"a"', "{}"])
@@ -268,7 +268,7 @@ def test_an_invalid_dataset_json_is_reported(config, content):
     (pathlib.Path(config.path) / "dataset.json").write_text(content)
     film_files._open_once.cache_clear()
     with pytest.raises(DataError, match="film"):
-        multimodal.facts(config)
+        multimodal.dataset_info(config)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\3\4", None])
@@ -281,7 +281,7 @@ def test_an_array_that_is_broken_or_empty_is_reported(config, content):
         path.write_bytes(content)
     film_files._open_once.cache_clear()
     with pytest.raises(DataError, match="s1.npy"):
-        multimodal.facts(config)
+        multimodal.dataset_info(config)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,8 @@ def test_an_array_that_is_broken_or_empty_is_reported(config, content):
 )
 def test_a_test_split_of_nothing_is_refused(config, changes, message):
     with pytest.raises(DataError, match=message):
-        multimodal.facts(replace(config, **changes))
-    assert multimodal.facts(replace(config, **(changes | dict(test_share=0.0))))["n_test"] == 0
+        multimodal.dataset_info(replace(config, **changes))
+    assert multimodal.dataset_info(replace(config, **(changes | dict(test_share=0.0))))["n_test"] == 0
 
 
 @pytest.mark.parametrize("seconds", [0.5, TR])
@@ -305,22 +305,22 @@ def test_a_response_that_is_cut_off_at_its_start_is_refused(config, seconds):
 
 def test_config_errors_are_reported_together(tmp_path):
     wrong = Config(path=str(tmp_path), frame_skip=0, padding="none", hrf=("smell", "video"), hrf_norm="peak", test_share=1.0)
-    assert {name for name, _ in wrong.problems()} == {"path", "frame_skip", "padding", "hrf", "hrf_norm", "test_share"}
-    assert {name for name, _ in Config(subjects=("a", "a"), hrf_seconds=1e9).problems()} == {"subjects", "hrf_seconds"}
+    assert {name for name, _ in wrong.validate()} == {"path", "frame_skip", "padding", "hrf", "hrf_norm", "test_share"}
+    assert {name for name, _ in Config(subjects=("a", "a"), hrf_seconds=1e9).validate()} == {"subjects", "hrf_seconds"}
 
 
 def test_a_folder_that_was_rewritten_is_read_again(config):
-    assert multimodal.facts(config)["audio"] == "codes"
+    assert multimodal.dataset_info(config)["audio"] == "codes"
     path = pathlib.Path(config.path)
     shutil.rmtree(path)
     make(path, audio="features", viewers=2)
-    assert multimodal.facts(config)["audio"] == "features" and multimodal.facts(config)["n_subjects"] == 2
+    assert multimodal.dataset_info(config)["audio"] == "features" and multimodal.dataset_info(config)["n_subjects"] == 2
 
 
 def test_a_split_that_segments_leave_nothing_of_names_them(config):
     amend(config, text_since=[0] * 30)
     with pytest.raises(DataError, match="segments of text span the border, or occur again"):
-        multimodal.facts(config)
+        multimodal.dataset_info(config)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -356,7 +356,7 @@ def test_contents_that_no_step_should_see_are_reported_before_the_first(config, 
     codes[9, 1] = 1024
     np.save(folder / "audio.npy", codes)
     assert re.search("audio.npy has codes from 0 to 1024 .*expected 0 … 1023", told())
-    assert multimodal.facts(config)["n_subjects"] == 3, "what only reads headers reads no content"
+    assert multimodal.dataset_info(config)["n_subjects"] == 3, "what only reads headers reads no content"
 
 
 def test_checksums_are_read_in_any_case_and_each_is_of_a_file(config, monkeypatch, tmp_path):
@@ -422,8 +422,8 @@ def test_memory_of_a_process_stays_flat(tmp_path, viewers, volumes, batches):
 def test_the_demo_film_can_be_read_at_its_size(tmp_path, monkeypatch):
     """The memory layout of large results differs from that of small ones in numpy."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
-    facts = multimodal.facts(Config(path="demo"))
-    assert (facts["n_subjects"], facts["n_train"], facts["n_test"], facts["n_voxels"]) == (4, 576, 144, 2000)
+    info = multimodal.dataset_info(Config(path="demo"))
+    assert (info["n_subjects"], info["n_train"], info["n_test"], info["n_voxels"]) == (4, 576, 144, 2000)
 
 
 def test_the_demo_film_is_a_function_of_its_file_and_predictable(tmp_path, monkeypatch):

@@ -282,7 +282,7 @@ def test_events_read_as_clips_are_an_error(tmp_path):
         pq.write_table(table, folder / "x-test-00000-of-00001.parquet")
         pq.write_table(rows, folder / "x-train-00000-of-00001.parquet")
         config = Config(train=str(folder), label="label", allow_debug_build=True)
-        found = dict(config.problems())
+        found = dict(config.validate())
         assert ("train" in found) == is_wrong
         if is_wrong:
             assert "test_split='test_5s'" in found["train"] and "start_time" in found["train"]
@@ -292,11 +292,11 @@ def test_any_split_by_name(tmp_path):
     for split, n in (("train", 3), ("test_5s", 2), ("valid", 1)):
         corpus.write(tmp_path / f"{split}-00000-of-00001.arrow", corpus.table([corpus.wav(i) for i in range(n)], [0] * n))
     config = Config(train=str(tmp_path), label="label", test_split="test_5s", allow_debug_build=True)
-    assert not list(config.problems())
+    assert not list(config.validate())
     loader = make_loader(config, split="test", rows=Rows(4, ((0, 4),)), seed=0)
     assert loader.n_batches == 1 and next(loader)[1]["weight"][0].sum() == 2
     loader.close()
-    wrong = dict(Config(train=str(tmp_path), label="label", test_split="test5s", allow_debug_build=True).problems())
+    wrong = dict(Config(train=str(tmp_path), label="label", test_split="test5s", allow_debug_build=True).validate())
     assert "expected one of: test_5s, train, valid; did you mean 'test_5s'?" in wrong["test_split"]
     with pytest.raises(
         DataError, match="without the split 'vald'; expected one of: test_5s, train, valid; did you mean 'valid'"

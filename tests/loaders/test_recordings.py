@@ -19,7 +19,7 @@ from jaxtrain import cli
 from jaxtrain import config as config_lib
 from loaders.audio import shards
 from loaders.audio.recordings import headers
-from loaders.audio.spectrogram import Config, facts, make_loader
+from loaders.audio.spectrogram import Config, dataset_info, make_loader
 from loaders.base import Rows
 from tests.support import corpus
 
@@ -290,7 +290,7 @@ def test_classes_have_an_order_and_synonyms(recordings, tmp_path, capsys):
     codes = [SPECIES[name] for name in order]
     assert json.loads((tmp_path / "out" / "index.json").read_text())["classes"] == codes
     assert [codes[r["label"]] for r in rows(tmp_path / "out")] == [SPECIES[e[3]] for e in EVENTS]
-    assert facts(Config(train=str(tmp_path / "out"), test_share=0.0))["class_names"] == tuple(codes)
+    assert dataset_info(Config(train=str(tmp_path / "out"), test_share=0.0))["class_names"] == tuple(codes)
     (tmp_path / "classes.csv").write_text("a,x\nb,X\n")
     err = index(tmp_path / "events.csv", "--out", tmp_path / "o", "--classes", tmp_path / "classes.csv", code=2, capsys=capsys)
     assert "classes.csv:2 gives 'X' to 'b'" in err
@@ -626,7 +626,9 @@ def test_esc10_as_a_plain_folder_gives_the_shards_batches(tmp_path, capsys):
     index(tmp_path / "wav", *options, "--out", tmp_path / "folder", capsys=capsys)
     (tmp_path / "flat.csv").write_text("\n".join([*lines["train"], *lines["test"][1:]]))
     index(tmp_path / "flat.csv", "--audio", tmp_path / "flat", *options, "--out", tmp_path / "table", capsys=capsys)
-    told = [facts(Config(train=str(path), label="label")) for path in (corpus.ESC10, tmp_path / "folder", tmp_path / "table")]
+    told = [
+        dataset_info(Config(train=str(path), label="label")) for path in (corpus.ESC10, tmp_path / "folder", tmp_path / "table")
+    ]
     assert told[0] == told[1] == told[2]
     for split in lines:
         loaders = [

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from loaders.audio import remote, remote_cache, shards
-from loaders.audio.spectrogram import Config, facts, make_loader
+from loaders.audio.spectrogram import Config, dataset_info, make_loader
 from loaders.base import DataError, Rows
 from tests.support import corpus, object_store, processes
 
@@ -111,9 +111,9 @@ def content(folder: pathlib.Path) -> dict[str, bytes]:
 def test_a_run_reads_shards_from_an_address(store, tmp_path):
     address = f"{store.url}/birds/"
     config = Config(train=address, label="label", clip_seconds=0.4, n_frames=64, threads=1)
-    assert not config.exists() and not list(config.problems()), "nothing is copied to look at a config"
-    assert (facts(config)["n_train"], facts(config)["n_test"]) == (3, 2)
-    processes.wait_for(config.exists)  # the facts need the headers, and the rest comes meanwhile
+    assert not config.exists() and not list(config.validate()), "nothing is copied to look at a config"
+    assert (dataset_info(config)["n_train"], dataset_info(config)["n_test"]) == (3, 2)
+    processes.wait_for(config.exists)  # the info needs the headers, and the rest comes meanwhile
     local = Config(**{**config.__dict__, "train": str(tmp_path / "web" / "birds")})
     batches = []
     for each in (config, local):
@@ -126,7 +126,7 @@ def test_a_run_reads_shards_from_an_address(store, tmp_path):
 def test_a_system_without_fdatasync_copies(store, monkeypatch):
     """On macOS there is only fsync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
-    assert facts(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
+    assert dataset_info(Config(train=f"{store.url}/birds/", label="label", threads=1))["n_train"] == 3
 
 
 def test_errors_slow_answers_and_truncation_are_overcome(store, tmp_path):

@@ -37,7 +37,7 @@ def loader(config, split="train", batch=8, seed=0):
 
 
 def problems(**options):
-    return dict(spectrogram.Config(**{"train": "demo", **options}).problems())
+    return dict(spectrogram.Config(**{"train": "demo", **options}).validate())
 
 
 def test_every_field_has_a_gloss_with_its_unit():
@@ -51,7 +51,7 @@ def test_defaults_have_no_problems():
 
 
 def test_dataset_info_counts_recordings_and_classes(folder):
-    assert spectrogram.facts(config(folder)) == {
+    assert spectrogram.dataset_info(config(folder)) == {
         "n_train": 40,
         "n_test": 10,
         "n_recordings": 40,
@@ -66,7 +66,7 @@ def test_dataset_info_counts_recordings_and_classes(folder):
         "multilabel": False,
         "background": False,
     }
-    assert spectrogram.facts(config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test")))["n_train"] == 38
+    assert spectrogram.dataset_info(config(folder / "train", exclude=(3, 39, 3), test=str(folder / "test")))["n_train"] == 38
 
 
 def test_the_element_spec_describes_a_batch(folder):
@@ -74,9 +74,9 @@ def test_the_element_spec_describes_a_batch(folder):
         found = loader(config(folder), split)
         position, batch = next(found)
         assert position == 1
-        assert found.fields == spectrogram.fields(config(folder))
-        assert list(batch) == list(found.fields)
-        for name, field in found.fields.items():
+        assert found.element_spec == spectrogram.element_spec(config(folder))
+        assert list(batch) == list(found.element_spec)
+        for name, field in found.element_spec.items():
             assert [(a.shape, a.dtype) for a in batch[name]] == [((8, *field.shape), field.dtype)]
         found.close()
 
@@ -87,7 +87,7 @@ def test_fields_of_views_and_bfloat16(folder, options):
 
     found = loader(config(folder, **options))
     rows = next(found)[1]["spectrogram"][0]
-    field = spectrogram.fields(config(folder, **options))["spectrogram"]
+    field = spectrogram.element_spec(config(folder, **options))["spectrogram"]
     assert rows.shape == (8, *field.shape) and rows.dtype == field.dtype
     on_device = jax.device_put(rows)
     assert on_device.dtype == options.get("dtype", "float32")
@@ -115,11 +115,11 @@ def test_training_never_reads_what_is_excluded(folder):
 def test_recordings_are_excluded_by_their_path(folder, tmp_path):
     (tmp_path / "list").write_text("3.wav\n\n 7.wav \n")
     found = config(folder, exclude_paths=("0", f"@{tmp_path / 'list'}"), exclude=(1,))
-    assert spectrogram.facts(found)["n_train"] == 40 - 7  # both shards name theirs 0.wav to 19.wav
+    assert spectrogram.dataset_info(found)["n_train"] == 40 - 7  # both shards name theirs 0.wav to 19.wav
     seen = {int(row) for _ in range(10) for row in next(loader(found))[1]["index"][0]}
     assert not seen & {0, 1, 3, 7, 20, 23, 27}
     with pytest.raises(DataError, match="exclude_paths names '99.wav', which is not an audio.path in"):
-        spectrogram.facts(config(folder, exclude_paths=("99.wav",)))
+        spectrogram.dataset_info(config(folder, exclude_paths=("99.wav",)))
     assert "which is not a file; did you mean" in problems(exclude_paths=(f"@{tmp_path}/lits",))["exclude_paths"]
 
 
@@ -135,7 +135,7 @@ def test_recordings_next_to_the_shards(tmp_path):
 def test_many_shards_are_indexed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     corpus.save_to_disk(tmp_path / "birds", [small(2)] * shards.CACHED_SHARDS)
-    assert spectrogram.facts(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * shards.CACHED_SHARDS
+    assert spectrogram.dataset_info(config(tmp_path / "birds", test_share=0.0))["n_train"] == 2 * shards.CACHED_SHARDS
     assert len(list((tmp_path / "cache" / "index").iterdir())) == 1
 
 
@@ -143,8 +143,8 @@ def test_a_share_is_held_out_where_no_path_holds_a_test_split(folder):
     whole = config(folder / "train", test_share=0.2)
     held = np.flatnonzero(order.held_out(np.arange(40), 0.2))
     assert 0 < len(held) < 20
-    facts = spectrogram.facts(whole)
-    assert (facts["n_train"], facts["n_test"]) == (40 - len(held), len(held))
+    info = spectrogram.dataset_info(whole)
+    assert (info["n_train"], info["n_test"]) == (40 - len(held), len(held))
     test = loader(whole, "test")
     rows = np.concatenate([batch["index"][0] for _, batch in test])
     np.testing.assert_array_equal(rows[rows >= 0], held)
@@ -154,7 +154,7 @@ def test_a_share_is_held_out_where_no_path_holds_a_test_split(folder):
 
 def test_an_empty_test_split(folder):
     nothing = config(folder / "train", test_share=0.0)
-    assert spectrogram.facts(nothing)["n_test"] == 0
+    assert spectrogram.dataset_info(nothing)["n_test"] == 0
     test = loader(nothing, "test")
     test.seek(0)
     assert test.n_batches == 0 and list(test) == []
@@ -206,16 +206,16 @@ def test_paths(tmp_path, kind):
     assert rows("train") == sizes
     if test:
         assert rows("test") == test
-    facts = spectrogram.facts(config(path, test_share=0.0))
-    assert (facts["n_train"], facts["n_test"]) == (sum(sizes), sum(test))
+    info = spectrogram.dataset_info(config(path, test_share=0.0))
+    assert (info["n_train"], info["n_test"]) == (sum(sizes), sum(test))
 
 
 @pytest.mark.parametrize("inside", ["", "data/"])
 def test_a_folder_of_the_hub(tmp_path, inside):
     for name, n in (("train-00001-of-00002", 20), ("train-00000-of-00002-0123456789abcdef", 21), ("test-00000-of-00001", 3)):
         corpus.write_parquet(tmp_path / f"{inside}{name}.parquet", small(n))
-    facts = spectrogram.facts(config(tmp_path))
-    assert (facts["n_train"], facts["n_test"]) == (41, 3)
+    info = spectrogram.dataset_info(config(tmp_path))
+    assert (info["n_train"], info["n_test"]) == (41, 3)
     assert next(loader(config(tmp_path)))[1]["spectrogram"][0].shape == (8, 18, 128)
 
 
@@ -264,7 +264,7 @@ def test_a_debug_build_is_refused(monkeypatch, folder):
 def test_data_that_do_not_fit_are_data_errors(folder, tmp_path):
     def error(match, **options):
         with pytest.raises(DataError, match=match):
-            spectrogram.facts(config(options.pop("train", folder), **options))
+            spectrogram.dataset_info(config(options.pop("train", folder), **options))
 
     error("no column", label="species")
     error(r"exclude names row 40, but .*birds has 40 recordings", exclude=(40,))
@@ -277,10 +277,10 @@ def test_data_that_do_not_fit_are_data_errors(folder, tmp_path):
 
 def test_unlabelled_recordings_are_counted(tmp_path):
     shard = corpus.write(tmp_path / "s.arrow", small(6, labels=[0, None, 1, None, 1, 0]))
-    facts = spectrogram.facts(config(shard, exclude=(1,), test_share=0.0))
-    assert facts["n_unlabelled"] == 1
-    facts = spectrogram.facts(config(shard, label="", test_share=0.0))
-    assert facts["n_unlabelled"] == 0 and "n_classes" not in facts
+    info = spectrogram.dataset_info(config(shard, exclude=(1,), test_share=0.0))
+    assert info["n_unlabelled"] == 1
+    info = spectrogram.dataset_info(config(shard, label="", test_share=0.0))
+    assert info["n_unlabelled"] == 0 and "n_classes" not in info
 
 
 def test_too_many_bad_recordings_are_a_data_error(tmp_path):
@@ -291,18 +291,18 @@ def test_too_many_bad_recordings_are_a_data_error(tmp_path):
 
 def test_a_shard_that_changed_is_read_again(tmp_path):
     path = config(corpus.write(tmp_path / "s.arrow", small(3)), test_share=0.0)
-    assert spectrogram.facts(path)["n_train"] == 3
+    assert spectrogram.dataset_info(path)["n_train"] == 3
     shard = corpus.write(tmp_path / "new.arrow", small(5))
     os.replace(shard, tmp_path / "s.arrow")
-    assert spectrogram.facts(path)["n_train"] == 5
+    assert spectrogram.dataset_info(path)["n_train"] == 5
 
 
 def test_esc10():
     if not corpus.ESC10.is_dir():
         pytest.skip(f"{corpus.ESC10} is not there")
     esc10 = spectrogram.Config(train=str(corpus.ESC10), label="label")
-    facts = spectrogram.facts(esc10)
-    assert (facts["n_train"], facts["n_test"], facts["n_classes"]) == (320, 80, 10)
+    info = spectrogram.dataset_info(esc10)
+    assert (info["n_train"], info["n_test"], info["n_classes"]) == (320, 80, 10)
     train = loader(esc10, batch=32)
     batches = [next(train)[1] for _ in range(3)]
     rows = np.concatenate([b["index"][0] for b in batches])
@@ -322,12 +322,12 @@ def test_a_missing_label_names_the_columns_of_labels_and_the_override(tmp_path):
     shard = corpus.write(tmp_path / "s.arrow", small(3))
     for options in ({}, {"multilabel": True}):
         with pytest.raises(DataError) as error:
-            spectrogram.facts(config(shard, label="ebird_code", **options))
+            spectrogram.dataset_info(config(shard, label="ebird_code", **options))
         assert str(error.value) == (
             f"{shard} has no column 'ebird_code'; it has audio, label; of these label holds class labels: set data.label=label"
         )
-    assert spectrogram.facts(config(shard, label="label", test_share=0.0))["n_classes"] == 2
+    assert spectrogram.dataset_info(config(shard, label="label", test_share=0.0))["n_classes"] == 2
     assert "the column of recordings" in problems(label="audio")["label"]
     plain = corpus.write(tmp_path / "p.arrow", small(3, names=None))
     with pytest.raises(DataError, match="none of these is a ClassLabel: cast one"):
-        spectrogram.facts(config(plain, label="ebird_code"))
+        spectrogram.dataset_info(config(plain, label="ebird_code"))

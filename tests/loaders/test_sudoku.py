@@ -224,8 +224,8 @@ def test_more_boards_than_there_are_is_an_error():
 
 
 def test_a_4_by_4_maze_and_9_by_9_by_the_numbers():
-    facts = {kind: sudoku.facts(sudoku.Config((source,))) for kind, source in SOURCES.items()}
-    found = {kind: (f["n_cells"], f["vocab"], f["n_puzzles"]) for kind, f in facts.items()}
+    info = {kind: sudoku.dataset_info(sudoku.Config((source,))) for kind, source in SOURCES.items()}
+    found = {kind: (f["n_cells"], f["vocab"], f["n_puzzles"]) for kind, f in info.items()}
     sizes = {"sudoku": (81, 11, 1), "sudoku6": (36, 8, 1), "sudoku4": (16, 6, 1), "maze": (144, 6, 1), "lights": (36, 3, 1)}
     assert found == sizes and [puzzles.kind_of(*size[:2]) for size in sizes.values()] == list(sizes)
 
@@ -282,8 +282,8 @@ def test_a_test_split_comes_once_and_its_padding_does_not_count():
 def test_a_mixture_keeps_its_shares_pads_and_numbers_its_tasks():
     sources = (replace(SMALL, share=2.0), SOURCES["sudoku4"], SOURCES["maze"])
     config = sudoku.Config(sources)
-    facts = sudoku.facts(config)
-    assert (facts["n_cells"], facts["vocab"], facts["n_puzzles"]) == (144, 11, 3)
+    info = sudoku.dataset_info(config)
+    assert (info["n_cells"], info["vocab"], info["n_puzzles"]) == (144, 11, 3)
     for b in batches(config, 5):
         assert b["puzzle"].tolist() == [0] * 6 + [1] * 3 + [2] * 3
         assert (b["labels"][:6, 81:] == sudoku.IGNORED).all() and (b["inputs"][6:9, 16:] == 0).all()
@@ -321,7 +321,7 @@ def test_the_loader_reads_the_boards_that_the_command_wrote(tmp_path, kind, what
         np.testing.assert_array_equal(read.labels, made[split].labels)
         if kind == "csv":
             np.testing.assert_array_equal(read.rating, made[split].rating)
-    assert sudoku.facts(sudoku.Config((source,)))["vocab"] == puzzles.n_symbols(what)
+    assert sudoku.dataset_info(sudoku.Config((source,)))["vocab"] == puzzles.n_symbols(what)
 
 
 def write_csv(folder, rows):
@@ -412,7 +412,7 @@ def test_groups_of_a_folder_give_one_row_in_an_epoch(tmp_path):
         }.items():  # fmt: skip
             np.save(folder / f"all__{name}.npy", array)
     config = sudoku.Config((sudoku.Source(kind="sudoku4", path=str(tmp_path), views=0),))
-    assert sudoku.facts(config)["n_puzzles"] == 8
+    assert sudoku.dataset_info(config)["n_puzzles"] == 8
     found = batches(config, 60, batch=2)
     for b in found:
         assert sorted(i // 3 for i in b["index"]) == [0, 1], "one of rows 0 to 2, one of rows 3 and 4"
@@ -435,7 +435,7 @@ def test_errors_of_the_config_are_named():
             sudoku.Source(kind="lights", side=34),
         )
     )
-    assert [where for where, _ in config.problems()] == [
+    assert [where for where, _ in config.validate()] == [
         "sources[0].kind", "sources[0].share", "sources[0].path", "sources[1].blanks", "sources[2].grade", "sources[3].grade",
         "sources[4].side", "sources[5].side",
     ]  # fmt: skip
@@ -447,8 +447,8 @@ def test_generated_puzzles_are_made_once_and_their_facts_need_none(tmp_path, mon
     generate = sudoku.generate
     monkeypatch.setattr(sudoku, "generate", lambda *a: times.append(a) or generate(*a))
     config = sudoku.Config(tuple(SOURCES.values()), seed=11)
-    known = sudoku.facts(config)
-    assert sudoku.fields(config)["inputs"].shape == (144,) and known["n_test"] == (12, 12, 12, 2, 12)
+    known = sudoku.dataset_info(config)
+    assert sudoku.element_spec(config)["inputs"].shape == (144,) and known["n_test"] == (12, 12, 12, 2, 12)
     assert not times and not list(tmp_path.iterdir())
     rows = Rows(50, ((0, 50),))
 

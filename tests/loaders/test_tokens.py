@@ -40,7 +40,7 @@ def read(config, *, batch=8, n=None, split="train", seed=0, start=0, ranges=None
     loader = tokens.make_loader(config, split=split, rows=Rows(batch, ranges or ((0, batch),)), seed=seed)
     loader.seek(start)
     batches = [b for _, b in zip(range(loader.n_batches if n is None else n), loader, strict=False)]
-    return {name: np.concatenate([x for _, b in batches for x in b[name]]) for name in loader.fields}
+    return {name: np.concatenate([x for _, b in batches for x in b[name]]) for name in loader.element_spec}
 
 
 def pairs_of(rows):
@@ -142,10 +142,10 @@ def test_the_test_split_is_read_once_in_order(tmp_path):
 def test_without_a_test_folder_documents_are_held_out(tmp_path):
     corpus(tmp_path / "x")
     config = config_of(tmp_path / "x", test_share=0.2)
-    facts = tokens.facts(config)
-    (n_train,), (n_test,) = facts["n_train"], facts["n_test"]
+    info = tokens.dataset_info(config)
+    (n_train,), (n_test,) = info["n_train"], info["n_test"]
     assert n_train + n_test == 300 and 30 < n_test < 90
-    assert facts["vocab"] == 1000 and facts["context"] == CONTEXT and facts["bytes_per_token"] == 3.0
+    assert info["vocab"] == 1000 and info["context"] == CONTEXT and info["bytes_per_token"] == 3.0
 
 
 TEXT = "to be, or not to be: that is the question. naïve, ünd 東京!\n" * 20
@@ -154,18 +154,18 @@ TEXT = "to be, or not to be: that is the question. naïve, ünd 東京!\n" * 20
 def test_a_text_is_characters_and_its_end_is_for_testing(tmp_path):
     (tmp_path / "x.txt").write_text(TEXT)
     config = config_of(tmp_path / "x.txt", packing="random", test_share=0.1)
-    facts = tokens.facts(config)
+    info = tokens.dataset_info(config)
     n = int(len(TEXT) * 0.9)
-    assert facts["symbols"] == "".join(sorted(set(TEXT))) and facts["vocab"] == len(set(TEXT))
-    assert facts["bytes_per_token"] == pytest.approx(len(TEXT[n + 1 :].encode()) / len(TEXT[n + 1 :]))
+    assert info["symbols"] == "".join(sorted(set(TEXT))) and info["vocab"] == len(set(TEXT))
+    assert info["bytes_per_token"] == pytest.approx(len(TEXT[n + 1 :].encode()) / len(TEXT[n + 1 :]))
     rows = read(config, n=20)
     for t, y in zip(rows["tokens"], rows["targets"], strict=True):
-        text = "".join(facts["symbols"][i] for i in [*t, y[-1]])
-        assert text in TEXT[:n] and text[1:] == "".join(facts["symbols"][i] for i in y)
+        text = "".join(info["symbols"][i] for i in [*t, y[-1]])
+        assert text in TEXT[:n] and text[1:] == "".join(info["symbols"][i] for i in y)
     assert len(set(map(bytes, rows["tokens"]))) > 30
     rows = read(config, split="test")
     at = rows["mask"] > 0
-    assert "".join(facts["symbols"][i] for i in rows["targets"][at]) == TEXT[n + 1 :]
+    assert "".join(info["symbols"][i] for i in rows["targets"][at]) == TEXT[n + 1 :]
     byte_rows = read(replace(config, text="bytes"), split="test")
     encoded = TEXT.encode()
     assert bytes(byte_rows["targets"][byte_rows["mask"] > 0].tolist()) == encoded[int(len(encoded) * 0.9) + 1 :]
@@ -235,6 +235,6 @@ def test_sources_whose_ids_mean_other_characters_are_refused(tmp_path):
     for name, text in (("a", "abcdefgh\n"), ("b", "klmnopqr\n"), ("c", "hgfedcba\n")):
         (tmp_path / f"{name}.txt").write_text(text * 50)
     both = lambda *names: config_of("", sources=tuple(tokens.Source(str(tmp_path / f"{n}.txt")) for n in names))  # noqa: E731
-    assert tokens.facts(both("a", "c"))["symbols"] == "\nabcdefgh"
+    assert tokens.dataset_info(both("a", "c"))["symbols"] == "\nabcdefgh"
     with pytest.raises(tokens.DataError, match="b.txt have other tokens for one id; make their tokens with one tokenizer"):
-        tokens.facts(both("a", "b"))
+        tokens.dataset_info(both("a", "b"))

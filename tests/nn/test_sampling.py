@@ -106,9 +106,9 @@ def test_an_environment_that_cannot_be_used_is_an_error_of_the_config():
         (language.Target(module=__name__, arguments={"n": 0}), "0 prompts, 2 functions"),
     ):
         c = dataclasses.replace(language_case.TINY, targets=(target,))
-        assert [text in problem for _, problem in c.problems()] == [True]
+        assert [text in problem for _, problem in c.validate()] == [True]
     c = dataclasses.replace(language_case.TINY, samples=language.Samples(prompts=("aé",), tokens=8), symbols="abc")
-    assert ["'é'" in text for _, text in c.data_problems({})] == [True]
+    assert ["'é'" in text for _, text in c.validate_data({})] == [True]
 
 
 def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():

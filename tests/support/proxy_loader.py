@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 proxied = importlib.import_module(os.environ.get("PROXIED", "loaders.audio.spectrogram"))
-Config, facts, fields = proxied.Config, proxied.facts, proxied.fields
+Config, dataset_info, element_spec = proxied.Config, proxied.dataset_info, proxied.element_spec
 
 
 class Proxy:

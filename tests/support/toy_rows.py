@@ -20,12 +20,12 @@ class Config(checks.DataSection):
     exclude: tuple[int, ...] = ()  # [rows] of the training split that are never read
 
 
-def fields(config):
+def element_spec(config):
     kinds = {"x": ((WIDTH,), "f4"), "label": ((), "i4"), "weight": ((), "f4"), "index": ((), "i8"), "epoch": ((), "i4")}
     return {name: base.Field(shape, np.dtype(dtype)) for name, (shape, dtype) in kinds.items()}
 
 
-def facts(config):
+def dataset_info(config):
     return {"n_classes": CLASSES}
 
 
@@ -35,7 +35,7 @@ class Toy(base.Loader):
         own = sorted(set(range(config.n_train)) - set(config.exclude)) if train else range(config.n_test)
         self._own = np.array(own)
         self.population = base.Population(self._own, np.zeros(1, np.int64)) if train else None
-        super().__init__(fields(config), train=train, rows=rows, seed=seed, n_batches=-(-len(own) // rows.batch))
+        super().__init__(element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-len(own) // rows.batch))
 
     @property
     def fingerprint(self):

@@ -42,7 +42,7 @@ def open_folder(folder, **changes):
     model, rules = higgs.from_hugging_face(folder)
     c = config_lib.section(audio_language.Config, {**model, "dtype": "float32", "context": 0, **changes})
     rules = config_lib.section(config_lib.WarmStart, rules)
-    assert not list(c.problems()) and not list(rules.problems())
+    assert not list(c.validate()) and not list(rules.validate())
     abstract = specs_lib.abstract(audio_language.make_specs(c), make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {}))
     flat = dict(zip(specs_lib.paths(abstract), jax.tree.leaves(abstract), strict=True))
     matches = warm_start.match({p: (x.shape, x.dtype) for p, x in flat.items()}, warm_start.open_source(rules), rules)
@@ -234,7 +234,7 @@ def test_the_published_size():
     """The sizes: 5.77 billion parameters in total, the text model's size without the audio's part,
     and that of the published adapters."""
     c = config_lib.section(audio_language.Config, {**higgs.PRESETS["v2"], "context": 0})
-    assert not list(c.problems()) and not (c.average_codes or c.audio_attention)
+    assert not list(c.validate()) and not (c.average_codes or c.audio_attention)
     table = audio_language.make_specs(c)
     audio = {"embed_audio": table["embed_audio"], "w_head_audio": table["w_head_audio"], "audio": table["blocks"]["audio"]}
     assert specs_lib.count(audio["audio"]) == 2_114_101_248

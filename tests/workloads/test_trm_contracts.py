@@ -152,10 +152,10 @@ def test_steps_are_the_same_in_parts(alone):
 
 def test_options_of_one_contract_are_refused_with_the_other():
     def names(**options):
-        return [name for name, _ in replace(TINY, **options).problems()]
+        return [name for name, _ in replace(TINY, **options).validate()]
 
     assert names(least_steps=2, first_steps=1) == ["least_steps", "first_steps", "first_steps"]
-    assert names(contract="last") == ["explore_end"] and not list(LAST.problems())
+    assert names(contract="last") == ["explore_end"] and not list(LAST.validate())
     assert names(growth_low=5) == names(growth=0, growth_low=5) == ["growth_low"]
     assert names(growth=5) == ["growth"] and not names(growth=5, first_low=1) and not names(growth=5, first_high=1)
     last = dict(contract="last", explore_end=None)

@@ -175,7 +175,7 @@ def test_a_fixed_point_stops_at_its_bound(variables):
 
 def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
     c = replace(TINY, rollouts=2, noise=0.7, symmetry=True, test_steps=2, n_puzzles=1)
-    assert not list(c.problems())
+    assert not list(c.validate())
     case = CASE._replace(model=c, begin=calm, batch=lambda seed: {**random_batch(seed), "puzzle": np.zeros(WIDE, "i4")})
     alone = Run(case, (1, 1, 1)).take(1)
     metrics = alone[1]
@@ -186,18 +186,18 @@ def test_an_evaluation_takes_the_best_rollout_on_every_mesh():
 
 def test_options_are_refused_by_name():
     def names(**options):
-        return [name for name, _ in replace(TINY, **options).problems()]
+        return [name for name, _ in replace(TINY, **options).validate()]
 
     assert (names(rollouts=4), names(noise=1.0), names(symmetry=True)) == (["rollouts"], ["noise"], ["symmetry"])
     assert not names(rollouts=4, symmetry=True) and not names(rollouts=4, noise=0.3)
     data = {"n_cells": 16, "vocab": 6, "n_puzzles": 1, "n_difficulties": 2}
     one = replace(TINY, rollouts=2, symmetry=True, n_puzzles=1)
-    assert not list(one.data_problems(data))
-    assert [text for _, text in replace(one, n_puzzles=2).data_problems(data)] == [
+    assert not list(one.validate_data(data))
+    assert [text for _, text in replace(one, n_puzzles=2).validate_data(data)] == [
         "is True, of boards of one kind, and the data have 2 ids of puzzles; use noise"
     ]
-    assert "no kind of puzzle has 16 cells and 7 symbols" in next(replace(one, vocab=7).data_problems(data))[1]
-    assert "noise" in [n for n, _ in replace(TINY, rollouts=2, noise=-1.0).problems()]
+    assert "no kind of puzzle has 16 cells and 7 symbols" in next(replace(one, vocab=7).validate_data(data))[1]
+    assert "noise" in [n for n, _ in replace(TINY, rollouts=2, noise=-1.0).validate()]
 
 
 def test_a_confidence_is_as_often_right():

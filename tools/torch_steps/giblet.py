@@ -98,7 +98,7 @@ class Autoencoder(torch.nn.Module):
 def sides(size: Mapping[str, int]) -> steps.Sides:
     run = config_lib.load(f"{CONFIG}:demo")
     o = dataclasses.replace(run.optim, schedule="constant", warmup=0)
-    batch = make_batch(multimodal.fields(run.data), size["batch"])
+    batch = make_batch(multimodal.element_spec(run.data), size["batch"])
 
     inputs = tuple(torch.from_numpy(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
 

@@ -49,17 +49,17 @@ class Config(transformer.Decoder):
     buckets: tuple[tuple[int, int, int, int, float], ...] | None = None  # [S, A, N, M, share] of rows; None = the data's
     chunk: int = 1024  # [labels] of each device whose logits exist at the same time
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         yield from checks.at_least(self, 1, "chunk")
         required = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": False}
         for name, value in required.items():
             if getattr(self, name) != value:
                 yield name, f"is {getattr(self, name)!r}; with two feed-forward nets it must be {value!r}"
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "codebooks", "codebook_size"):
-            value, needed = getattr(self, name), facts.get(name)
+            value, needed = getattr(self, name), info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed if name == "vocab" else value != needed):

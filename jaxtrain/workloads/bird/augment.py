@@ -46,7 +46,7 @@ class Config(Section):
     mel_masks: int = 0  # [masks] spans of bands set to the view's mean
     mel_mask: int = 16  # [bands] widest mel mask
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         sizes = ("shift", "mixup", "gain", "noise", "time_masks", "time_mask", "mel_masks", "mel_mask")
         yield from checks.not_negative(self, *sizes)
         yield from checks.within(self, "(0, 1]", "crop")

@@ -26,7 +26,7 @@ class Labels(NamedTuple):
 
 def specs(c: Settings) -> PyTree:
     """Return a linear layer from the features to the classes."""
-    assert c.n_classes is not None  # `data_problems` asks for it
+    assert c.n_classes is not None  # `validate_data` asks for it
     return {
         "w": Spec((c.embed, c.n_classes), ("embed", "vocab"), fan_in(c.embed)),
         "b": Spec((c.n_classes,), ("vocab",), zeros),

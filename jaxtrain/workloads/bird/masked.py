@@ -33,7 +33,7 @@ class Decoder(Section):
     depth: int = 8  # [layers] of the decoder
     heads: int = 8  # [heads] of the attention
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "embed", "depth", "heads")
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"

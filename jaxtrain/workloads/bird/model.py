@@ -58,8 +58,8 @@ class Config(Settings):
 
     on_resume = checks.OnResume(checks.FUNCTION)  # the weights of objectives
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         for name, objective in OBJECTIVES.items():
             section = self.section(name)
             yield from checks.under(name, checks.not_negative(section, "weight"))
@@ -68,10 +68,10 @@ class Config(Settings):
             first, *others = OBJECTIVES
             yield f"{first}.weight", f"is 0, as are those of {', '.join(others)}; nothing would be learned"
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        yield from super().data_problems(facts)
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        yield from super().validate_data(info)
         for name, objective in self.on.items():
-            yield from objective.data_problems(self, self.section(name), facts)
+            yield from objective.validate_data(self, self.section(name), info)
 
     def section(self, name: str) -> Any:
         return getattr(self, name)

@@ -80,7 +80,7 @@ class Objective(NamedTuple):
     evaluate: Callable[[Any, Inputs], tuple[Mean, dict[str, Mean]]] | None = None  # None = only training batches have it
     problems: Callable[[Settings, Any], Iterator[tuple[str, str]]] = lambda c, section: iter(())  # (field of the section, text)
     # (field, text)
-    data_problems: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = lambda c, section, facts: iter(())
+    validate_data: Callable[[Settings, Any, Mapping[str, Any]], Iterator[tuple[str, str]]] = lambda c, section, info: iter(())
     model_state: Callable[[PyTree], PyTree] | None = None  # the model's table of parameters -> the table of its state
     advance: Callable[[Any, PyTree, PyTree, Array, int], PyTree] | None = (
         None  # (…, new params, model state, step, steps) -> model state

@@ -45,44 +45,44 @@ class Settings(vit.Config, ModelSection):
     mask: Mask = field(default_factory=Mask)  # [section]
     augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
-        yield from checks.under("augment", self.augment.problems())
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
+        yield from checks.under("augment", self.augment.validate())
         yield from checks.choice(self, POOLS, "pool")
         yield from checks.choice(self, (*FORMS, None), "form")
         yield from checks.under("mask", checks.at_least(self.mask, 1, "block"))
         if all(part > 0 for part in self.patch) and not 0 < self.n_masked < self.n_patches:
             yield "mask.ratio", f"is {self.mask.ratio}, which masks {self.n_masked} of {self.n_patches} patches"
 
-    def start_problems(self, rules: Any) -> Iterator[tuple[str, str]]:
-        return timm.start_problems(self, rules)
+    def validate_start(self, rules: Any) -> Iterator[tuple[str, str]]:
+        return timm.validate_start(self, rules)
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("n_classes", "n_recordings"):
-            value, needed = getattr(self, name), facts.get(name, 0)
+            value, needed = getattr(self, name), info.get(name, 0)
             if value is not None and value < needed:
                 yield name, f"is {value}, and the data have {needed}; config.model.{name}=None takes that"
-        if self.multilabel is not None and bool(facts.get("multilabel")) != self.multilabel:
+        if self.multilabel is not None and bool(info.get("multilabel")) != self.multilabel:
             yield "multilabel", f"is {self.multilabel}, and data.label names a column of the other kind"
-        n_views = facts.get("views", 1)
+        n_views = info.get("views", 1)
         if self.views not in (None, n_views):
             yield "views", f"is {self.views}, and the data have {n_views}; set data.views"
-        names = facts.get("class_names", ())
+        names = info.get("class_names", ())
         if self.class_names and names and self.class_names != tuple(names):
             differing = next((pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]), None)
             text = f"has {differing[0]!r}, and at its place" if differing else f"has {len(self.class_names)} names, and"
             yield "class_names", f"{text} the data have {differing[1] if differing else len(names)!r}; unset it"
-        if self.form not in (None, facts.get("form", "spectrogram")):
-            yield "form", f"is {self.form!r}, and data.form is {facts.get('form', 'spectrogram')!r}; both must be the same"
-        if self.augment.background and not facts.get("background"):
+        if self.form not in (None, info.get("form", "spectrogram")):
+            yield "form", f"is {self.form!r}, and data.form is {info.get('form', 'spectrogram')!r}; both must be the same"
+        if self.augment.background and not info.get("background"):
             yield "augment.background", f"is {self.augment.background}, and data.background names no recordings"
         for name in self.shared:
-            if getattr(self, name) != facts.get(name, getattr(self, name)):
-                yield name, f"is {getattr(self, name)}, and data.{name} is {facts[name]}; give one of them, or both the same"
-        if self.front_end and (unlike := self.front_end.differences(facts.get("front_end", self.front_end))):
+            if getattr(self, name) != info.get(name, getattr(self, name)):
+                yield name, f"is {getattr(self, name)}, and data.{name} is {info[name]}; give one of them, or both the same"
+        if self.front_end and (unlike := self.front_end.differences(info.get("front_end", self.front_end))):
             yield "front_end", f"is another than the data section's ({unlike}); leave it unset"
 
-    def warm_start_problems(self, source: Mapping[str, Any]) -> Iterator[str]:
+    def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
         if source.get("workload") != __package__ or not isinstance(data := source.get("data"), Mapping):
             return
         try:

@@ -78,7 +78,7 @@ class Config(checks.Section):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, "n_frames", "n_mels", "embed", "depth", "heads", "mlp_ratio", "n_cls", "unroll")
         yield from checks.not_negative(self, "n_registers", "layer_scale")
         for name, allowed in CHOICES.items():

@@ -92,7 +92,7 @@ class Config(ModelSection):
     param_dtype: str = "float32"  # [name] of the parameters
     remat: str = "none"  # [name] none, or full: compute the forward pass again in the backward pass (statistics move once)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         yield from checks.at_least(self, 1, *(name for name in SIZES if getattr(self, name) is not None))
         yield from checks.at_least(self, 1, "bottleneck", "head_width", "groups")
         for name, value in vars(self).items():
@@ -111,9 +111,9 @@ class Config(ModelSection):
         if not any(getattr(self, f"weight_{name}") for name in (*MODALITIES, "fmri")):
             yield "weight_fmri", "is 0 like all the other weights; nothing would be learned"
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in (*SIZES, "audio"):
-            value, needed = getattr(self, name), facts.get(name)
+            value, needed = getattr(self, name), info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value != needed:

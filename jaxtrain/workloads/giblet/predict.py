@@ -49,9 +49,9 @@ def load(run: str, folder: str, *, step: int | None = None, ema: bool = False, l
     # One row for each volume, for any viewers. The command line names the files.
     own = {"path": folder, "subjects": (), "average": True, "test_share": 0.0, "follow_links": links, "threads": 0}
     data = config_lib.section(multimodal.Config, {**known, **own})
-    for where, text in data.problems():
+    for where, text in data.validate():
         raise DataError(f"data.{where} {text}")
-    if problems := list(checks.under("model", c.data_problems(multimodal.facts(data)))):
+    if problems := list(checks.under("model", c.validate_data(multimodal.dataset_info(data)))):
         raise DataError(f"{folder} does not fit {source.path}: {problems[0][0]} {problems[0][1]}")
     layout = stored_params.one_device()
     params = stored_params.read(source, giblet.make_specs(c), layout, ema=ema)
@@ -70,7 +70,7 @@ def volumes(predictor: Predictor, *, batch: int = 16, first: int = 0) -> Iterato
         name: jax.ShapeDtypeStruct(
             (batch, *f.shape), f.dtype, sharding=layout.sharding(("batch", *(None,) * len(f.shape)), (batch, *f.shape))
         )
-        for name, f in multimodal.fields(data).items()
+        for name, f in multimodal.element_spec(data).items()
     }
     rows = feed.rows_for(abstract)
     loader = multimodal.make_loader(data, split="train", rows=rows, seed=0, in_order=True)

@@ -63,8 +63,8 @@ class Config(transformer.Decoder):
     ends: OfData[tuple[int, ...]] = OF_DATA  # [tokens] that end a text, for prompts; None = as the data have
     symbols: OfData[str] = OF_DATA  # [text] whose i-th character is token i; None = as the data have
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         yield from checks.at_least(self, 1, "chunk")
         yield from checks.not_negative(self, "z_loss")
         yield from checks.under("samples", checks.within(self.samples, "(0, 1]", "top_p"))
@@ -77,9 +77,9 @@ class Config(transformer.Decoder):
             except environments.BadEnvironment as error:
                 yield f"targets[{i}].module", str(error)
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("vocab", "context"):
-            value, needed = getattr(self, name), facts.get(name)
+            value, needed = getattr(self, name), info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and value < needed:
@@ -100,8 +100,8 @@ class Config(transformer.Decoder):
             if self.samples.prompts or self.targets:
                 yield "samples.prompts", str(error)
 
-    def data_notes(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        used = facts.get("vocab")
+    def data_notes(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        used = info.get("vocab")
         if not used or not self.vocab or self.vocab < 4 * used:
             return
         whole = specs.count(make_specs(self))

@@ -94,7 +94,7 @@ class Config(ModelSection):
     dtype: str = "bfloat16"  # [name] of activations and matrix products; parameters, norms and losses are float32
     remat: str = "none"  # [name] none, or full: recompute each application of the net in the backward pass
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         counts = ("embed", "heads", "depth", "inner_multiple", "cycles_high", "cycles_low", "halt_steps")
         yield from checks.at_least(self, 1, *counts)
         yield from checks.not_negative(self, "puzzle_tokens", "puzzle_embed", "first_high", "first_low", "growth")
@@ -154,9 +154,9 @@ class Config(ModelSection):
         if self.least_steps > most:
             yield "least_steps", f"is {self.least_steps}, more than the {most} steps that there are"
 
-    def data_problems(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def validate_data(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("n_cells", "vocab", "n_puzzles", "n_difficulties"):
-            value, needed = getattr(self, name), facts.get(name)
+            value, needed = getattr(self, name), info.get(name)
             if value is None:
                 yield name, "is None, and the data do not give it; set it"
             elif needed is not None and (value < needed or (name == "n_cells" and value != needed)):

@@ -34,7 +34,7 @@ def load(folder, context, **changes):
     model, rules = language_files.from_hugging_face(folder)
     c = config_lib.section(language.Config, {**model, "context": context, "dtype": "float32", **changes})
     rules = config_lib.section(config_lib.WarmStart, rules)
-    assert not list(c.problems()) and not list(rules.problems())
+    assert not list(c.validate()) and not list(rules.validate())
     table = language.make_specs(c)
     layout = make_layout(make_mesh(1, 1, 1, devices=jax.devices()[:1]), {})
     abstract = specs_lib.abstract(table, layout)

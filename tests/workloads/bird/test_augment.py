@@ -139,5 +139,5 @@ def test_a_background_is_weaker_by_so_many_decibels(batch):
     [("shift", -1), ("noise", -0.1), ("mel_mask", -1), ("crop", 0.0), ("background", 2.0), ("crop_ratio", (2.0, 1.0))],
 )
 def test_an_invalid_model_names_the_field(field, value):
-    problems = dict(replace(ALL, **{field: value}).problems())
-    assert str(value) in problems[field] and not list(ALL.problems())
+    problems = dict(replace(ALL, **{field: value}).validate())
+    assert str(value) in problems[field] and not list(ALL.validate())

@@ -168,15 +168,15 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
     + [("mae.decoder.heads", dict(mae=Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
 def test_an_invalid_model_names_the_field(where, section):
-    assert where in dict(replace(TINY, **section).problems())
-    assert not list(TINY.problems())
+    assert where in dict(replace(TINY, **section).validate())
+    assert not list(TINY.validate())
 
 
 ONLY = dict(supervised=Supervised(0.0))
 
 
 @pytest.mark.parametrize(
-    ("where", "section", "facts"),
+    ("where", "section", "info"),
     [
         ("n_classes", dict(), {"n_classes": 6}),
         ("n_classes", dict(), {"n_unlabelled": 2}),
@@ -191,14 +191,14 @@ ONLY = dict(supervised=Supervised(0.0))
     ]
     + [("augment.background", dict(augment=augment.Config(background=0.1)), {})],
 )
-def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, facts):
-    assert where in dict(replace(TINY, **section).data_problems(facts))
+def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, info):
+    assert where in dict(replace(TINY, **section).validate_data(info))
 
 
 def test_a_model_that_goes_with_its_data_has_no_problems():
-    assert not list(TINY.data_problems({"n_classes": 5, "n_unlabelled": 0, "n_frames": 64}))
+    assert not list(TINY.validate_data({"n_classes": 5, "n_unlabelled": 0, "n_frames": 64}))
     unlabelled = replace(TINY, **ONLY, n_classes=None, diet=Diet(1.0), n_recordings=7)
-    assert not list(unlabelled.data_problems({"n_recordings": 7})) and "probe" not in bird.make_specs(unlabelled)
+    assert not list(unlabelled.validate_data({"n_recordings": 7})) and "probe" not in bird.make_specs(unlabelled)
 
 
 # Every objective.

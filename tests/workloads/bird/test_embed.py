@@ -222,4 +222,4 @@ def test_shards_next_to_each_other_have_a_training_split(corpus, tmp_path):
     for i, shard in enumerate(sorted(corpus.glob("train/*.arrow")) or sorted(corpus.rglob("*.arrow"))):
         (flat / f"data-{i:05}.arrow").write_bytes(shard.read_bytes())
     data = encoder.of_split(spectrogram.Config(train=str(flat)), "train")
-    assert not list(data.problems()) and spectrogram.facts(data)["n_train"]
+    assert not list(data.validate()) and spectrogram.dataset_info(data)["n_train"]

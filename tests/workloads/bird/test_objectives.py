@@ -217,7 +217,7 @@ from jaxtrain.parallel import one_device
 from jaxtrain.workloads.bird import model as bird
 small = dict(embed=16, depth=1, heads=2, n_frames=32, n_mels=32, dtype="float32", supervised=dict(weight=0.0))
 c = config_lib.section(bird.Config, dict(small, energy=dict(weight=2.0)))
-assert not list(c.problems()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")
+assert not list(c.validate()) and config_lib.gloss(bird.Config)["energy"] == ("section", "")
 task = bird.make_task(config_lib.Config(model=c), one_device.shard, 4)
 assert "objective/energy/w" in specs.paths(task.specs.params)
 variables = jax.jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(0))

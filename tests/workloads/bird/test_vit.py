@@ -205,10 +205,10 @@ def test_every_parameter_has_its_place_in_the_optimizer():
     + [("preset", "xl"), ("mlp", "relu"), ("positions", "none"), ("drop_path", 1.0), ("remat", "all"), ("n_registers", -1)],
 )
 def test_an_invalid_model_names_the_field(field, value):
-    problems = dict(replace(TINY, **{field: value}).problems())
+    problems = dict(replace(TINY, **{field: value}).validate())
     assert field in problems and str(value) in problems[field]
-    assert not list(TINY.problems()) and not list(FULL.problems())
+    assert not list(TINY.validate()) and not list(FULL.validate())
 
 
 def test_rope_wants_heads_of_a_multiple_of_four():
-    assert "positions" in dict(replace(TINY, embed=24, positions="rope").problems())
+    assert "positions" in dict(replace(TINY, embed=24, positions="rope").validate())

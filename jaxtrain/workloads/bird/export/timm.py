@@ -80,7 +80,7 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     if problems:
         return model, [], problems
     c = vit.Config(**{name: value for name, value in model.items() if name != "pool"})
-    wrong = [f"model.{name} {text}" for name, text in c.problems()]
+    wrong = [f"model.{name} {text}" for name, text in c.validate()]
     if not wrong:
         wrong += saved.misfits(c, ours)
     rest = [path for path in ours if not path.startswith(timm_names.ENCODER)]
@@ -89,7 +89,7 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     return model, unused, [*wrong, *(f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here" for path in extra)]
 
 
-def start_problems(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
+def validate_start(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
     """Yield (field, text) if a run with ``rules`` of warm start would compute something else."""
     try:
         if "://" in rules.source or not stored.is_safetensors(rules.source):

@@ -49,7 +49,7 @@ def birdset(
     labels: dict[str, Any] = {"label": "ebird_code_multilabel", "multilabel": True}
     place = _archive(name, data, out, splits=splits)
     config = encoder.data_config(model, train=place, test="", views=1, time_expansion=1.0, **labels)
-    for where, text in encoder.of_split(config, "test_5s").problems():
+    for where, text in encoder.of_split(config, "test_5s").validate():
         raise DataError(f"data.{where} {text}")
     views = max(1, math.ceil(SEGMENT / config.clip_seconds - 1e-6))
     if views > MAX_VIEWS:

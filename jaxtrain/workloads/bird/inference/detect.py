@@ -122,7 +122,7 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
     section = model.run.get("data") or {}
     changes = {name: section[name] for name in ("label", "multilabel") if name in section}
     try:
-        return tuple(spectrogram.facts(encoder.data_config(model, **changes)).get("class_names", ()))
+        return tuple(spectrogram.dataset_info(encoder.data_config(model, **changes)).get("class_names", ()))
     except (DataError, ValueError, OSError):
         return ()
 

@@ -55,7 +55,7 @@ def embed(
     start = _done(out, made_of)
     root, places = _places(data, split)
     progress = {
-        **made_of, "done": start, "model": model.name, "class_names": list(setup.facts.get("class_names", ())),
+        **made_of, "done": start, "model": model.name, "class_names": list(setup.info.get("class_names", ())),
         "multilabel": data.multilabel, "root": root, "pool": encoder.pool_of(model), "front_end": data.settings,
         "clips": encoder.clips(data),
     }  # fmt: skip

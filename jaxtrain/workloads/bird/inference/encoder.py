@@ -71,7 +71,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, random: int | 
     source = source_lib.find(run, step)
     config, arrays = source.config(bird.__package__), source.parameters(ema=ema)
     c = config_lib.section(bird.Config, run_workload.model_of(config))
-    if problems := list(checks.under("model", c.problems())):
+    if problems := list(checks.under("model", c.validate())):
         raise config_lib.ConfigError(problems)
     # A config may name any size: initialised or read, the encoder is no larger than the arrays.
     if wrong := saved.misfits(c, arrays):
@@ -151,7 +151,7 @@ class Setup(NamedTuple):
     loader: spectrogram.Spectrograms
     batch: int  # recordings
     n: int  # recordings of the split
-    facts: Mapping[str, Any]
+    info: Mapping[str, Any]
 
     def stream(self) -> feed.Feed:
         return feed.Feed(self.loader, self.abstract, self.rows, depth=AHEAD)
@@ -182,15 +182,15 @@ def set_up(
     layout = make_layout(make_mesh(-1, 1, 1), {})
     batch = -(-batch // len(jax.devices())) * len(jax.devices())
     abstract = {}
-    for name, f in spectrogram.fields(data).items():
+    for name, f in spectrogram.element_spec(data).items():
         shape = (batch, *f.shape)
         sharding = layout.sharding(("batch", *(None,) * len(f.shape)), shape)
         abstract[name] = jax.ShapeDtypeStruct(shape, f.dtype, sharding=sharding)
     rows = feed.rows_for(abstract)
-    for where, text in data.problems():
+    for where, text in data.validate():
         raise DataError(f"data.{where} {text}")
     loader = spectrogram.make_loader(data, split="train", rows=rows, seed=0, in_order=True)
-    facts = spectrogram.facts(data)
+    info = spectrogram.dataset_info(data)
     weights = jax.device_put((model.params, weights), layout.replicated())
     c = dataclasses.replace(model.config, drop_path=0.0)
 
@@ -203,4 +203,4 @@ def set_up(
         return compute(own, pooled, patches, batch)
 
     lowered = run.lower(weights, abstract)
-    return Setup(lowered.compile(), weights, lowered.out_info, abstract, rows, loader, batch, facts["n_train"], facts)
+    return Setup(lowered.compile(), weights, lowered.out_info, abstract, rows, loader, batch, info["n_train"], info)

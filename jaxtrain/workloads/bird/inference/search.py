@@ -180,7 +180,7 @@ class Encoder:
                 "name the run, and step, that it was made by: --run"
             )
         self._data = encoder.data_config(self._model, label="", multilabel=False, train="demo", test="")  # which are not read
-        for where, text in self._data.problems():
+        for where, text in self._data.validate():
             raise InferenceError(f"{run}: its config.data.{where} {text}")
 
     def clip(self, path: str, start: float | None) -> np.ndarray:

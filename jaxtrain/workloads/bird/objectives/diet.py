@@ -41,7 +41,7 @@ def problems(c: Settings, s: Diet) -> Iterator[tuple[str, str]]:
     yield from checks.at_least(s, 1, "rank", "chunk")
 
 
-def data_problems(c: Settings, s: Diet, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def validate_data(c: Settings, s: Diet, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if c.n_recordings is None:
         yield "n_recordings", "is None, and the data do not give the number of recordings; set it"
 
@@ -101,6 +101,6 @@ def flops(c: Settings, s: Diet) -> int:
 
 
 OBJECTIVE = Objective(
-    Diet, ALL, specs, loss, flops, problems=problems, data_problems=data_problems,
+    Diet, ALL, specs, loss, flops, problems=problems, validate_data=validate_data,
     batch_statistic=lambda s: "diet's batch norm" if s.norm == "batch" else "",
 )  # fmt: skip

@@ -44,7 +44,7 @@ def problems(c: Settings, s: Lejepa) -> Iterator[tuple[str, str]]:
     yield from checks.at_least(s, 1, "size", "hidden", "slices")
 
 
-def data_problems(c: Settings, s: Lejepa, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def validate_data(c: Settings, s: Lejepa, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if c.n_views < 2:
         yield "lejepa.weight", f"is {s.weight}, and a row has one view; set data.views to 2 or more"
 
@@ -123,5 +123,5 @@ def flops(c: Settings, s: Lejepa) -> int:
 
 
 OBJECTIVE = Objective(
-    Lejepa, ALL, specs, loss, flops, problems=problems, data_problems=data_problems, batch_statistic=lambda s: "SIGReg"
+    Lejepa, ALL, specs, loss, flops, problems=problems, validate_data=validate_data, batch_statistic=lambda s: "SIGReg"
 )  # fmt: skip

@@ -22,7 +22,7 @@ class Mae(Section):
 
 
 def problems(c: Settings, s: Mae) -> Iterator[tuple[str, str]]:
-    yield from checks.under("decoder", s.decoder.problems())
+    yield from checks.under("decoder", s.decoder.validate())
 
 
 def specs(c: Settings, s: Mae) -> PyTree:

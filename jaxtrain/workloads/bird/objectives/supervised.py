@@ -37,13 +37,13 @@ def problems(c: Settings, s: Supervised) -> Iterator[tuple[str, str]]:
         yield "label_smoothing", f"is {s.label_smoothing}, which only loss='softmax' has"
 
 
-def data_problems(c: Settings, s: Supervised, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def validate_data(c: Settings, s: Supervised, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if c.n_classes is None:
         yield "n_classes", "is None, and the data name no classes; set it, or store the labels as a ClassLabel"
-    if facts.get("n_unlabelled", 0):
+    if info.get("n_unlabelled", 0):
         yield (
             "n_classes",
-            f"needs a label on every recording, and {facts['n_unlabelled']} have null; for windows without "
+            f"needs a label on every recording, and {info['n_unlabelled']} have null; for windows without "
             "a class set data.multilabel=true and model.supervised.loss=asymmetric, or add them to data.exclude, or train "
             "without labels: model.supervised.weight=0",
         )
@@ -56,7 +56,7 @@ def specs(c: Settings, s: Supervised) -> PyTree:
 
 
 def loss(s: Supervised, x: Inputs) -> tuple[Array, dict[str, Mean]]:
-    assert x.labels is not None  # `data_problems` asks for classes
+    assert x.labels is not None  # `validate_data` asks for classes
     logits_rc = classes.scores(x.params, x.features.pooled_rd)
     each_r = class_loss(x.c, s, logits_rc, x.labels, smoothing=s.label_smoothing)
     return (each_r * x.weight_r).sum(), {"accuracy": classes.accuracy(x.c, logits_rc, x.labels)}
@@ -97,5 +97,5 @@ def flops(c: Settings, s: Supervised) -> int:
 
 
 OBJECTIVE = Objective(
-    Supervised, ALL, specs, loss, flops, evaluate=evaluate, problems=problems, data_problems=data_problems
+    Supervised, ALL, specs, loss, flops, evaluate=evaluate, problems=problems, validate_data=validate_data
 )  # fmt: skip

@@ -25,7 +25,7 @@ class Teacher(Section):
 
 def problems(c: Settings, s: Teacher) -> Iterator[tuple[str, str]]:
     yield from checks.within(s, "[0, 1]", "momentum")
-    yield from checks.under("decoder", s.decoder.problems())
+    yield from checks.under("decoder", s.decoder.validate())
 
 
 def specs(c: Settings, s: Teacher) -> PyTree:

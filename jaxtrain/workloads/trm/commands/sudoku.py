@@ -56,7 +56,7 @@ def make(args: argparse.Namespace) -> int:
     source = kinds.Source(
         kind=args.kind, grade=args.grade, n_train=args.train, n_test=args.test, blanks=tuple(args.blanks), side=args.side
     )
-    for where, text in sudoku.Config((source,)).problems():
+    for where, text in sudoku.Config((source,)).validate():
         raise DataError(f"--{where.rpartition('.')[2].removeprefix('n_')} {text}")
     began = time.perf_counter()
     splits = puzzle_generators.generate(source, args.seed)
