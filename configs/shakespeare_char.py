@@ -5,7 +5,7 @@
 The file is the tiny-Shakespeare text (1,115,394 characters; 65 different ones), of which the last
 tenth is held out. Over all of that the loss reached 1.917 (seed 0) and 1.910 (seed 1), in 3.5
 minutes of CPU time; nanoGPT's README reports 1.88 for this recipe, estimated from 20 batches.
-Continuations are in runs/shakespeare_char/samples.jsonl.
+Continuations are in runs/shakespeare_char/generations.jsonl.
 
 The same model's steps compared with PyTorch's, in one run on the same cores
 (docs/results/cpu-steps.md has what came out):
@@ -31,7 +31,7 @@ def get_config(path: str = "input.txt") -> config_dict.ConfigDict:
             tied=True,
             dtype="float32",
             unroll=4,
-            samples=dict(prompts=("\n", "ROMEO:"), tokens=56),
+            generation=dict(prompts=("\n", "ROMEO:"), tokens=56),
         ),
         data=dict(sources=(dict(path=path),), context=64, packing="random", test_share=0.1),
         train=dict(steps=2_000, batch=12, eval_every=250, eval_batches=0),

@@ -5,7 +5,7 @@
 The text is made at the first use, in the cache folder: lines like "37+85=122", of 90 % of all pairs
 up to 99. `load_environment` has the others as prompts, and scores what the model writes after "=".
 After 1,000 steps (about 5 minutes on two busy cores) everything that it writes is a number, and 10
-% are the sum; the records are in runs/sums/metrics.jsonl, completions in samples.jsonl.
+% are the sum; the records are in runs/sums/metrics.jsonl, completions in generations.jsonl.
 """
 
 import os
@@ -58,7 +58,7 @@ def get_config() -> config_dict.ConfigDict:
             mlp=384,
             dtype="float32",
             unroll=3,
-            samples=dict(prompts=("12+34=", "9"), tokens=16),
+            generation=dict(prompts=("12+34=", "9"), tokens=16),
             targets=(dict(module="jaxtrain.configs.sums", prompts=200, tokens=6),),
         ),
         data=dict(sources=(dict(path=str(TEXT)),), context=64, packing="random", test_share=0.02),

@@ -60,14 +60,14 @@ class Evaluator:
                 pictures = self._progress(variables, batch)  # every process takes part
         self._metrics_logger.pictures(pictures, step=step)
         counts = {name: sums.pop(name) for name in COUNTS}
-        record, samples = self._task.finish(sums.means()), []
+        record, generations = self._task.finish(sums.means()), []
         for each, attempt in self._generative:
             self._process.beat(f"a generative evaluation after step {step}")
             self._process.console.progress(f"evaluation after step {step}: prompts are answered", passing=True)
             numbers, lines = each.score(jax.device_get(attempt(variables)))
             record |= numbers
-            samples += lines
-        self._metrics_logger.evaluated(step, record, samples, counts)
+            generations += lines
+        self._metrics_logger.evaluated(step, record, generations, counts)
         self._checkpoints.score(step, record)
         return record
 

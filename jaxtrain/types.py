@@ -118,7 +118,9 @@ class GenerativeEvaluation(NamedTuple):
     """A measurement that an evaluation makes besides summing over the test split."""
 
     run: Callable[[Variables], PyTree]  # on the devices of all processes; arrays
-    score: Callable[[PyTree], tuple[dict[str, float], list[dict[str, Any]]]]  # on one host -> for the record, for samples.jsonl
+    score: Callable[
+        [PyTree], tuple[dict[str, float], list[dict[str, Any]]]
+    ]  # on one host -> for the record, for generations.jsonl
 
 
 class Hub(NamedTuple):

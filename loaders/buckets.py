@@ -1,4 +1,4 @@
-"""Buckets: the few shapes that batches of samples of many lengths have.
+"""Buckets: the few shapes that batches of examples of many lengths have.
 
 They are chosen for the least padding.
 """
@@ -25,20 +25,20 @@ class Shape(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The samples whose rows have one shape."""
+    """The examples whose rows have one shape."""
 
     shape: Shape
-    members: np.ndarray  # int64 [n]: which samples
+    members: np.ndarray  # int64 [n]: which examples
 
     def fill(self, sizes: np.ndarray) -> float:
-        """Return the share of places that are not padding. ``sizes`` int64 [samples, 4]."""
+        """Return the share of places that are not padding. ``sizes`` int64 [examples, 4]."""
         return float(sizes[self.members, :2].sum()) / max(self.shape.places * len(self.members), 1)
 
 
 def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
-    """At most ``n`` buckets, short to long, of samples of ``sizes`` int64 [samples, 4].
+    """At most ``n`` buckets, short to long, of examples of ``sizes`` int64 [examples, 4].
 
-    Without samples it is an empty one.
+    Without examples it is an empty one.
     """
     groups = partition(sizes, n) if len(sizes) else [np.zeros(0, np.int64)]
     return tuple(Bucket(Shape(*(int(x) for x in rounded(sizes[g].max(0, initial=1)))), g) for g in groups)
@@ -50,10 +50,10 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:
-    """At most ``n`` groups of samples, short to long, with the least padding.
+    """At most ``n`` groups of examples, short to long, with the least padding.
 
-    ``sizes`` int64 [samples, 4] (`Shape`). Each row is padded to its group's largest text and
-    largest sound. Dynamic programming over the samples sorted by places.
+    ``sizes`` int64 [examples, 4] (`Shape`). Each row is padded to its group's largest text and
+    largest sound. Dynamic programming over the examples sorted by places.
     """
     by_length = np.argsort(sizes[:, :2].sum(1), kind="stable")
     text, audio = sizes[by_length, 0], sizes[by_length, 1]

@@ -1,17 +1,17 @@
-"""The mixture of sources: which source a sample comes from, and which of its samples.
+"""The mixture of sources: which source an example comes from, and which of its examples.
 
-The sample's number alone decides.
+The example's number alone decides.
 
-Samples are numbered over the whole run: row r of global batch p is sample s = p × batch + r, so
-neither the batch nor the world size changes sample s. They are dealt in blocks of `BLOCK`. Every
-block holds each source's share of it, rounded to whole samples, in an order that a permutation of
+Examples are numbered over the whole run: row r of global batch p is example s = p × batch + r, so
+neither the batch nor the world size changes example s. They are dealt in blocks of `BLOCK`. Every
+block holds each source's share of it, rounded to whole examples, in an order that a permutation of
 (seed, block) shuffles. So after every block the realised shares are the wanted ones within 1 /
-`BLOCK`, and every source hands out its samples 0, 1, 2, … in order, each once.
+`BLOCK`, and every source hands out its examples 0, 1, 2, … in order, each once.
 
-When a source has no more samples in its pass, one of `POLICIES` applies:
+When a source has no more examples in its pass, one of `POLICIES` applies:
 
     repeat  it begins its next pass, in another permutation
-    stop    it gives no more, and the others share its part from that sample on
+    stop    it gives no more, and the others share its part from that example on
     error   DataError, with the source and the step
 """
 
@@ -25,28 +25,28 @@ from loaders.base import DataError
 
 BLOCK = 1 << 16
 POLICIES = ("repeat", "stop", "error")
-VERSION = 1  # changes whenever the same (seed, sample) would come from another source
+VERSION = 1  # changes whenever the same (seed, example) would come from another source
 MIX = 48  # domain of the hash: two uses of the same numbers draw independently
 
 
 class Phase(NamedTuple):
-    """A part of the run from a sample on, whose blocks hold ``quota[k]`` samples of source k."""
+    """A part of the run from an example on, whose blocks hold ``quota[k]`` examples of source k."""
 
     start: int
-    given: np.ndarray  # int64 [sources] samples that each source has given before
+    given: np.ndarray  # int64 [sources] examples that each source has given before
     quota: np.ndarray  # int64 [sources], of sum BLOCK
 
 
 class Mixture:
-    """Deals samples to sources.
+    """Deals examples to sources.
 
     Attributes:
       shares: float64 [sources], of sum 1.
-      ends: with "stop", the first sample that no source has; None if there is no end.
+      ends: with "stop", the first example that no source has; None if there is no end.
     """
 
     def __init__(self, shares: Sequence[float], *, seed: int, policy: str = "repeat", sizes: Sequence[int] | None = None):
-        """``sizes``: samples in one pass of each source, needed unless the policy is "repeat".
+        """``sizes``: examples in one pass of each source, needed unless the policy is "repeat".
 
         Raises DataError for shares that are not positive numbers.
         """
@@ -62,27 +62,27 @@ class Mixture:
         while policy == "stop" and self.ends is None:
             self._end_phase()
 
-    def __call__(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return samples int64 [k] -> their sources, and their numbers within these, int64 [k].
+    def __call__(self, example: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return examples int64 [k] -> their sources, and their numbers within these, int64 [k].
 
         Raises DataError past the end of a source with "error", and past the end of all with "stop".
         """
-        sample = np.asarray(sample, np.int64)
-        if self.ends is not None and sample.size and sample.max() >= self.ends:
+        example = np.asarray(example, np.int64)
+        if self.ends is not None and example.size and example.max() >= self.ends:
             raise DataError(
-                f"all sources are exhausted after {self.ends} samples, but sample {sample.max()} is needed; make the run "
+                f"all sources are exhausted after {self.ends} examples, but example {example.max()} is needed; make the run "
                 "shorter, or set exhausted='repeat'"
             )
-        source, number = np.zeros_like(sample), np.zeros_like(sample)
+        source, number = np.zeros_like(example), np.zeros_like(example)
         starts = [phase.start for phase in self._phases]
-        phase = np.searchsorted(starts, sample, side="right") - 1
+        phase = np.searchsorted(starts, example, side="right") - 1
         for p in np.unique(phase):
             at = np.flatnonzero(phase == p)
-            source[at], number[at] = self._deal(int(p), sample[at] - starts[p])
+            source[at], number[at] = self._deal(int(p), example[at] - starts[p])
         if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
             k = int(source[over[0]])
             raise DataError(
-                f"source {k} has {self._sizes[k]} samples in a pass and is exhausted at sample {sample[over[0]]} of the run; "
+                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example {example[over[0]]} of it; "
                 "lower its share, make the run shorter, or set exhausted='repeat' or 'stop'"
             )
         return source, number
@@ -145,7 +145,7 @@ def phase_key(p: int, b: int) -> int:
 
 
 def quotas(shares: np.ndarray) -> np.ndarray:
-    """Return each source's samples in a block, int64 of sum BLOCK, at least one of a share."""
+    """Return each source's examples in a block, int64 of sum BLOCK, at least one of a share."""
     exact = shares / shares.sum() * BLOCK
     quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:

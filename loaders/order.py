@@ -1,6 +1,6 @@
 """The order of the data, as pure functions: the readable reference for rust/core/src/order.rs.
 
-Sample number s = position * batch + row is place i = s % n of epoch s // n, and holds recording
+Example number s = position * batch + row is place i = s % n of epoch s // n, and holds recording
 ``rows[permutation(seed, epoch, n, i)]``. Nothing is remembered between calls, so resuming, a change
 of world size and any number of reading threads are the same operation. That is the global order:
 every row anywhere in an epoch.

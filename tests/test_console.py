@@ -127,15 +127,15 @@ def test_a_run_logs_through_one_console(monkeypatch):
 
 
 def test_the_progress_line_has_step_loss_rate_and_time_left():
-    rates = {"samples_per_second": 123.456, "mfu": 0.4321, "data_wait_share": 0.071, "eta_seconds": 3725.0}
+    rates = {"examples_per_second": 123.456, "mfu": 0.4321, "data_wait_share": 0.071, "eta_seconds": 3725.0}
     line = console.progress_line(30, 1000, 2.34567, rates)
-    for part in ("step 30/1000", "loss 2.3457", "123.5 samples/s", "MFU 43.2%", "waiting for data 7%", "1:02:05 left"):
+    for part in ("step 30/1000", "loss 2.3457", "123.5 examples/s", "MFU 43.2%", "waiting for data 7%", "1:02:05 left"):
         assert part in line
     assert "? left" in console.progress_line(0, 1000, 2.0, rates | {"eta_seconds": math.nan})
 
 
 def test_the_progress_line_names_the_slowest_stage_of_the_loader():
-    rates = {"samples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.23, "eta_seconds": 1.0}
+    rates = {"examples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.23, "eta_seconds": 1.0}
     assert "waiting for data 23% (most in decode)" in console.progress_line(1, 9, 2.0, rates, slowest="decode")
     assert "waiting for data 23%  " in console.progress_line(1, 9, 2.0, rates)
     assert "decode" not in console.progress_line(1, 9, 2.0, rates | {"data_wait_share": 0.01}, slowest="decode")
@@ -145,7 +145,7 @@ def test_the_progress_line_names_the_slowest_stage_of_the_loader():
 
 
 def test_the_progress_line_has_the_terms_of_the_loss():
-    rates = {"samples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.0, "eta_seconds": 1.0}
+    rates = {"examples_per_second": 1.0, "mfu": 0.1, "data_wait_share": 0.0, "eta_seconds": 1.0}
     line = console.progress_line(1, 9, 5.0, rates, terms={"supervised_loss": 2.25, "probe_loss": 2.75})
     assert "loss 5.0000 = supervised 2.2500 + probe 2.7500  " in line
 

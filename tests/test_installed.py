@@ -29,7 +29,7 @@ CONSOLE = (
     r"compiling; slow programs are cached for the next start",
     rf"compiled in {NUMBER} s",
     rf"{NUMBER} s from the command to the first step: .*",
-    rf"step \d/4  loss {NUMBER}  {NUMBER} samples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",
+    rf"step \d/4  loss {NUMBER}  {NUMBER} examples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",
     rf"step [24] test  accuracy {NUMBER}  exact_accuracy {NUMBER}  .*q_halt_loss {NUMBER}",
     r"goodput \d+% of \d+ s over all starts; .*",
     r"the run has ended; it left",

@@ -58,7 +58,7 @@ def test_rates_are_those_since_the_last_line(clock):
     rates = meter.rates(20, 5.5)
     assert rates == {
         "steps_per_second": 5.0,
-        "samples_per_second": 40.0,
+        "examples_per_second": 40.0,
         "mfu": 1.25,
         "data_wait_share": 0.25,
         "eta_seconds": 16.0,

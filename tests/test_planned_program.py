@@ -21,7 +21,7 @@ WORKLOADS = {
     "bird": ("configs/xcm.py", (*WIDE, ("train.batch", "64"), ("model.patch", "(16, 16)"))),
     "language": (
         "configs/shakespeare_char.py:{text}",
-        (*WIDE, ("model.mlp", "256"), ("data.context", "128"), ("train.batch", "64"), ("model.samples.prompts", "('one',)")),
+        (*WIDE, ("model.mlp", "256"), ("data.context", "128"), ("train.batch", "64"), ("model.generation.prompts", "('one',)")),
     ),
     "trm": (
         "configs/trm_sudoku.py:4x4",

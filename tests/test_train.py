@@ -123,7 +123,7 @@ def test_a_run_leaves_its_files_in_the_workdir(folder, corpus):
     assert list((workdir / "tensorboard").iterdir())
     assert (workdir / "checkpoints" / "2").is_dir()
     line = next(line for line in output.splitlines() if line.startswith("step 2/2"))
-    for part in ("loss", " = supervised ", " + probe ", "samples/s", "MFU", "waiting for data", "left"):
+    for part in ("loss", " = supervised ", " + probe ", "examples/s", "MFU", "waiting for data", "left"):
         assert part in line
     line = next(line for line in output.splitlines() if "from the command to the first step" in line)
     whole, phases = line.split(" s from the command to the first step: ")

@@ -85,7 +85,7 @@ def test_tensorboard_holds_pictures_and_samples(tmp_path):
     images = np.zeros((2, 3, 5))
     images[0, 0] = 1.0  # the lowest row of the first image
     writer.pictures(7, {"restored": images})
-    writer.samples(7, [{"prompt": "2 + 3 =\n# no heading", "reward": 0.5}])
+    writer.generations(7, [{"prompt": "2 + 3 =\n# no heading", "reward": 0.5}])
     writer.close()
     found = {}
     for path in (tmp_path / "tensorboard").iterdir():

@@ -44,7 +44,7 @@ from loaders.audio import demo, shards
 from loaders.base import Rows
 from loaders.chat import chat_audio, demo_chat
 
-SECONDS = 3.2  # of a sample, one of several parts of a recording
+SECONDS = 3.2  # of an example, one of several parts of a recording
 OFFSETS = (0.0, 0.6, 1.2, 1.8)  # [s]
 EACH = 12  # played clips of each new class
 FALL = 0.1
@@ -69,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{', '.join(old)}; new ones {', '.join(new)}")  # fmt: skip
     for kind, classes in (("base", old), ("adapters", new)):
         for split, found in splits.items():
-            samples = [s for r in found if r.name in classes for s in conversations(r, OFFSETS if split == "train" else (0.6,))]
-            (out / f"{kind}-{split}.json").write_text(json.dumps(samples))
+            examples = [
+                s for r in found if r.name in classes for s in conversations(r, OFFSETS if split == "train" else (0.6,))
+            ]
+            (out / f"{kind}-{split}.json").write_text(json.dumps(examples))
     demo_chat.tokenizer(out / "tokenizer.json")
 
     def run(*command: object) -> None:
@@ -121,12 +123,12 @@ def unpack(data: str, split: str, out: pathlib.Path) -> list[Recording]:
 
 def conversations(recording: Recording, offsets: Sequence[float]) -> list[dict[str, Any]]:
     """Asked for a class, it is played; played a recording, its class is named."""
-    samples = []
+    examples = []
     for offset in offsets:
         audio = [{"type": "audio", "audio_url": recording.path, "offset": offset, "duration": SECONDS}]
         for question, answer in ((recording.name, audio), (audio, recording.name)):
-            samples.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    return samples
+            examples.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    return examples
 
 
 def data_flags(out: pathlib.Path, kind: str) -> dict[str, str | float]:

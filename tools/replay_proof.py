@@ -67,7 +67,7 @@ CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
     "bird": ("configs/xcm.py", SMALL),
     "language": (
         "configs/sums.py",
-        SMALL | {"model.mlp": "32", "model.samples.prompts": "()", "model.targets": "()", "data.context": "16"},
+        SMALL | {"model.mlp": "32", "model.generation.prompts": "()", "model.targets": "()", "data.context": "16"},
     ),
     "trm": (
         "configs/trm_sudoku.py:4x4",

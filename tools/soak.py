@@ -74,7 +74,7 @@ MODELS = {
     "bird": ("--config=configs/xcm.py", "--config.train.steps=40", "--config.checkpoint.every=4", *SMALL),
     "language": (
         "--config=configs/shakespeare_char.py:{folder}/text.txt", "--config.train.steps=120", "--config.checkpoint.every=8",
-        "--config.model.samples.prompts=()", *SMALL,
+        "--config.model.generation.prompts=()", *SMALL,
     ),
 }  # fmt: skip
 BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbeat_timeout=10", "--config.metrics.every=1")

@@ -15,7 +15,7 @@ TRAINER = dict(
     (
         _own("train", "train", "train a config, or resume its run", caches=True),
         _own("runs", "monitor", "list all runs under a folder: state, step, scores, goodput, disk"),
-        _own("report", "monitor", "one HTML file of a run or of several: curves, time, pictures, samples, configs"),
+        _own("report", "monitor", "one HTML file of a run or of several: curves, time, pictures, generations, configs"),
         _own("watch", "monitor", "the same page in a browser, kept current while runs train"),
         _own("profile", "monitor", "trace the next steps of a running run, and show their time by part"),
         _own("metrics", "monitor", "the records of runs as one Parquet table"),

@@ -1,4 +1,4 @@
-"""Write one HTML file about a run, or about several: curves, goodput, pictures, samples, configs.
+"""Write one HTML file about runs: curves, goodput, pictures, generations, configs.
 
     jaxtrain report RUN… --out FILE [--metric NAME]
 

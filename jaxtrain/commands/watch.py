@@ -80,7 +80,7 @@ class Pages:
             return self._text, self._version
 
 
-WATCHED = ("metrics.jsonl", "samples.jsonl", "classes.jsonl", "pictures", "config.json", "goodput")
+WATCHED = ("metrics.jsonl", "generations.jsonl", "classes.jsonl", "pictures", "config.json", "goodput")
 
 
 def _changed(path: os.PathLike[str]) -> tuple[int, int]:

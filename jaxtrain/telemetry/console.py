@@ -174,7 +174,7 @@ def progress_line(
     blame = f" ({'; '.join(why)})" if why and rates["data_wait_share"] >= WORTH_NAMING else ""
     return (
         f"step {step}/{steps}  loss {loss:.4f}{f' = {each}' if each else ''}  "
-        f"{rates['samples_per_second']:.1f} samples/s  MFU {rates['mfu']:.1%}  "
+        f"{rates['examples_per_second']:.1f} examples/s  MFU {rates['mfu']:.1%}  "
         f"waiting for data {rates['data_wait_share']:.0%}{blame}  {duration(rates['eta_seconds'])} left"
     )
 

@@ -25,7 +25,7 @@ STEP = (
     Entry("param_norm_before, param_norm_after", r"param_norm_(before|after)(_.+)?", "norm of the parameters around the step"),
     Entry("skipped", "skipped", "1 for a step that was refused, because its gradient was not finite or a spike"),
     Entry("miscomputed", "miscomputed", "1 if the two computations of a step differed (guard.verify_every)"),
-    Entry("steps_per_second, samples_per_second", r"(steps|samples)_per_second", "pace since the record before"),
+    Entry("steps_per_second, examples_per_second", r"(steps|examples)_per_second", "pace since the record before"),
     Entry("mfu", "mfu", "share of the devices' peak that the model's arithmetic reached"),
     Entry("mfu_full_attention", "mfu_full_attention", "mfu with attention counted as if no mask or window applied"),
     Entry("data_wait_share", "data_wait_share", "share of the time in which the loop waited for the loader"),

@@ -33,7 +33,7 @@ def record_problem(record: dict[str, Any]) -> str:
 
 
 def step_problem(record: dict[str, Any]) -> str:
-    """Check a sample of samples.jsonl: a step, and anything else."""
+    """Check a line of generations.jsonl: a step, and anything else."""
     step = record.get("step")
     return "" if type(step) is int and step >= 0 else "it has no step"
 

@@ -57,7 +57,7 @@ def mean(sums: Sequence[Mapping[str, Mean]]) -> dict[str, Any]:
 
 
 class Meter:
-    """Rates between two progress lines: samples/s, MFU, share of waiting for data, time left.
+    """Rates between two progress lines: examples/s, MFU, share of waiting for data, time left.
 
     ``seconds_per_step``: the latest, nan before the first.
     """
@@ -82,7 +82,7 @@ class Meter:
         self.seconds_per_step = seconds / steps if steps else self.seconds_per_step
         return {
             "steps_per_second": steps / seconds,
-            "samples_per_second": steps * self._batch / seconds,
+            "examples_per_second": steps * self._batch / seconds,
             "mfu": steps * self._flops / seconds / self._peak,
             **({"mfu_full_attention": steps * self._full_flops / seconds / self._peak} if self._full_flops else {}),
             "data_wait_share": min((waited - waited_then) / seconds, 1.0),

@@ -180,16 +180,16 @@ class MetricsLogger:
         self,
         step: int,
         record: Mapping[str, float],
-        samples: Sequence[Mapping[str, Any]],
+        generations: Sequence[Mapping[str, Any]],
         counts: Mapping[str, np.ndarray | None],
     ) -> None:
         """Write an evaluation's results. ``counts``: by `jaxtrain.types.COUNTS`, or None."""
         self._process.confirm()
         with self._process.writing():
-            if samples and cluster.is_main():
-                self._lines.write(writers.SAMPLES, step, samples)
+            if generations and cluster.is_main():
+                self._lines.write(writers.GENERATIONS, step, generations)
                 for writer in self._writers:
-                    writer.samples(step, samples)
+                    writer.generations(step, generations)
             if (of_classes := counts["classes"]) is not None and cluster.is_main():
                 self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
         self._write(step, "test", record)

@@ -1,4 +1,4 @@
-"""The writers of a run: metric records, pictures, samples.
+"""The writers of a run: metric records, pictures, generations.
 
 workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "train", "loss": 2.3,
 …}``. Steps rise within a split. If a run resumes from an earlier step, the records after it are
@@ -30,12 +30,12 @@ from loaders.io.checks import first_line, flatten
 log = logging.getLogger("jaxtrain")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk that is full, or of a quota that is used up
-SAMPLES = "samples.jsonl"  # generations of the model at each evaluation
+GENERATIONS = "generations.jsonl"  # generations of the model at each evaluation
 WANDB = ("entity", "group", "job_type", "name", "tags", "notes")  # options of wandb.init that a config can give
 
 
 class Writer(Protocol):
-    """Takes records. The workdir has the pictures and samples that a writer does not take."""
+    """Takes records. The workdir has the pictures and generations that a writer does not take."""
 
     def write(self, step: int, split: str, record: Mapping[str, float]) -> None: ...
 
@@ -43,7 +43,7 @@ class Writer(Protocol):
         """Take arrays [n, height, width] in 0..1, low rows at the bottom. Step 0 is the start."""
         return None
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def generations(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
         return None
 
     def close(self) -> None: ...
@@ -121,13 +121,13 @@ class TensorboardWriter(Writer):
         named = ((f"{name}/{i}", one) for name, images in pictures.items() for i, one in enumerate(pixels(images)[:8]))
         self._add(step, (self._summary.image(name, one, dataformats="HW") for name, one in named))
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def generations(self, step: int, generations: Sequence[Mapping[str, Any]]) -> None:
         texts = []
-        for sample in samples[:32]:
-            lines = (f"{name}: {value}" for name, value in sample.items())
-            # Indented: TensorBoard renders Markdown, and a sample is plain text.
+        for generation in generations[:32]:
+            lines = (f"{name}: {value}" for name, value in generation.items())
+            # Indented: TensorBoard renders Markdown, and a generation is plain text.
             texts.append("\n".join(f"    {x}" for line in lines for x in line.splitlines()))
-        self._add(step, (self._summary.text(f"samples/{i}", text) for i, text in enumerate(texts)))
+        self._add(step, (self._summary.text(f"generations/{i}", text) for i, text in enumerate(texts)))
 
     def close(self) -> None:
         self._events.close()
@@ -317,7 +317,7 @@ def left_behind(config: Config) -> list[tuple[str, str]]:
     found = [(saved, "state and parameters" if config.checkpoint.final == "resumable" else "parameters")]
     for name, about in (
         ("metrics.jsonl", "records of training and evaluations, a line each"),
-        (SAMPLES, "generations of the model at each evaluation"),
+        (GENERATIONS, "generations of the model at each evaluation"),
         ("classes.jsonl", "rows and answers by class at each evaluation"),
         ("pictures", "inputs of the model"),
         ("tensorboard", "the records, for TensorBoard"),

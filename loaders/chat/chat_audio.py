@@ -1,15 +1,15 @@
 """Conversations with sound, from a manifest, in batches of a few shapes.
 
-`loaders.chat.chatml` defines a manifest, and turns a sample into tokens, columns of codes and
-labels; `loaders.chat.chat_samples` reads them.
+`loaders.chat.chatml` defines a manifest, and turns an example into tokens, columns of codes and
+labels; `loaders.chat.chat_examples` reads them.
 
 The rows of a batch have one of a few shapes (S text tokens, A columns, N and M labels): the buckets
-into which the samples fall with the least padding (`loaders.buckets`). The bucket of a batch is
-dealt by the buckets' shares (`loaders.mixture`); each bucket goes through its own samples in
-permuted order, every sample once before any comes again. All is a function of (seed, position,
-row). "test" goes once through its samples, bucket by bucket in mixed order.
+into which the examples fall with the least padding (`loaders.buckets`). The bucket of a batch is
+dealt by the buckets' shares (`loaders.mixture`); each bucket goes through its own examples in
+permuted order, every example once before any comes again. All is a function of (seed, position,
+row). "test" goes once through its examples, bucket by bucket in mixed order.
 
-A sample that cannot be used (not a conversation, missing or broken sound, no codes, longer than
+An example that cannot be used (not a conversation, missing or broken sound, no codes, longer than
 ``longest``) is left out, reported by its number, and counted against ``bad_budget``.
 """
 
@@ -25,21 +25,21 @@ from loaders import mixture, order
 from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
 from loaders.buckets import Bucket, Shape, make_buckets
 from loaders.chat import chatml
-from loaders.chat.chat_samples import Config, Sample, Tools, read_samples, stamps, tools_of
+from loaders.chat.chat_examples import Config, Example, Tools, read_examples, stamps, tools_of
 from loaders.io import files
 
 __all__ = ["Chat", "Config", "dataset_info", "element_spec", "make_loader"]
 
-VERSION = 1  # changes whenever the same (seed, position, row) would give another sample
+VERSION = 1  # changes whenever the same (seed, position, row) would give another example
 
 log = logging.getLogger("jaxtrain")
 
 
 class Split(NamedTuple):
-    """The usable samples of a split, in buckets."""
+    """The usable examples of a split, in buckets."""
 
-    samples: tuple[Sample, ...]
-    sizes: np.ndarray  # int64 [samples, 4]: the `Shape` that each sample needs
+    examples: tuple[Example, ...]
+    sizes: np.ndarray  # int64 [examples, 4]: the `Shape` that each example needs
     buckets: tuple[Bucket, ...]
     bad: tuple[tuple[int, str], ...]  # (number, reason)
 
@@ -47,7 +47,7 @@ class Split(NamedTuple):
 class Chat(Loader):
     """Conversations in buckets. Fields: those of `jaxtrain.workloads.audio_language`, and
 
-    index, epoch  int32 [r]    the sample's number (-1 in padding), passes of its bucket before
+    index, epoch  int32 [r]    the example's number (-1 in padding), passes of its bucket before
     weight        float32 [r]  0 for the padding of a bucket's ragged last batch, in "test"
     """
 
@@ -59,15 +59,15 @@ class Chat(Loader):
         self._batches = [-(-n // rows.batch) for n in sizes]  # of a pass, by bucket
         train = split == "train"
         if train and not sum(self._batches):
-            raise DataError(f"{config.manifest} leaves no samples to train on")
+            raise DataError(f"{config.manifest} leaves no examples to train on")
         self._mixture = mixture.Mixture(sizes, seed=seed) if train else None
-        self._n_labels = np.array([[s.size.text_labels, s.n_audio] for s in self._data.samples]).reshape(-1, 2)
+        self._n_labels = np.array([[s.size.text_labels, s.n_audio] for s in self._data.examples]).reshape(-1, 2)
         self._deal = functools.lru_cache(maxsize=1024)(self._make_deal)
         self._places = np.zeros(2, np.int64)  # filled, and delivered, by this process
         for i, bucket in enumerate(self._data.buckets):
             shape = bucket.shape
             log.info(
-                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d samples, %.0f %% full",
+                "%s bucket %d of %d: %d places (%d of text, %d of sound), %d examples, %.0f %% full",
                 split, i + 1, len(sizes), shape.places, shape.text, shape.audio, len(bucket.members),
                 100 * bucket.fill(self._data.sizes),
             )  # fmt: skip
@@ -82,9 +82,9 @@ class Chat(Loader):
     @functools.cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for sample in self._data.samples:
-            digest.update(sample.tokens.tobytes() + sample.labels.tobytes())
-            digest.update(repr((sample.number, sample.size, sample.codes)).encode())
+        for example in self._data.examples:
+            digest.update(example.tokens.tobytes() + example.labels.tobytes())
+            digest.update(repr((example.number, example.size, example.codes)).encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -97,10 +97,10 @@ class Chat(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return shape, samples and fill of buckets, and unusable samples with the reason."""
+        """Return shape, examples and fill of buckets, and unusable examples with the reason."""
         data = self._data
         buckets = [
-            {**bucket.shape._asdict(), "samples": len(bucket.members), "fill": bucket.fill(data.sizes)}
+            {**bucket.shape._asdict(), "examples": len(bucket.members), "fill": bucket.fill(data.sizes)}
             for bucket in data.buckets
         ]
         filled, delivered = self._places.tolist()
@@ -123,7 +123,7 @@ class Chat(Loader):
 
     def _batch(self, position: int) -> HostBatch:
         deal = self._deal(position)
-        n_text, n_audio = self._n_labels[deal.sample[deal.sample >= 0]].sum(0)
+        n_text, n_audio = self._n_labels[deal.example[deal.example >= 0]].sum(0)
         scale = chatml.label_scale(n_text, np.full(self._tools.codebooks, n_audio), self._rows.batch)
         batch = super()._batch(position)
         for part in batch["label_scale"]:
@@ -135,13 +135,13 @@ class Chat(Loader):
         bucket = self._data.buckets[deal.bucket]
         batch = self._empty(len(row), deal.bucket)
         padding = chatml.row(self._tools.blank(), bucket.shape, self._tools.pad)
-        for i, (number, k) in enumerate(zip(deal.number[row].tolist(), deal.sample[row].tolist(), strict=True)):
+        for i, (number, k) in enumerate(zip(deal.number[row].tolist(), deal.example[row].tolist(), strict=True)):
             values = padding
             if k >= 0:
-                sample = self._data.samples[k]
-                values = chatml.row(self._tools.laid_out(sample), bucket.shape, self._tools.pad)
-                batch["index"][i], batch["epoch"][i], batch["weight"][i] = sample.number, number // len(bucket.members), 1
-                self._places += sample.size.places, bucket.shape.places
+                example = self._data.examples[k]
+                values = chatml.row(self._tools.laid_out(example), bucket.shape, self._tools.pad)
+                batch["index"][i], batch["epoch"][i], batch["weight"][i] = example.number, number // len(bucket.members), 1
+                self._places += example.size.places, bucket.shape.places
             for name, x in values.items():
                 batch[name][i] = x
         return batch
@@ -150,7 +150,7 @@ class Chat(Loader):
 class Deal(NamedTuple):
     bucket: int
     number: np.ndarray  # int64 [batch]: each row's number in the bucket's order
-    sample: np.ndarray  # int64 [batch]: which sample of the split, -1 for padding
+    example: np.ndarray  # int64 [batch]: which example of the split, -1 for padding
 
 
 def element_spec(config: Config) -> dict[str, Field]:
@@ -171,15 +171,15 @@ def dataset_info(config: Config) -> DatasetInfo:
         "codebooks": tools.codebooks,
         "codebook_size": tools.size,
         "context": max(bucket.shape.places for bucket in train.buckets),
-        "buckets": tuple((*bucket.shape, len(bucket.members) / len(train.samples)) for bucket in train.buckets),
-        "n_train": len(train.samples),
-        "n_test": len(splits["test"].samples),
+        "buckets": tuple((*bucket.shape, len(bucket.members) / len(train.examples)) for bucket in train.buckets),
+        "n_train": len(train.examples),
+        "n_test": len(splits["test"].examples),
         "n_bad": len(train.bad),
     }
 
 
 def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Chat:
-    """Return a loader of "train" or "test". Raises DataError: no samples, or too many bad ones."""
+    """Return a loader of "train" or "test". Raises DataError: no examples, or too many bad ones."""
     return Chat(config, split=split, rows=rows, seed=seed)
 
 
@@ -205,18 +205,18 @@ def _splits(config: Config) -> dict[str, Split]:
 @functools.lru_cache(maxsize=2)
 def _splits_once(config: Config, _: files.Stamps) -> dict[str, Split]:
     refuse_invalid(config)
-    samples, bad = read_samples(config, config.manifest)
+    examples, bad = read_examples(config, config.manifest)
     if config.test:
-        test, test_bad = read_samples(config, config.test)
+        test, test_bad = read_examples(config, config.test)
     else:
-        is_test = order.held_out(np.array([s.number for s in samples], np.int64), config.test_share)
-        test, test_bad = [s for s, t in zip(samples, is_test, strict=True) if t], []
-        samples = [s for s, t in zip(samples, is_test, strict=True) if not t]
-    if not samples:
-        raise DataError(f"{config.manifest} leaves no samples to train on" + (f"; {bad[0][1]}" if bad else ""))
-    return {"train": _in_buckets(samples, bad, config.buckets), "test": _in_buckets(test, test_bad, config.buckets)}
+        is_test = order.held_out(np.array([s.number for s in examples], np.int64), config.test_share)
+        test, test_bad = [s for s, t in zip(examples, is_test, strict=True) if t], []
+        examples = [s for s, t in zip(examples, is_test, strict=True) if not t]
+    if not examples:
+        raise DataError(f"{config.manifest} leaves no examples to train on" + (f"; {bad[0][1]}" if bad else ""))
+    return {"train": _in_buckets(examples, bad, config.buckets), "test": _in_buckets(test, test_bad, config.buckets)}
 
 
-def _in_buckets(samples: Sequence[Sample], bad: Sequence[tuple[int, str]], n: int) -> Split:
-    sizes = np.array([sample.size for sample in samples], np.int64).reshape(-1, 4)
-    return Split(tuple(samples), sizes, make_buckets(sizes, n), tuple(bad))
+def _in_buckets(examples: Sequence[Example], bad: Sequence[tuple[int, str]], n: int) -> Split:
+    sizes = np.array([example.size for example in examples], np.int64).reshape(-1, 4)
+    return Split(tuple(examples), sizes, make_buckets(sizes, n), tuple(bad))

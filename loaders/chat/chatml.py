@@ -1,6 +1,6 @@
 """Conversations with text and sound, as sequences for an audio language model.
 
-A manifest is a JSON list of samples:
+A manifest is a JSON list of examples:
 
     {"messages": [{"role": "system" | "user" | "assistant", "content": C, "recipient": "…"}, …],
      "start_index": 2, "speaker": "…", "misc": {…}}
@@ -10,7 +10,7 @@ A manifest is a JSON list of samples:
     {"type": "audio", "audio_url": "clip.wav", "raw_audio": "…", "offset": 1.5, "duration": 2.0}
         seconds may be missing or null; raw_audio: the recording itself, base64, instead of a file
 
-`render` turns a sample into pieces of text, `tokenise` into tokens and their labels, and `expand`
+`render` turns an example into pieces of text, `tokenise` into tokens and their labels, and `expand`
 puts the codes of every recording in the place of its token. Labels are assistants' turns from
 ``start_index`` on (all of them without it): text, ends of turns, the tokens around sound, and the
 codes themselves. Headers are never labels, recipients always are.
@@ -41,8 +41,8 @@ NONE = -100  # no label
 MAX_MANIFEST = 4 << 30  # [bytes]
 
 
-class SampleError(ValueError):
-    """A sample that is not a conversation, with the reason."""
+class ExampleError(ValueError):
+    """An example that is not a conversation, with the reason."""
 
 
 class Clip(NamedTuple):
@@ -79,23 +79,23 @@ class Targets(NamedTuple):
 
 
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
-    """Read the samples of a manifest, unchecked. Raises DataError: it is no JSON list."""
+    """Read the examples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
         return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MAX_MANIFEST)
     except files.FileError as error:
-        raise DataError(f"{path} cannot be read as a manifest, a JSON list of samples: {error}") from error
+        raise DataError(f"{path} cannot be read as a manifest, a JSON list of examples: {error}") from error
 
 
-def render(sample: Any) -> list[Piece]:
-    """Return a sample as pieces: joined, they are the conversation. Raises SampleError."""
-    if not isinstance(sample, Mapping) or not isinstance(sample.get("messages"), list) or not sample["messages"]:
-        raise SampleError("it has no messages")
-    messages, first = sample["messages"], sample.get("start_index")
+def render(example: Any) -> list[Piece]:
+    """Return an example as pieces: joined, they are the conversation. Raises ExampleError."""
+    if not isinstance(example, Mapping) or not isinstance(example.get("messages"), list) or not example["messages"]:
+        raise ExampleError("it has no messages")
+    messages, first = example["messages"], example.get("start_index")
     if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
-        raise SampleError(f"start_index is {first!r}; expected a turn's number or null")
+        raise ExampleError(f"start_index is {first!r}; expected a turn's number or null")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise SampleError(f"message {i} has no role; expected one of: {', '.join(ROLES)}")
+            raise ExampleError(f"message {i} has no role; expected one of: {', '.join(ROLES)}")
     pieces = []
     for i, message in enumerate(messages):
         role, is_answer = message["role"], message["role"] == "assistant"
@@ -104,7 +104,7 @@ def render(sample: Any) -> list[Piece]:
         pieces.append(Piece("header", f"{begin}{HEADER}{role}{HEADER_END}\n\n", False))
         if recipient := message.get("recipient"):
             if not is_answer:
-                raise SampleError(f"message {i} of role {role} has a recipient, which only an assistant's may have")
+                raise ExampleError(f"message {i} of role {role} has a recipient, which only an assistant's may have")
             pieces.append(Piece("recipient", f"{recipient}{RECIPIENT}", True))
         for part in _parts(message.get("content"), i):
             if isinstance(part, str):
@@ -121,7 +121,7 @@ def render(sample: Any) -> list[Piece]:
 
 
 def _parts(content: Any, i: int) -> list[str | Clip]:
-    """Return the texts and recordings of message ``i``, in order. Raises SampleError."""
+    """Return the texts and recordings of message ``i``, in order. Raises ExampleError."""
     parts: list[str | Clip] = []
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, str):
@@ -134,12 +134,12 @@ def _parts(content: Any, i: int) -> list[str | Clip]:
             )
             seconds = [x for x in (clip.offset, clip.duration) if x is not None]
             if not (isinstance(clip.url, str) and isinstance(clip.raw, str) and (clip.url or clip.raw)):
-                raise SampleError(f"message {i} has an audio part with neither audio_url nor raw_audio")
+                raise ExampleError(f"message {i} has an audio part with neither audio_url nor raw_audio")
             if not all(isinstance(x, int | float) and x >= 0 for x in seconds):
-                raise SampleError(f"message {i} has an audio part with offset {clip.offset!r}, duration {clip.duration!r}")
+                raise ExampleError(f"message {i} has an audio part with offset {clip.offset!r}, duration {clip.duration!r}")
             parts.append(clip)
         else:
-            raise SampleError(f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or an audio part")
+            raise ExampleError(f"message {i} has the content {str(part)[:80]!r}; expected a text, a text part or an audio part")
     return parts
 
 
@@ -189,11 +189,11 @@ def expand(
     """Put the columns of ``audios`` [K, T] in place of the tokens ``audio_in`` and ``audio_out``.
 
     They come in order. A recording is predicted if its token is an ``audio_out`` with a label.
-    Raises SampleError if there are more or fewer recordings than such tokens.
+    Raises ExampleError if there are more or fewer recordings than such tokens.
     """
     places = np.flatnonzero((tokens == audio_in) | (tokens == audio_out))
     if len(places) != len(audios):
-        raise SampleError(f"it has {len(audios)} recordings and {len(places)} places for them")
+        raise ExampleError(f"it has {len(audios)} recordings and {len(places)} places for them")
     runs: list[tuple[np.ndarray, ...]] = []  # the fields of `Laid`, run by run
     start = 0
 

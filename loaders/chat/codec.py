@@ -6,7 +6,7 @@ codebook after the other, each on the residual that those before it leave (Gray 
 al. 2021): K codes at 25 times a second. Codebooks are learned by k-means on the residuals, one
 after the other. To decode, the codes' entries are added up, and `sound` finds a waveform with that
 spectrogram (Griffin & Lim 1984). A neural codec is better, and its codes can come as files or from
-a user's function (loaders/chat/chat_samples.py); this one needs no download, and is learned from
+a user's function (loaders/chat/chat_examples.py); this one needs no download, and is learned from
 any recordings in minutes (`jaxtrain train-codec`). A codec is one file, codec.npz:
 
     version   int      1

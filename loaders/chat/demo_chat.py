@@ -10,7 +10,7 @@ import numpy as np
 from loaders.chat import chatml
 from loaders.io import atomic_write, machine
 
-SAMPLES, CODEBOOKS = 256, 8
+EXAMPLES, CODEBOOKS = 256, 8
 SECONDS, WORDS = (3, 15), (8, 40)  # fewest and most
 FRAME_RATE = 25
 
@@ -36,14 +36,14 @@ def blank() -> dict[str, str]:
 
 def _make_blank(folder: pathlib.Path) -> None:
     rng = np.random.default_rng(0)
-    samples: list[dict[str, Any]] = []
+    examples: list[dict[str, Any]] = []
     codes: dict[str, Any] = {}
-    for i in range(SAMPLES):
+    for i in range(EXAMPLES):
         words, seconds = rng.integers(*WORDS), rng.uniform(*SECONDS)
         codes[f"{i}"] = np.zeros((CODEBOOKS, round(FRAME_RATE * seconds)), np.int16)
         audio = [{"type": "audio", "audio_url": f"{i}"}]
         messages = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": audio}]
-        samples.append({"messages": messages})
-    (folder / "manifest.json").write_text(json.dumps(samples))
+        examples.append({"messages": messages})
+    (folder / "manifest.json").write_text(json.dumps(examples))
     np.savez_compressed(folder / "codes.npz", **codes)
     tokenizer(folder / "tokenizer.json")

@@ -15,9 +15,9 @@ The first volumes are train, the last ``test_share`` of them test. As many as ne
 are in neither, so that no test window, with its convolved part, shares a frame, a code, a row of
 text.npy or a segment with a training window.
 
-Training sample s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of all
-(subject, volume) pairs. So viewers are mixed. "test" goes once through its rows, in an order that
-is always the same and mixed.
+Training example s = position × batch + row is place s mod n of epoch s // n (`loaders.order`) of
+all (subject, volume) pairs. So viewers are mixed. "test" goes once through its rows, in an order
+that is always the same and mixed.
 """
 
 import concurrent.futures
@@ -154,8 +154,8 @@ class Volumes(Loader):
         batch = self._empty(len(row))
         for name in ("subject", "volume"):
             batch[name][:] = -1
-        sample = position * self._rows.batch + row
-        valid, number = self._numbers(sample)
+        example = position * self._rows.batch + row
+        valid, number = self._numbers(example)
         subject, volume_number = np.divmod(number, len(self._volumes))
         volume = self._volumes[volume_number]
         batch["subject"][valid], batch["volume"][valid] = subject, volume
@@ -168,14 +168,14 @@ class Volumes(Loader):
             job.result()
         return batch
 
-    def _numbers(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the samples exist, and the (subject, volume) pair of each of them."""
+    def _numbers(self, example: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the examples exist, and the (subject, volume) pair of each of them."""
         if self._in_order:
-            valid = np.flatnonzero(sample < self._n)
-            return valid, sample[valid]
+            valid = np.flatnonzero(example < self._n)
+            return valid, example[valid]
         if self._train:
-            return np.arange(len(sample)), order.epochs(self._seed, self._n, sample)[1]
-        return order.once(self._n, sample)
+            return np.arange(len(example)), order.epochs(self._seed, self._n, example)[1]
+        return order.once(self._n, example)
 
     def _fill(self, batch: Mapping[str, np.ndarray], at: int, subject: int, volume: int) -> None:
         film, config = self._film, self._config

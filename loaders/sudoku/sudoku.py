@@ -14,7 +14,7 @@ three formats, each with the splits "train" and "test":
          ~/.cache/jaxtrain/puzzles), by the options of their generation. Their info follows from
          these alone, without generating anything.
 
-Row r of a batch belongs to the source whose share of the batch covers r. Sample s of a source (s =
+Row r of a batch belongs to the source whose share of the batch covers r. Example s of a source (s =
 position × its rows in a batch + r) is place s mod n of its epoch s // n (`loaders.order`). Its
 augmentation is a function of (seed, epoch, index). "test" goes once through all sources, in an
 order that is always the same and mixed: its first batches are a fair sample.
@@ -129,8 +129,8 @@ class Boards(Loader):
             if not at.size:
                 continue
             seed = self._seed + (k << 32)  # sources draw independently
-            sample = position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
-            epoch, group = order.epochs(seed, len(puzzles.groups) - 1, sample)
+            example = position * int(np.diff(self._bounds)[k]) + row[at] - self._bounds[k]
+            epoch, group = order.epochs(seed, len(puzzles.groups) - 1, example)
             first, size = puzzles.groups[group], np.diff(puzzles.groups)[group]
             draw = order.hash_of(VIEW, seed, epoch, group)
             index = first + ((draw >> np.uint64(32)) % size.astype(np.uint64)).astype(np.int64)

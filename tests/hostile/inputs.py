@@ -453,7 +453,7 @@ def workdir(folder: pathlib.Path) -> None:
     lines = [{"step": s, "split": split, "loss": 1 / s, "skipped": 0.0} for s in (1, 2, 3) for split in ("train", "test")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "schedule.json").write_text(json.dumps({"step": [0, 5, 9], "lr": [0.0, 1.0, 0.5]}))
-    (folder / "samples.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
+    (folder / "generations.jsonl").write_text(json.dumps({"step": 2, "prompt": "a", "score": 0.5}) + "\n")
     line = {
         "step": 2,
         "n": 5,

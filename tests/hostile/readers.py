@@ -51,7 +51,7 @@ SECONDS = 10.0  # [s] of CPU time that a small file may take
 MEMORY = 600 << 20  # [bytes] that all damaged files of a reader together may add to its memory for whole files
 REFUSALS = (
     DataError, stored.StoredError, warm_start.WarmStartError, InferenceError, hugging_face.HuggingFaceError,
-    chatml.SampleError, WorkdirError,
+    chatml.ExampleError, WorkdirError,
 )  # fmt: skip
 # The paths that a reader opens besides its files: those of the program, of the cache, and those
 # that Python looks up in the system.
@@ -228,7 +228,7 @@ def read_export(folder: pathlib.Path) -> None:
 def read_manifest(folder: pathlib.Path) -> None:
     codec.open_codec(str(folder / "codec.npz"), codebooks=2, size=16, frame_rate=25.0)
     for sample in chatml.read_manifest(folder / "manifest.json"):
-        with contextlib.suppress(chatml.SampleError):
+        with contextlib.suppress(chatml.ExampleError):
             chatml.render(sample)
 
 
@@ -244,7 +244,7 @@ def read_embeddings(folder: pathlib.Path) -> None:
 
 def read_report(folder: pathlib.Path) -> None:
     records.read(folder / "metrics.jsonl")
-    records.samples(folder / "samples.jsonl", steps=5, each=5)
+    records.generations(folder / "generations.jsonl", steps=5, each=5)
     classes.read(folder / "classes.jsonl")
     for place in (folder / "traces").iterdir():
         trace.of_folder(place)

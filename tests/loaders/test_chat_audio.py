@@ -15,7 +15,7 @@ import soundfile
 from jaxtrain.workloads.audio_language.commands import encode_audio
 from loaders import buckets
 from loaders.base import DataError, Rows
-from loaders.chat import chat_audio, chat_samples, chatml, codec
+from loaders.chat import chat_audio, chat_examples, chatml, codec
 from tests.support import chat
 
 DATA = pathlib.Path(__file__).parent.parent / "data" / "higgs"
@@ -87,7 +87,7 @@ def test_places_and_labels_equal_the_originals(numbers):
 
 
 def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
-    """All samples, splits, epochs and processes share one decoding of a recording. A changed
+    """All examples, splits, epochs and processes share one decoding of a recording. A changed
     recording is encoded again."""
     config = chat.corpus(tmp_path, n=12)
     decoded = []
@@ -99,7 +99,7 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
         for _, _ in chat_audio.make_loader(config, split="test", rows=one(), seed=0):
             pass
         chat.forget()
-    assert len(decoded) == 3, "three recordings, which twelve samples share"
+    assert len(decoded) == 3, "three recordings, which twelve examples share"
     kept = sorted(tmp_path.glob("*.npy"))
     assert [path.name.split(".rvq")[0] for path in kept] == ["0.wav", "1.wav", "2.wav"]
     wave, rate = soundfile.read(tmp_path / "0.wav")
@@ -113,21 +113,21 @@ def test_every_recording_is_read_and_decoded_once(tmp_path, monkeypatch):
 
 def test_a_part_of_a_recording_is_cut_from_its_codes(tmp_path):
     config = chat.corpus(tmp_path, n=2)
-    tools = chat_samples.tools_of(config, config.manifest)
-    chat_samples.encode_all(config, config.manifest)
+    tools = chat_examples.tools_of(config, config.manifest)
+    chat_examples.encode_all(config, config.manifest)
     whole = tools.codes(chatml.Clip("0.wav"))
     np.testing.assert_array_equal(tools.codes(chatml.Clip("0.wav", offset=0.2, duration=0.4)), whole[:, 5:15])
     raw = chat.base64_of(tmp_path / "0.wav")
-    codec.encode(codec.Source(None, raw), chat_samples.open_codec(config), str(tmp_path / "cache"))
+    codec.encode(codec.Source(None, raw), chat_examples.open_codec(config), str(tmp_path / "cache"))
     found = np.load(next((tmp_path / "cache").glob("*.npy")))
     np.testing.assert_array_equal(found, whole)
-    with pytest.raises(chatml.SampleError, match="offset 9"):
+    with pytest.raises(chatml.ExampleError, match="offset 9"):
         tools.codes(chatml.Clip("0.wav", offset=9.0))
 
 
 def test_an_epoch_has_every_sample_once_in_few_shapes(tmp_path):
-    """Each bucket's pass covers its samples, for any split of the rows over processes. A seek leads
-    to the same batches."""
+    """Each bucket's pass covers its examples, for any split of the rows over processes. A seek
+    leads to the same batches."""
     config = chat.corpus(tmp_path, n=40, buckets=3, test_share=0.0)
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=3)
     info = chat_audio.dataset_info(config)
@@ -195,24 +195,24 @@ def test_buckets_are_those_with_the_least_padding():
 
 def test_unusable_rows_are_left_out_and_counted_up_to_a_budget(tmp_path, caplog):
     config = chat.corpus(tmp_path, n=30, bad_budget=0.2)
-    samples = json.loads((tmp_path / "manifest.json").read_text())
+    examples = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "broken.wav").write_bytes(b"RIFF but no sound")
-    samples[3] = chat.says("broken.wav")
-    samples[4] = chat.says("missing.wav")
-    samples[7] = {"messages": [{"role": "narrator", "content": "x"}]}
-    samples[8] = {"messages": [{"role": "user", "content": "no answer"}]}
-    samples[9] = {"messages": [{"role": "assistant", "content": "x" * 5000}]}
-    (tmp_path / "manifest.json").write_text(json.dumps(samples))
+    examples[3] = chat.says("broken.wav")
+    examples[4] = chat.says("missing.wav")
+    examples[7] = {"messages": [{"role": "narrator", "content": "x"}]}
+    examples[8] = {"messages": [{"role": "user", "content": "no answer"}]}
+    examples[9] = {"messages": [{"role": "assistant", "content": "x" * 5000}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(examples))
     loader = chat_audio.make_loader(config, split="train", rows=one(), seed=0)
     found = dict(loader.diagnostics()["bad_list"])
     assert sorted(found) == [3, 4, 7, 8, 9] and chat_audio.dataset_info(config)["n_bad"] == 5
     reasons = ("broken.wav", "missing.wav", "role", "no labels", "data.longest")
     for number, text in zip((3, 4, 7, 8, 9), reasons, strict=True):
-        assert text in found[number] and f"sample {number} is left out" in caplog.text
+        assert text in found[number] and f"example {number} is left out" in caplog.text
     seen = {i for _ in range(60) for i in next(loader)[1]["index"][0].tolist()}
     assert not seen & set(found)
     chat.forget()
-    with pytest.raises(DataError, match="5 of 30 samples cannot be used.*sample 3: broken.wav"):
+    with pytest.raises(DataError, match="5 of 30 examples cannot be used.*example 3: broken.wav"):
         chat_audio.dataset_info(dataclasses.replace(config, bad_budget=0.1))
 
 
@@ -220,16 +220,16 @@ def test_a_manifest_that_changed_is_read_again_in_the_same_process(tmp_path):
     """A notebook trains, its user changes the manifest, and it trains again."""
     config = chat.corpus(tmp_path, n=8, test_share=0.0)
     assert chat_audio.dataset_info(config)["n_train"] == 8
-    samples = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps(samples[:5]))
+    examples = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(examples[:5]))
     assert chat_audio.dataset_info(config)["n_train"] == 5
 
 
 def test_codes_that_were_made_elsewhere(tmp_path):
     """Codes as .npz, Parquet or Arrow, and codes from a custom function give the same batches."""
     config = chat.corpus(tmp_path, n=8)
-    chat_samples.encode_all(config, config.manifest)
-    tools = chat_samples.tools_of(config, config.manifest)
+    chat_examples.encode_all(config, config.manifest)
+    tools = chat_examples.tools_of(config, config.manifest)
     codes = {f"{i}.wav": tools.codes(chatml.Clip(f"{i}.wav")) for i in range(3)}
     np.savez(tmp_path / "codes.npz", **codes)
     table = pa.table({"audio_url": list(codes), "codes": [x.tolist() for x in codes.values()]})
@@ -280,7 +280,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path):
 def test_wave_files_of_any_rate(tmp_path):
     """The codes of a recording are those of the sound, 25 a second, at any sample rate."""
     config = chat.corpus(tmp_path, n=2)
-    rvq = chat_samples.open_codec(config)
+    rvq = chat_examples.open_codec(config)
     t = np.arange(48_000) / 48_000
     soundfile.write(tmp_path / "high.wav", np.sin(2 * np.pi * 440 * t), 48_000)
     wave, rate, _ = chat.DECODE((tmp_path / "high.wav").read_bytes())
@@ -309,4 +309,4 @@ def test_recordings_that_are_encoded_already_are_counted_and_stay(tmp_path, caps
 def test_names_that_no_file_can_have_are_refused_by_the_field() -> None:
     for name in ("x" * 5000, "a\0b"):
         with pytest.raises(DataError, match=r"^data\.tokenizer: "):
-            chat_samples.tools_of(chat_samples.Config(manifest=name, tokenizer=name), name)
+            chat_examples.tools_of(chat_examples.Config(manifest=name, tokenizer=name), name)

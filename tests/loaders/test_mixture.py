@@ -1,5 +1,5 @@
-"""Shares are kept, every sample of a source comes once and in order, and the next source depends on
-the sample's number alone."""
+"""Shares are kept, every example of a source comes once and in order, and the next source depends
+on the example's number alone."""
 
 import numpy as np
 import pytest
@@ -29,10 +29,10 @@ def test_any_part_alone_is_the_part_of_the_whole(policy):
     whole = Mixture(SHARES, seed=0, policy=policy, sizes=sizes)(np.arange(3 * BLOCK))
     rng = np.random.default_rng(0)
     for _ in range(5):
-        sample = np.sort(rng.integers(0, 3 * BLOCK, 50))
-        part = Mixture(SHARES, seed=0, policy=policy, sizes=sizes)(sample)
+        example = np.sort(rng.integers(0, 3 * BLOCK, 50))
+        part = Mixture(SHARES, seed=0, policy=policy, sizes=sizes)(example)
         for x, y in zip(part, whole, strict=True):
-            np.testing.assert_array_equal(x, y[sample])
+            np.testing.assert_array_equal(x, y[example])
 
 
 def test_a_source_that_stops_leaves_its_share_to_the_others():
@@ -43,17 +43,17 @@ def test_a_source_that_stops_leaves_its_share_to_the_others():
     for k, size in enumerate(sizes):
         np.testing.assert_array_equal(number[source == k], np.arange(size))
     last = np.flatnonzero(source == 2)[-1]
-    assert 12_000 < last < 16_000  # its 700 samples at one of 20
+    assert 12_000 < last < 16_000  # its 700 examples at one of 20
     after = source[last + 1 : last + 1 + BLOCK]
     np.testing.assert_allclose([(after == k).mean() for k in range(4)], np.array([5, 3, 0, 1.5]) / 9.5, atol=0.002)
-    with pytest.raises(DataError, match="all sources are exhausted after 200700 samples, but sample 200700"):
+    with pytest.raises(DataError, match="all sources are exhausted after 200700 examples, but example 200700"):
         mixture(np.array([mixture.ends]))
 
 
 def test_a_source_that_must_not_run_dry_is_named():
     mixture = Mixture((1, 1), seed=0, policy="error", sizes=(10**9, 300))
     mixture(np.arange(500))
-    with pytest.raises(DataError, match="source 1 has 300 samples in a pass and is exhausted at sample"):
+    with pytest.raises(DataError, match="source 1 has 300 examples in a pass and is exhausted at example"):
         mixture(np.arange(700))
 
 

@@ -107,14 +107,14 @@ def test_an_environment_that_cannot_be_used_is_an_error_of_the_config():
     ):
         c = dataclasses.replace(language_case.TINY, targets=(target,))
         assert [text in problem for _, problem in c.validate()] == [True]
-    c = dataclasses.replace(language_case.TINY, samples=language.Samples(prompts=("aé",), tokens=8), symbols="abc")
+    c = dataclasses.replace(language_case.TINY, generation=language.Generation(prompts=("aé",), tokens=8), symbols="abc")
     assert ["'é'" in text for _, text in c.validate_data({})] == [True]
 
 
 def test_an_evaluation_has_samples_scores_perplexity_and_bits_per_byte():
     c = dataclasses.replace(
         language_case.TINY,
-        samples=language.Samples(prompts=("0", "01"), tokens=4),
+        generation=language.Generation(prompts=("0", "01"), tokens=4),
         targets=(language.Target(module=__name__, prompts=2, tokens=4),),
         symbols="".join(map(chr, range(48, 48 + 64))),
         bytes_per_token=2.0,

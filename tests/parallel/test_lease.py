@@ -447,18 +447,18 @@ def test_lines_that_are_no_records_are_set_aside_and_told(tmp_path, caplog):
 
 
 def test_samples_with_odd_lines_are_continued(tmp_path):
-    path = tmp_path / "samples.jsonl"
+    path = tmp_path / "generations.jsonl"
     path.write_bytes(b'{"step": 1, "text": "\xc2\x85 \xe2\x80\xa8"}\n\xff\n{"step": 3}\n')
-    writers.write_lines(str(tmp_path), writers.SAMPLES, 2, [{"text": "b"}])
+    writers.write_lines(str(tmp_path), writers.GENERATIONS, 2, [{"text": "b"}])
     assert path.read_bytes() == b'{"step": 1, "text": "\xc2\x85 \xe2\x80\xa8"}\n{"step": 2, "text": "b"}\n'
-    assert (tmp_path / "samples.jsonl.odd").read_bytes() == b"\xff\n"
+    assert (tmp_path / "generations.jsonl.odd").read_bytes() == b"\xff\n"
 
 
 def test_records_that_are_no_file_are_refused_by_name(tmp_path):
     for name, write in (
         ("metrics.jsonl", lambda: writers.JsonlWriter(str(tmp_path), 0)),
         ("metrics.jsonl", lambda: writers.is_written(str(tmp_path), 0, "test")),
-        ("samples.jsonl", lambda: writers.write_lines(str(tmp_path), "samples.jsonl", 1, [{}])),
+        ("generations.jsonl", lambda: writers.write_lines(str(tmp_path), "generations.jsonl", 1, [{}])),
     ):
         path = tmp_path / name
         for make, undo in ((lambda p: p.symlink_to("/dev/zero"), os.unlink), (os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):

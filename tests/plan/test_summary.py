@@ -168,7 +168,7 @@ def test_a_run_that_exceeds_a_devices_memory_names_the_plan(tmp_path, monkeypatc
     monkeypatch.setattr(loop, "run", exhaust)
     (tmp_path / "text.txt").write_text("one two three\n" * 1000)
     source = f"--config=configs/shakespeare_char.py:{tmp_path / 'text.txt'}"
-    prompts = "--config.model.samples.prompts=('one',)"
+    prompts = "--config.model.generation.prompts=('one',)"
     assert train_command.main([source, f"--config.workdir={tmp_path}", prompts]) == 2
     told = "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the same"
     assert f"{told} command with --plan names remedies" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def run(tmp_path_factory):
     for step in (500, 1000):
         (path / "pictures").mkdir(exist_ok=True)
         Image.fromarray(np.full((8, 8), step // 10, np.uint8)).save(path / "pictures" / f"step{step:06}_restored_0.png")
-    (path / "samples.jsonl").write_text(
+    (path / "generations.jsonl").write_text(
         "".join(json.dumps({"step": s, "text": EVIL, "score": 0.25}) + "\n" for s in (500, 1000))
     )
     for step in (500, 1000):  # a third of the owls is taken for the class with the malicious name
@@ -90,7 +90,7 @@ def sweep(tmp_path_factory):
         optim = {"lr": 10.0**-i, "name": "ab"[i % 2], LINK: i}
         path = make(top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim=optim, seed=i)
         counts, _ = counted(np.array([0] * 12 + [1] * 8), np.array([0] * i + [1] * (20 - i)), 2)
-        (path / "samples.jsonl").write_text("".join(f'{{"step": {s}, "text": "at {s} of {i}"}}\n' for s in (50, 100)))
+        (path / "generations.jsonl").write_text("".join(f'{{"step": {s}, "text": "at {s} of {i}"}}\n' for s in (50, 100)))
         (path / "classes.jsonl").write_text(json.dumps({"step": 100, **classes.line(counts, None)}) + "\n")
     assert cli.main(["report", *(str(top / f"{i:03}") for i in range(12)), "--out", str(top / "page.html")]) == 0
     return top / "page.html"
@@ -201,7 +201,7 @@ def test_numbers_without_end_and_samples_without_bottom_are_shown_as_such(tmp_pa
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "split": "data", "spread": 1.0, "spread_expected": 1e999}\n')
     # It is read up to some depth, and no further.
-    (path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "x": {"[" * n}{"]" * n}}}\n' for n in range(1, 1000)))
+    (path / "generations.jsonl").write_text("".join(f'{{"step": {n}, "x": {"[" * n}{"]" * n}}}\n' for n in range(1, 1000)))
     assert cli.main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
     [chart] = [chart for chart in data_of(tmp_path / "page.html")["charts"] if chart["title"] == "spread"]
     assert [curve["split"] for curve in chart["curves"]] == ["data"]

@@ -9,7 +9,7 @@ import numpy as np
 import soundfile
 
 from loaders import _rust
-from loaders.chat import chat_audio, chat_samples, codec, demo_chat
+from loaders.chat import chat_audio, chat_examples, codec, demo_chat
 
 SIZE = 16  # codes of each of the two codebooks
 DECODE = _rust.decode
@@ -39,16 +39,16 @@ def hears(url: str, answer: str, **part) -> dict:
 
 
 def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
-    """``n`` samples that share three recordings. Every other one has a sound in its answer, and the
-    others in their prompt."""
+    """``n`` examples that share three recordings. Every other one has a sound in its answer, and
+    the others in their prompt."""
     rvq().save(folder / "codec.npz")
     for i in range(3):
         soundfile.write(folder / f"{i}.wav", wave(i, 0.8 + 0.4 * i), 32_000)
-    samples = []
+    examples = []
     for i in range(n):
         url, part = f"{i % 3}.wav", {"duration": 0.2 + 0.1 * (i % 5)}
-        samples.append(says(url, **part) if i % 2 else hears(url, "x" * (1 + i % 7), **part))
-    (folder / "manifest.json").write_text(json.dumps(samples))
+        examples.append(says(url, **part) if i % 2 else hears(url, "x" * (1 + i % 7), **part))
+    (folder / "manifest.json").write_text(json.dumps(examples))
     demo_chat.tokenizer(folder / "tokenizer.json")
     return chat_audio.Config(
         manifest=str(folder / "manifest.json"), tokenizer=str(folder / "tokenizer.json"),
@@ -58,7 +58,7 @@ def corpus(folder: pathlib.Path, *, n: int, **changes) -> chat_audio.Config:
 
 def forget() -> None:
     """Clears this process's caches of manifests and files."""
-    for cached in (chat_audio._splits_once, chat_samples._tools_once):
+    for cached in (chat_audio._splits_once, chat_examples._tools_once):
         cached.cache_clear()
 
 
@@ -66,8 +66,8 @@ def base64_of(path: pathlib.Path) -> str:
     return base64.b64encode(path.read_bytes()).decode()
 
 
-def loudness(samples: np.ndarray, rate: int) -> np.ndarray:
+def loudness(examples: np.ndarray, rate: int) -> np.ndarray:
     """A custom codec: two codebooks of levels, 25 a second."""
-    n = -(-len(samples) * 25 // rate)
-    level = [np.abs(part).mean() for part in np.array_split(samples, n)]
+    n = -(-len(examples) * 25 // rate)
+    level = [np.abs(part).mean() for part in np.array_split(examples, n)]
     return np.stack([np.minimum(np.array(level) * 20, SIZE - 1), np.arange(n) % SIZE]).astype(int)

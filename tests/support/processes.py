@@ -105,7 +105,15 @@ def step_of(workdir):
 def records(workdir: pathlib.Path, split: str) -> dict[int, dict[str, float]]:
     """metrics.jsonl without the rates, which are about this machine."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    rates = {"steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput", "eta_seconds"}
+    rates = {
+        "steps_per_second",
+        "examples_per_second",
+        "mfu",
+        "mfu_full_attention",
+        "data_wait_share",
+        "goodput",
+        "eta_seconds",
+    }
     rates |= {"rows_asked_per_second", "rows_given_per_second", "cores_missing"}
     steps = [r["step"] for r in lines if r["split"] == split]
     assert steps == sorted(set(steps)), "steps rise, and none is there twice"

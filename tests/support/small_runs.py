@@ -46,7 +46,7 @@ def get_config():
     model, warm_start = hugging_face.from_hugging_face({str(QWEN)!r})
     return ConfigDict(dict(
         workload="jaxtrain.workloads.language", loader="loaders.text.tokens",
-        model=dict(model, dtype="float32", tokenizer="bytes", samples=dict(prompts=("one ",), tokens=4)),
+        model=dict(model, dtype="float32", tokenizer="bytes", generation=dict(prompts=("one ",), tokens=4)),
         data=dict(sources=(dict(path="text.txt"),), context=32, text="bytes", packing="random"),
         train=dict(steps=6, batch=8, eval_every=3),
         optim=dict(lr=1e-2, schedule="constant"),

@@ -169,14 +169,14 @@ def test_a_step_for_tpus_compiles_and_has_their_kernel_where_data_is_not_split(m
 def test_prompts_bind_the_context_where_there_are_prompts():
     """Lengths of texts that are never written are not an error."""
     info = {"vocab": 256, "context": 64}
-    c = language.Config(vocab=256, context=64, samples=language.Samples(tokens=64))
+    c = language.Config(vocab=256, context=64, generation=language.Generation(tokens=64))
     assert not list(c.validate_data(info))
-    c = dataclasses.replace(c, samples=language.Samples(prompts=("a",), tokens=64))
+    c = dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=64))
     ((name, text),) = c.validate_data(info)
     assert name == "samples.tokens" and text.startswith("is 64, and the model's context is 64, prompt included; ")
-    assert "; set config.model.samples.tokens=32, or write nothing: config.model.samples.prompts=()" in text
-    assert not list(dataclasses.replace(c, samples=language.Samples(prompts=("a",), tokens=32)).validate_data(info))
-    ((name, text),) = dataclasses.replace(c, context=32, samples=language.Samples()).validate_data(info)
+    assert "; set config.model.generation.tokens=32, or write nothing: config.model.generation.prompts=()" in text
+    assert not list(dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=32)).validate_data(info))
+    ((name, text),) = dataclasses.replace(c, context=32, generation=language.Generation()).validate_data(info)
     assert (name, text) == (
         "context",
         "is 32, and the data need 64; set config.model.context=64, or shorter rows: config.data.context=32",

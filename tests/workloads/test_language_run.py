@@ -39,7 +39,7 @@ def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):
     last = processes.records(folder / "whole", "test")[6]
     assert last["perplexity"] == pytest.approx(np.exp(last["cross_entropy"]), rel=1e-6) and last["bits_per_byte"] > 0
     assert not processes.unexplained(folder / "whole")
-    lines = [json.loads(line) for line in (folder / "whole" / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "whole" / "generations.jsonl").read_text().splitlines()]
     assert [(x["step"], x["prompt"]) for x in lines] == [(3, "one "), (6, "one ")]
 
     assert export.main([str(folder / "whole"), "--out", str(folder / "merged")]) == 0

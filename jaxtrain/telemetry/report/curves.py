@@ -18,7 +18,7 @@ from loaders.io import files
 POINTS = 110_000  # of all curves together: 1.6 MB
 MAX_POINTS = 2000  # of a curve
 RATES = (
-    *("steps_per_second", "samples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput"),
+    *("steps_per_second", "examples_per_second", "mfu", "mfu_full_attention", "data_wait_share", "goodput"),
     *("rows_asked_per_second", "rows_given_per_second", "cores_missing"),
 )
 HIDDEN = ("step", "eta_seconds", "failures")

@@ -11,7 +11,7 @@ from jaxtrain.telemetry.report.run import Run
 from loaders.io import files
 
 PICTURES = 1_000_000  # [bytes] of all pictures together
-SAMPLES = 300_000  # [bytes] of all samples together, unless one of each step is more
+GENERATIONS = 300_000  # [bytes] of all generations together, unless one of each step is more
 
 
 def pictures(runs: Sequence[Run], notes: list[str]) -> str:
@@ -44,9 +44,9 @@ def pictures(runs: Sequence[Run], notes: list[str]) -> str:
     return "".join(parts)
 
 
-def samples(run: Run, number: int, *, of: int) -> str:
+def generations(run: Run, number: int, *, of: int) -> str:
     """Return the generations of evaluations with scores, of run ``number`` of the page's ``of``."""
-    by_step = records_lib.samples(run.path / "samples.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
+    by_step = records_lib.generations(run.path / "generations.jsonl", steps=max(10 // of, 1), each=max(12 // of, 2))
     if not by_step:
         return ""
     for each in (12, 6, 3, 1):  # so many of a step as there is room for
@@ -55,10 +55,10 @@ def samples(run: Run, number: int, *, of: int) -> str:
             names = list(dict.fromkeys(name for row in rows[:each] for name in row))
             cells = ([esc(row.get(name, "")) for name in names] for row in rows[:each])
             sets.append(table([(name, "text") for name in names], cells, f"step {step:,}"))
-        if sum(map(len, sets)) <= SAMPLES // of:
+        if sum(map(len, sets)) <= GENERATIONS // of:
             break
-    which = f"samples-{number}"
-    return title(run.name, of > 1) + slider(which, len(sets), "samples") + f'<div id="{which}">{"".join(sets)}</div>'
+    which = f"generations-{number}"
+    return title(run.name, of > 1) + slider(which, len(sets), "generations") + f'<div id="{which}">{"".join(sets)}</div>'
 
 
 def _images(run: Run, names: Sequence[str], kind: str, step: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""One HTML file of a run, or of several: curves, time, pictures, samples, trouble, configs.
+"""One HTML file of a run, or of several: curves, time, pictures, generations, trouble, configs.
 
 Nothing is fetched when it is opened: the plotting library is in it, compressed. Curves are thinned
 so that the whole stays small, and keep their peaks. All texts of a run are escaped, or reach the
@@ -88,7 +88,7 @@ class Page:
             yield group, drawn.pop(group, "")
         yield "Classes", classes.section([self.runs[i] for i in compare.ranked(self.scores)])
         yield "Pictures", media.pictures(self.runs, self.notes)
-        yield "Samples", "".join(media.samples(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
+        yield "Generations", "".join(media.generations(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
         yield "Traced steps", "".join(self._traces(run) for run in self.runs)
         yield "Spikes, skipped steps and warnings", "".join(self._trouble(i) for i in range(len(self.runs)))
@@ -125,9 +125,9 @@ class Page:
         if cores >= 1:
             asked, given = (number(run_lib.number(run.latest.get(f"rows_{name}_per_second"))) for name in ("asked", "given"))
             cards.append((f"{given} of {asked}", f"rows/s from the loader: {number(cores)} more cores a process"))
-        for rate, text in (("samples_per_second", "samples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
+        for rate, text in (("examples_per_second", "examples/s"), ("mfu", "MFU"), ("data_wait_share", "waiting for data")):
             if math.isfinite(value := run_lib.number(run.latest.get(rate))):
-                cards.append((number(value) if rate == "samples_per_second" else f"{value:.1%}", text))
+                cards.append((number(value) if rate == "examples_per_second" else f"{value:.1%}", text))
         each = "".join(f'<div class="card"><b>{esc(value)}</b><span>{esc(text)}</span></div>' for value, text in cards)
         state = f'<span class="state {run.state}">{run.state}</span>'
         return f"<h1>{esc(name)}</h1><p class='soft'>{state} · {esc(' · '.join(about))}</p><div class='cards'>{each}</div>"

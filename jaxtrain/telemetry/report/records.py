@@ -170,8 +170,8 @@ def _first(chosen: np.ndarray, number: np.ndarray, stretches: int) -> np.ndarray
     return at[first]
 
 
-def samples(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict[str, str]]]:
-    """Step -> generations of samples.jsonl: some steps, with the first and the last."""
+def generations(path: pathlib.Path, *, steps: int, each: int) -> dict[int, list[dict[str, str]]]:
+    """Step -> generations of generations.jsonl: some steps, with the first and the last."""
     found: dict[int, list[dict[str, str]]] = {}
     for record in run_lib.objects(path):
         rows = found.setdefault(record["step"], [])

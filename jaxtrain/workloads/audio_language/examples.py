@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.types import Example
-from loaders.chat import chat_samples, chatml
+from loaders.chat import chat_examples, chatml
 from loaders.chat import codec as codec_lib
 
 
 def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Decode the conversation of each row."""
-    tools = chat_samples.tools_of(config.data, config.data.manifest)
-    voice = chat_samples.open_codec(config.data) if config.data.codec else None
+    tools = chat_examples.tools_of(config.data, config.data.manifest)
+    voice = chat_examples.open_codec(config.data) if config.data.codec else None
     found = []
     for text, codes, slot in zip(batch["text"], batch["codes"], batch["slot"], strict=True):
         n = len(text)
@@ -26,7 +26,7 @@ def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: 
     return found
 
 
-def _codes(columns_jk: np.ndarray, tools: chat_samples.Tools) -> np.ndarray:
+def _codes(columns_jk: np.ndarray, tools: chat_examples.Tools) -> np.ndarray:
     """Join the codes of a row's recordings, one after the other, without spare columns."""
     codes = chatml.undelayed(columns_jk, delay=tools.delay)
     return codes[:, ((codes >= 0) & (codes < tools.size)).all(0)]

@@ -18,7 +18,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.workloads.audio_language import decoding
 from jaxtrain.workloads.audio_language.model import Config, make_specs
 from loaders.base import narrowed
-from loaders.chat import chat_audio, chat_samples, chatml, codec
+from loaders.chat import chat_audio, chat_examples, chatml, codec
 from loaders.io import atomic_write
 
 
@@ -27,7 +27,7 @@ class Speaker(NamedTuple):
 
     model: Config
     params: PyTree
-    tools: chat_samples.Tools
+    tools: chat_examples.Tools
     codec: codec.Codec | None
 
 
@@ -60,8 +60,8 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
         )
     data = config_lib.section(chat_audio.Config, run_data | changes)
     params = stored_params.read(source, make_specs(model), stored_params.one_device(), ema=ema)
-    tools = chat_samples.tools_of(data, data.manifest)
-    voice = chat_samples.open_codec(data) if data.codec else None
+    tools = chat_examples.tools_of(data, data.manifest)
+    voice = chat_examples.open_codec(data) if data.codec else None
     return Speaker(model, params, tools, voice)
 
 

@@ -13,20 +13,20 @@ import numpy as np
 from jaxtrain.nn import sampling
 from jaxtrain.types import Array, GenerativeEvaluation, Shard, Variables
 from jaxtrain.workloads.language import environments
-from jaxtrain.workloads.language.model import Config, Samples, Target
+from jaxtrain.workloads.language.model import Config, Generation, Target
 
-Judged = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for samples.jsonl
-MAX_LINES = 8  # [prompts] of an environment that samples.jsonl shows
+Judged = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for generations.jsonl
+MAX_LINES = 8  # [prompts] of an environment that generations.jsonl shows
 
 
 def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[GenerativeEvaluation]:
     """Yield the generative evaluations that a config asks for."""
-    if c.samples.prompts:
+    if c.generation.prompts:
 
         def show(texts: Sequence[str]) -> Judged:
-            return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.samples.prompts, texts, strict=True)]
+            return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.generation.prompts, texts, strict=True)]
 
-        yield _evaluation(c, shard, seed, c.samples.prompts, c.samples, c.samples.top_p, show)
+        yield _evaluation(c, shard, seed, c.generation.prompts, c.generation, c.generation.top_p, show)
     for target in c.targets:
         prompts = environments.load(target.module, target.arguments, target.prompts)
 
@@ -40,7 +40,7 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
 
 
 def _evaluation(
-    c: Config, shard: Shard, seed: int, prompts: Sequence[str], section: Samples | Target, top_p: float,
+    c: Config, shard: Shard, seed: int, prompts: Sequence[str], section: Generation | Target, top_p: float,
     score: Callable[[Sequence[str]], Judged]
 ) -> GenerativeEvaluation:  # fmt: skip
     """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""

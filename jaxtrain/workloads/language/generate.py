@@ -48,7 +48,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     theirs = run_workload.model_of(config).get("tokenizer") or (config.get("data") or {}).get("tokenizer")
     chosen = tokenizer or run_workload.exported_file(source, "tokenizer.json") or theirs
     changes = {"tokenizer": str(chosen)} if chosen else {}
-    model = run_workload.model_section(config, Config, **changes, targets=(), samples={})
+    model = run_workload.model_section(config, Config, **changes, targets=(), generation={})
     try:
         codec = model.codec()
     except DataError as error:

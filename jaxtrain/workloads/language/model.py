@@ -21,8 +21,8 @@ from loaders.io import checks
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Continuations that are written to samples.jsonl at every evaluation."""
+class Generation:
+    """Continuations that are written to generations.jsonl at every evaluation."""
 
     prompts: tuple[str, ...] = ()  # [texts] to be continued; empty = none
     tokens: int = 64  # [tokens] of each continuation
@@ -47,7 +47,7 @@ class Config(transformer.Decoder):
 
     on_resume = checks.OnResume(
         checks.FUNCTION,
-        free=("bytes_per_token", "chunk", "n_test", "samples", "targets"),
+        free=("bytes_per_token", "chunk", "n_test", "generation", "targets"),
         state=("vocab",),
         files=("tokenizer",),
     )
@@ -57,7 +57,7 @@ class Config(transformer.Decoder):
     z_loss: float = 0.0  # [1] times the square of the softmax's log normaliser, added to the loss; 0 = none
     chunk: int = 1024  # [tokens] of each device whose logits exist at the same time
     n_test: OfData[tuple[int, ...]] = OF_DATA  # [documents] held out of each source, several also apart; None = the data's
-    samples: Samples = field(default_factory=Samples)  # [section]
+    generation: Generation = field(default_factory=Generation)  # [section]
     targets: tuple[Target, ...] = ()  # [environments] to evaluate on
     tokenizer: OfData[str] = OF_DATA  # [path] of a tokenizer.json, for prompts, or "bytes"; None = as the data have
     ends: OfData[tuple[int, ...]] = OF_DATA  # [tokens] that end a text, for prompts; None = as the data have
@@ -67,7 +67,7 @@ class Config(transformer.Decoder):
         yield from super().validate()
         yield from checks.at_least(self, 1, "chunk")
         yield from checks.not_negative(self, "z_loss")
-        yield from checks.under("samples", checks.within(self.samples, "(0, 1]", "top_p"))
+        yield from checks.under("generation", checks.within(self.generation, "(0, 1]", "top_p"))
         for where, section in self._writers():
             yield from checks.under(where, checks.at_least(section, 1, "tokens"))
             yield from checks.under(where, checks.not_negative(section, "temperature"))
@@ -86,19 +86,22 @@ class Config(transformer.Decoder):
                 shorter = f", or shorter rows: config.data.context={value}" if name == "context" else ""
                 yield name, f"is {value}, and the data need {needed}; set config.model.{name}={needed}{shorter}"
         for where, section in self._writers():
-            if section is self.samples and not self.samples.prompts:
+            if section is self.generation and not self.generation.prompts:
                 continue  # nothing is continued
             if self.context is not None and section.tokens >= self.context:
                 text = f"is {section.tokens}, and the model's context is {self.context}, prompt included"
                 yield f"{where}.tokens", f"{text}; {self._fewer(where)}"
         try:
             codec = self.codec()
-            for prompt in self.samples.prompts:
+            for prompt in self.generation.prompts:
                 if (token := max(codec.encode(prompt))) >= (self.vocab or token + 1):
-                    yield "samples.prompts", f"{prompt[:40]!r} has a token {token}, of {self.vocab}; set config.model.tokenizer"
+                    yield (
+                        "generation.prompts",
+                        f"{prompt[:40]!r} has a token {token}, of {self.vocab}; set config.model.tokenizer",
+                    )
         except CodecError as error:
-            if self.samples.prompts or self.targets:
-                yield "samples.prompts", str(error)
+            if self.generation.prompts or self.targets:
+                yield "generation.prompts", str(error)
 
     def data_notes(self, info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         used = info.get("vocab")
@@ -117,13 +120,13 @@ class Config(transformer.Decoder):
     def _fewer(self, where: str) -> str:
         """Return the remedy for continuations of ``where`` that the context does not hold."""
         half = max(self.context // 2, 1)
-        if where == "samples":
-            return f"set config.model.samples.tokens={half}, or write nothing: config.model.samples.prompts=()"
+        if where == "generation":
+            return f"set config.model.generation.tokens={half}, or write nothing: config.model.generation.prompts=()"
         return f"set tokens to {half} in config.model.targets, or score nothing: config.model.targets=()"
 
-    def _writers(self) -> Iterator[tuple[str, Samples | Target]]:
+    def _writers(self) -> Iterator[tuple[str, Generation | Target]]:
         """Yield the sections that have the model write: (path, section)."""
-        yield "samples", self.samples
+        yield "generation", self.generation
         yield from ((f"targets[{i}]", target) for i, target in enumerate(self.targets))
 
     @property

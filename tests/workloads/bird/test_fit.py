@@ -134,10 +134,10 @@ def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
     assert cli.main(["fit", str(made.folder), "--method", "prototypes", "--out", str(tmp_path / "again.npz")]) == 0
     first, again = (heads.read(tmp_path / name) for name in ("head.npz", "again.npz"))
     assert first.digest == again.digest and first.encoder == again.encoder == made.encoder
-    assert json.loads((made.folder / "embeddings.json").read_text())["samples_per_second"] > 0
+    assert json.loads((made.folder / "embeddings.json").read_text())["examples_per_second"] > 0
     assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
     capsys.readouterr()
-    assert json.loads((made.folder / "embeddings.json").read_text())["samples_per_second"] == 0, "nothing was left to do"
+    assert json.loads((made.folder / "embeddings.json").read_text())["examples_per_second"] == 0, "nothing was left to do"
     for argv, text in (
         ([str(index)], "is an index of recordings; name the run that embeds it: --run RUN"),
         ([str(made.folder), "--run", str(run)], "none of the folders is an index"),

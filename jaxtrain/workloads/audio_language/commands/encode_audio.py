@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from jaxtrain.commands import arguments
 from loaders import _rust
 from loaders.base import DataError
-from loaders.chat import chat_audio, chat_samples, codec
+from loaders.chat import chat_audio, chat_examples, codec
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def encode(args: argparse.Namespace) -> int:
         manifest=args.manifest, codec=args.codec, audio_root=args.audio_root, cache=args.cache, threads=args.threads,
         codebooks=args.codebooks, codebook_size=args.codebook_size,
     )  # fmt: skip
-    done, there, bad = chat_samples.encode_all(config, args.manifest)
+    done, there, bad = chat_examples.encode_all(config, args.manifest)
     for name, reason in bad:
         print(f"{name}: {reason}")
     seconds = time.perf_counter() - began

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtrain.commands import arguments
 from loaders import order
 from loaders.base import DataError
-from loaders.chat import chat_samples, chatml, codec
+from loaders.chat import chat_examples, chatml, codec
 from loaders.io import files as files_lib
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga")
@@ -85,12 +85,12 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
         path = pathlib.Path(text).expanduser()
         if path.suffix == ".json":
             root = path.parent
-            for sample in chatml.read_manifest(path):
+            for example in chatml.read_manifest(path):
                 try:
-                    clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
-                except chatml.SampleError:
+                    clips = [piece.clip for piece in chatml.render(example) if piece.clip is not None]
+                except chatml.ExampleError:
                     continue
-                by_name |= {str(source): source for source in (chat_samples.source_of(clip, root) for clip in clips)}
+                by_name |= {str(source): source for source in (chat_examples.source_of(clip, root) for clip in clips)}
             continue
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not path.exists():

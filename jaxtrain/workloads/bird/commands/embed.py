@@ -88,7 +88,7 @@ def _embed(args: argparse.Namespace) -> int:
             done, counts, code = _embed_windows(args, model, changes, options, out)
         else:
             done = embed.embed(model, encoder.data_config(model, **changes), out, **options)
-    speed = f"{done['samples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for the loader"
+    speed = f"{done['examples_per_second']:.0f} a second, {done['waiting']:.0%} of the time waiting for the loader"
     print(f"{args.out}: {done['done']} recordings ({done['unreadable']} unreadable), {speed}")
     if counts:
         print(counts)

@@ -85,7 +85,7 @@ def embed(
         if (partial := out / f"{name}.npy.partial").exists():
             partial.replace(out / f"{name}.npy")
     bad = n - int((np.load(out / "weight.npy", mmap_mode="r") > 0).sum())
-    progress |= {"unreadable": bad, "samples_per_second": (n - start) / seconds, "waiting": stream.waited / seconds}
+    progress |= {"unreadable": bad, "examples_per_second": (n - start) / seconds, "waiting": stream.waited / seconds}
     _note(out, files, progress)
     return progress
 

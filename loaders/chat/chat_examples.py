@@ -1,4 +1,4 @@
-"""The samples of a manifest for `loaders.chat.chat_audio`: tokenised, measured, as codes.
+"""The examples of a manifest for `loaders.chat.chat_audio`: tokenised, measured, as codes.
 
 Codes are of their recordings. The tokenizer is a tokenizer.json of Hugging Face whose vocabulary
 has the special tokens `chatml.SPECIAL`. The codes of a recording come from
@@ -42,9 +42,9 @@ class Config(checks.DataSection):
         checks.FREE, function=("codebooks", "codebook_size", "frame_rate", "delay"), files=("codec", "codes")
     )
 
-    manifest: str = ""  # [path] JSON list of samples
+    manifest: str = ""  # [path] JSON list of examples
     test: str = ""  # [path] manifest to test on; empty = a share of the first
-    test_share: float = 0.05  # [share] of the samples kept for testing without a path for it, chosen by number
+    test_share: float = 0.05  # [share] of the examples kept for testing without a path for it, chosen by number
     tokenizer: str = ""  # [path] tokenizer.json with the special tokens
     audio_root: str = ""  # [path] folder that recordings' paths are relative to; empty = each manifest's own
     codec: str = ""  # [path or module:function] codec.npz, or your own function; empty = all codes are in ``codes``
@@ -55,8 +55,8 @@ class Config(checks.DataSection):
     frame_rate: float = 25.0  # [1/s] of them
     delay: bool = True  # [bool] codebook k of a recording is delayed by k columns
     buckets: int = 4  # [shapes] of batches, at most. A program is compiled for each
-    longest: int = 4096  # [places] of a sample. Longer ones are left out
-    bad_budget: float = 0.01  # [share] of the samples that may be unusable before the run stops
+    longest: int = 4096  # [places] of an example. Longer ones are left out
+    bad_budget: float = 0.01  # [share] of the examples that may be unusable before the run stops
     follow_links: bool = False  # [bool] links in the folder of recordings may lead out of it
     threads: int = 0  # [threads] that encode recordings; 0 = one for each core this process may use
 
@@ -86,8 +86,8 @@ class Config(checks.DataSection):
         yield from checks.within(self, "[0, 1]", "test_share", "bad_budget")
 
 
-class Sample(NamedTuple):
-    """A usable sample, before the codes of its recordings are put in."""
+class Example(NamedTuple):
+    """A usable example, before the codes of its recordings are put in."""
 
     number: int  # in its manifest
     tokens: np.ndarray  # int32 [n]
@@ -120,50 +120,50 @@ class Tools(NamedTuple):
         return self.ids[chatml.END_OF_TURN]
 
     def codes(self, clip: chatml.Clip) -> np.ndarray:
-        """int16 [K, T] of a part of a recording. Raises SampleError."""
+        """int16 [K, T] of a part of a recording. Raises ExampleError."""
         try:
             codes = self.find(clip)
         except (ValueError, OSError) as error:
-            raise chatml.SampleError(f"{clip.url or 'raw_audio'}: {error}") from error
+            raise chatml.ExampleError(f"{clip.url or 'raw_audio'}: {error}") from error
         if len(codes) != self.codebooks or (codes.size and not 0 <= codes.min() <= codes.max() < self.size):
-            raise chatml.SampleError(
+            raise chatml.ExampleError(
                 f"{clip.url or 'raw_audio'}: its codes are {list(codes.shape)}, up to {codes.max(initial=0)}; expected "
                 f"{self.codebooks} codebooks of {self.size}"
             )
         start = round(clip.offset * self.frame_rate)
         stop = codes.shape[1] if clip.duration is None else start + max(round(clip.duration * self.frame_rate), 1)
         if start >= codes.shape[1]:
-            raise chatml.SampleError(f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end")
+            raise chatml.ExampleError(f"{clip.url or 'raw_audio'}: offset {clip.offset} s is past its end")
         return codes[:, start:stop]
 
     def expand(self, tokens: np.ndarray, labels: np.ndarray, codes: Sequence[np.ndarray]) -> chatml.Laid:
-        """`chatml.expand` with these tokens and codebooks. Raises SampleError."""
+        """`chatml.expand` with these tokens and codebooks. Raises ExampleError."""
         return chatml.expand(
             tokens, labels, codes, audio_in=self.ids[chatml.AUDIO], audio_out=self.ids[chatml.AUDIO_OUT], size=self.size,
             codebooks=self.codebooks, delay=self.delay,
         )  # fmt: skip
 
-    def laid_out(self, sample: Sample) -> chatml.Laid:
-        """Return a sample with the codes of its recordings in place. Raises DataError."""
+    def laid_out(self, example: Example) -> chatml.Laid:
+        """Return an example with the codes of its recordings in place. Raises DataError."""
         try:
-            return self.expand(sample.tokens, sample.labels, [self.codes(clip) for clip in sample.clips])
-        except chatml.SampleError as error:  # it could be read when the run began
-            raise DataError(f"sample {sample.number} can no longer be read: {error}") from error
+            return self.expand(example.tokens, example.labels, [self.codes(clip) for clip in example.clips])
+        except chatml.ExampleError as error:  # it could be read when the run began
+            raise DataError(f"example {example.number} can no longer be read: {error}") from error
 
     def blank(self) -> chatml.Laid:
         return self.expand(np.zeros(0, np.int32), np.zeros(0, np.int32), [])
 
-    def check(self, number: int, sample: Any) -> Sample:
-        """Tokenises and measures a sample of the manifest. Raises SampleError."""
-        tokens, labels, clips = chatml.tokenise(chatml.render(sample), self.encode)
+    def check(self, number: int, example: Any) -> Example:
+        """Tokenises and measures an example of the manifest. Raises ExampleError."""
+        tokens, labels, clips = chatml.tokenise(chatml.render(example), self.encode)
         laid = self.expand(tokens, labels, [self.codes(clip) for clip in clips])
         t = chatml.targets(laid)
         audio = int((laid.recording >= 0).sum())
         size = Shape(len(laid.tokens) - audio, audio, len(t.text), len(t.audio))
         if not len(t.text) and not len(t.audio):
-            raise chatml.SampleError("it has no labels: there is no assistant's turn from start_index on")
+            raise chatml.ExampleError("it has no labels: there is no assistant's turn from start_index on")
         codes = hashlib.sha256(laid.codes.tobytes()).hexdigest()[:16]
-        return Sample(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()), codes)
+        return Example(number, tokens, labels, tuple(clips), size, int((t.audio[:, 0] != chatml.NONE).sum()), codes)
 
 
 def open_codec(config: Config) -> codec_lib.Codec:
@@ -195,10 +195,10 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
     codec, root = open_codec(config), root_of(config, manifest)
     sources: dict[str, codec_lib.Source] = {}
     bad: list[tuple[str, str]] = []
-    for sample in chatml.read_manifest(manifest):
+    for example in chatml.read_manifest(manifest):
         try:
-            clips = [piece.clip for piece in chatml.render(sample) if piece.clip is not None]
-        except chatml.SampleError:  # reported when the samples are checked
+            clips = [piece.clip for piece in chatml.render(example) if piece.clip is not None]
+        except chatml.ExampleError:  # reported when the examples are checked
             continue
         for clip in clips:
             try:
@@ -280,32 +280,32 @@ def _codes_once(path: str, _: files.Stamps) -> dict[str, np.ndarray]:
     return codec_lib.read_many(path)
 
 
-def read_samples(config: Config, manifest: str) -> tuple[list[Sample], list[tuple[int, str]]]:
-    """Return usable samples, and (number, reason) of others. Raises DataError for too many."""
+def read_examples(config: Config, manifest: str) -> tuple[list[Example], list[tuple[int, str]]]:
+    """Return usable examples, and (number, reason) of others. Raises DataError for too many."""
     if not config.codes:
         encode_all(config, manifest)
     tools = tools_of(config, manifest)
-    usable: list[Sample] = []
+    usable: list[Example] = []
     bad: list[tuple[int, str]] = []
     everything = chatml.read_manifest(manifest)
-    for number, sample in enumerate(everything):
+    for number, example in enumerate(everything):
         try:
-            checked = tools.check(number, sample)
+            checked = tools.check(number, example)
             if checked.size.places > config.longest:
-                raise chatml.SampleError(f"it has {checked.size.places} places, but data.longest is {config.longest}")
+                raise chatml.ExampleError(f"it has {checked.size.places} places, but data.longest is {config.longest}")
             usable.append(checked)
-        except chatml.SampleError as error:
+        except chatml.ExampleError as error:
             bad.append((number, str(error)))
     for number, reason in bad[:20]:
-        log.warning("%s: sample %d is left out: %s", manifest, number, reason)
+        log.warning("%s: example %d is left out: %s", manifest, number, reason)
     allowed = max(1, int(config.bad_budget * len(everything))) if config.bad_budget else 0
     if len(bad) > allowed:
         raise DataError(
-            f"{manifest}: {len(bad)} of {len(everything)} samples cannot be used, but data.bad_budget={config.bad_budget} "
-            f"allows {allowed}; the first is sample {bad[0][0]}: {bad[0][1]}"
+            f"{manifest}: {len(bad)} of {len(everything)} examples cannot be used, but data.bad_budget={config.bad_budget} "
+            f"allows {allowed}; the first is example {bad[0][0]}: {bad[0][1]}"
         )
     if bad:
         log.warning(
-            "%s: %d of %d samples are left out (data.bad_budget allows %d)", manifest, len(bad), len(everything), allowed
+            "%s: %d of %d examples are left out (data.bad_budget allows %d)", manifest, len(bad), len(everything), allowed
         )
     return usable, bad
