@@ -118,12 +118,12 @@ def run(config: Config, command: Mapping[str, Any] = types.MappingProxyType({}),
             checkpoints.poll()
             now = due.at(step)
             # 3. If the host waits anyway, read this step too.
-            waits = now.save or now.evaluate or metrics_logger.streak.broken
+            waits = now.save or now.evaluate or metrics_logger.skipped.broken
             if waits and metrics_logger.flush():
                 break
             # 4. Rewind before a save: a bad state never reaches the disk.
-            if metrics_logger.streak.broken:
-                state = checkpoints.rewind(state, step, metrics_logger.streak)
+            if metrics_logger.skipped.broken:
+                state = checkpoints.rewind(state, step, metrics_logger.skipped)
                 metrics_logger.rewound(batch, state)
             # 5. Save, then evaluate: a kill between the two costs one evaluation.
             if now.save and now.resumable:

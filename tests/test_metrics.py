@@ -38,7 +38,7 @@ def test_sums_over_many_batches_are_kept_in_float64():
 def test_rates_name_the_cores_that_the_loader_lacks(clock, monkeypatch):
     monkeypatch.setattr(metrics.machine, "cores", lambda: 2)
     meter = metrics.Meter(steps=100, batch=80, flops=1000, peak=4000.0, local_rows=40)  # one of two processes
-    meter.begin(0, 0.0)
+    meter.start(0, 0.0)
     clock.time += 10
     loader = {"rows": 400, "threads": 2, "seconds": {"read": 1.0, "decode": 15.0, "idle": 4.0, "wait": 8.0}}
     rates = meter.rates(10, 8.0, loader)  # 800 rows in 2 s of computing; 400 rows in 16 s of a thread, in both processes
@@ -53,7 +53,7 @@ def test_rates_name_the_cores_that_the_loader_lacks(clock, monkeypatch):
 
 def test_rates_are_those_since_the_last_line(clock):
     meter = metrics.Meter(steps=100, batch=8, flops=1000, peak=4000.0)
-    meter.begin(10, 5.0)
+    meter.start(10, 5.0)
     clock.time += 2
     rates = meter.rates(20, 5.5)
     assert rates == {
@@ -64,11 +64,11 @@ def test_rates_are_those_since_the_last_line(clock):
         "eta_seconds": 16.0,
     }
     both = metrics.Meter(steps=100, batch=8, flops=1000, full_flops=1600, peak=4000.0)
-    both.begin(10, 5.0)
+    both.start(10, 5.0)
     clock.time += 2
     assert {k: v for k, v in both.rates(20, 5.5).items() if "mfu" in k} == {"mfu": 1.25, "mfu_full_attention": 2.0}
     clock.time += 100  # an evaluation does not count in the speed
-    meter.begin(20, 5.5)
+    meter.start(20, 5.5)
     clock.time += 1
     assert meter.rates(25, 5.5)["steps_per_second"] == 5.0
     clock.time += 1

@@ -18,7 +18,7 @@ def test_programs_are_compiled_once_each_in_order_and_before_they_are_needed():
         return lambda: stage
 
     programs = CompileAhead(lambda step: min(step // 5, 3), compiled)
-    programs.begin(3, 19)
+    programs.start(3, 19)
     assert programs.starts == {0: 3, 1: 5, 2: 10, 3: 15}
     assert programs.at(3)() == 0 and programs.at(4)() == 0 and programs.at(5)() == 1
     late = threading.Thread(target=programs.at, args=(10,))
@@ -37,7 +37,7 @@ def test_a_compilation_that_fails_is_raised_at_its_step_and_not_before():
         return lambda: stage
 
     programs = CompileAhead(lambda step: step, compiled)
-    programs.begin(0, 2)
+    programs.start(0, 2)
     assert programs.at(0)() == 0
     with pytest.raises(ValueError, match="stage 1 does not fit"):
         programs.at(1)
@@ -56,7 +56,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
         return lambda: "evaluated"
 
     programs = CompileAhead(lambda step: step // 5, compiled)
-    programs.begin(0, 10, others=[evaluation])
+    programs.start(0, 10, others=[evaluation])
     assert programs.at(0)() == 0 and programs.other(0)() == "evaluated" and programs.at(9)() == 1
     assert order == [0, "evaluation", 1]
     programs.close()
@@ -65,7 +65,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
         raise ValueError("the evaluation does not fit")
 
     programs = CompileAhead(lambda step: 0, compiled)
-    programs.begin(0, 1_000_000, others=[too_large])
+    programs.start(0, 1_000_000, others=[too_large])
     with pytest.raises(ValueError, match="does not fit"):
         for step in range(1_000_000):  # at one of the first steps, although the evaluation was not requested
             programs.at(step)
@@ -76,7 +76,7 @@ def test_an_evaluation_is_compiled_after_the_first_step_and_its_failure_ends_the
 
 def test_a_run_without_steps_left_has_its_evaluation():
     programs = CompileAhead(lambda step: 0, lambda stage: None)
-    programs.begin(5, 5, others=[lambda: lambda: "evaluated"])
+    programs.start(5, 5, others=[lambda: lambda: "evaluated"])
     assert programs.other(0)() == "evaluated"
     programs.close()
 
@@ -93,7 +93,7 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
     deadline = time.monotonic() + 60
     while not order and time.monotonic() < deadline:
         time.sleep(0.001)
-    programs.begin(5, 15, others=[lambda: lambda: order.append("evaluation")])
+    programs.start(5, 15, others=[lambda: lambda: order.append("evaluation")])
     assert programs.at(5)() == 1 and programs.at(14)() == 2
     programs.other(0)()
     assert order == [1, 2, "evaluation"]
@@ -102,6 +102,6 @@ def test_the_program_of_a_likely_first_step_is_compiled_before_it_is_known_and_o
     order.clear()
     programs = CompileAhead(lambda step: step // 5, compiled)
     programs.expect(9)  # the newest checkpoint was damaged, and the run resumes from the one before it
-    programs.begin(4, 8)
+    programs.start(4, 8)
     assert programs.at(4)() == 0 and programs.at(7)() == 1 and sorted(order) == [0, 1]
     programs.close()

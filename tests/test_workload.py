@@ -159,7 +159,7 @@ def test_the_rest_works_without_a_workload(copied):
         assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed, name
 
 
-TRAINER = ("test_specs.py", "test_layout.py", "test_begin.py", "test_evaluate.py", "test_programs.py")
+TRAINER = ("test_specs.py", "test_layout.py", "test_init_or_restore.py", "test_evaluate.py", "test_programs.py")
 
 
 def test_the_trainers_own_tests_pass_without_any_workload(copied):

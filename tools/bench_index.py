@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from loaders.audio.recordings import columns, make, rows, store
+from loaders.audio.recordings import columns, indexing, rows, store
 from loaders.audio.recordings.annotations import Errors
 
 OPEN = """
@@ -59,7 +59,7 @@ def headers(folder: pathlib.Path, n: int) -> None:
     for what in ("first", "again"):
         begin = time.process_time()
         given, options = [str(folder / "recordings")], rows.Options()
-        about = make.make(given, folder / "index", reading=columns.Options(), options=options, errors=Errors())
+        about = indexing.make(given, folder / "index", reading=columns.Options(), options=options, errors=Errors())
         seconds = time.process_time() - begin
         print(f"jaxtrain index, {what}: {n / seconds:.0f} recordings a second of CPU, {about['n_read']} headers read")
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures
+from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows, measures
 
 METHODS = ("linear", "prototypes", "patches")
 EXAMPLES = (1, 5, 20)  # of each class
 SAMPLES = 200  # bootstrap samples of the test rows, of each draw
 
 
-def drawn(given: examples.Examples, n: int, rng: np.random.Generator) -> examples.Examples:
+def drawn(given: labelled_rows.Examples, n: int, rng: np.random.Generator) -> labelled_rows.Examples:
     label = given.y.argmax(1)
     rows = np.sort(np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c in range(given.y.shape[1])]))
     return given._replace(rows=[given.rows[0][rows]], y=given.y[rows], known=given.known[rows], group=given.group[rows])
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=10)
     args = parser.parse_args(argv)
     train, test = embeddings.read(args.train), embeddings.read(args.test)
-    given, held = examples.own([train]), examples.own([test])
+    given, held = labelled_rows.own([train]), labelled_rows.own([test])
     if given.names != held.names or not given.exclusive or not held.exclusive:
         raise SystemExit(f"{args.train} and {args.test}: expected the same classes in both, one for each row")
     weight = measures.bootstrap(len(held.y), SAMPLES)

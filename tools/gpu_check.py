@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         return child(args)
     if args.readme:
-        from tools.chip import report
+        from tools.chip import results_table
 
-        return report.write_readme(args.readme, ROOT / "docs" / "results" / "h100.md")
+        return results_table.write_readme(args.readme, ROOT / "docs" / "results" / "h100.md")
     found = check(args)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    from tools.chip import report
+    from tools.chip import results_table
 
-    print(report.text(found))
+    print(results_table.text(found))
     print(f"all numbers: {args.out}")
     return 1 if not found["well"] else 3 if found["left_out"] else 0
 
@@ -249,12 +249,12 @@ def child(args: argparse.Namespace) -> int:
     kind, _, case = args.child.partition(" ")
     import jax
 
-    from tools.chip import cases, ceilings, correctness, feeding, speed, state
+    from tools.chip import cases, ceilings, checkpoints, correctness, feeding, speed
 
     data = cases.Data(args.folder, small=args.small)
     result: Any
     if kind == "state":  # it starts runs, which want the device for themselves
-        result = state.measure(data, args.folder / "programs-of-runs", quick=args.quick)
+        result = checkpoints.measure(data, args.folder / "programs-of-runs", quick=args.quick)
     else:
         device = jax.devices()[0]
         if kind == "machine":

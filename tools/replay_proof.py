@@ -56,7 +56,7 @@ from jaxtrain.data.stream import Data, Item
 from jaxtrain.parallel import cluster
 from jaxtrain.step import accumulate, digest
 from jaxtrain.step import train_step as step_lib
-from jaxtrain.telemetry.report import steps as steps_lib
+from jaxtrain.telemetry.report import step_differences as steps_lib
 from jaxtrain.telemetry.report.run import open_run
 from jaxtrain.verify import Outcome, Verifier
 

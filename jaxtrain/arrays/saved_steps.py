@@ -20,13 +20,13 @@ from jaxtrain.arrays import run_workload, stored
 from jaxtrain.arrays.source import Source
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums
-from jaxtrain.config import checks
+from jaxtrain.config import consistency
 from jaxtrain.nn import lora
 from jaxtrain.step import digest
 from jaxtrain.telemetry import console
-from jaxtrain.telemetry.report import steps
+from jaxtrain.telemetry.report import step_differences
 from jaxtrain.telemetry.report.run import RunError, open_run
-from jaxtrain.telemetry.report.steps import digest_text
+from jaxtrain.telemetry.report.step_differences import digest_text
 from loaders.io.checks import first_line
 from loaders.io.files import FileError
 
@@ -121,7 +121,7 @@ def verify(source: Source) -> int:
 def _recorded(source: Source) -> dict[str, str]:
     """Return the digests of the arrays that the run recorded at this step, if it did."""
     try:
-        return steps.arrays(open_run(str(source.path.parent.parent))).get(int(source.path.name), {})
+        return step_differences.arrays(open_run(str(source.path.parent.parent))).get(int(source.path.name), {})
     except (RunError, FileError, ValueError, OSError):
         return {}
 
@@ -216,7 +216,7 @@ def save_weights(
     and host memory that the kernel may reclaim, except the arrays that Orbax encodes at once.
     Raises StoredError when that step is there already.
     """
-    if why := checks.unusable(out):
+    if why := consistency.unusable(out):
         raise stored.StoredError(f"{out} {why}; choose another --out")
     folder = pathlib.Path(out).expanduser().absolute() / "checkpoints"
     if (folder / str(step)).exists():

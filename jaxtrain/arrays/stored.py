@@ -32,7 +32,7 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.arrays import quiet_orbax
-from jaxtrain.config import checks
+from jaxtrain.config import consistency
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import files, machine
 from loaders.io.checks import UserError
@@ -403,7 +403,7 @@ def nest(leaves: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
 def place_of(path: epath.PathLike) -> epath.Path:
     """Return a path of a file system or a store. Raises StoredError: the store is out of reach."""
     text = os.fspath(path)
-    if why := checks.unreachable(text):
+    if why := consistency.unreachable(text):
         raise StoredError(f"{path} {why}")
     if "://" in text:
         _ask(text.rstrip("/") + "/")

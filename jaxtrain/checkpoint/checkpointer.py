@@ -94,9 +94,9 @@ class Checkpointer:
         self._saving: epath.Path | None = None  # the step of the save in flight
         self._failures = 0
         self._given_up: list[str] = []  # steps whose saves failed
-        self._meeting = joint_failure.Meeting() if jax.process_count() > 1 else None
+        self._barrier = joint_failure.SaveBarrier() if jax.process_count() > 1 else None
         saves = ocp.options.AsyncOptions(
-            timeout_secs=TIMEOUT, barrier_sync_fn=self._meeting, post_finalization_callback=self._seal
+            timeout_secs=TIMEOUT, barrier_sync_fn=self._barrier, post_finalization_callback=self._seal
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep), create=True, async_options=saves
@@ -117,8 +117,8 @@ class Checkpointer:
             if weights_only:
                 content = {name: content[name] for name in ("step", "params", "model_state", "ema")}
             self._saving = path = self._path / str(step)
-            if self._meeting:
-                self._meeting.begin()
+            if self._barrier:
+                self._barrier.start()
             try:
                 self._manager.save(
                     step,

@@ -22,7 +22,7 @@ class OtherFailedError(RuntimeError):
     """Another process could not do its part of a save."""
 
 
-class Meeting:
+class SaveBarrier:
     """Waits at Orbax's barriers of several processes, as its BarrierSyncFn."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Meeting:
         self._saver = 0  # the thread that began this save
         self._left: list[str] = []  # phases of this save to whose end this process has not come yet
 
-    def begin(self) -> None:
+    def start(self) -> None:
         with self._lock:
             self._saves, self._saver = self._saves + 1, threading.get_ident()
             self._left = list(PHASES.values())

@@ -11,7 +11,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.process_context import ProcessContext
 from jaxtrain.schedule import Due
-from jaxtrain.step.guard import Streak
+from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import goodput
 
@@ -104,8 +104,8 @@ class CheckpointManager:
         """Whether a checkpoint is due after the evaluation: final weights, or a stall's state."""
         return not due.resumable if due.save else due.evaluate and self.stalled(step)
 
-    def rewind(self, state: TrainState, step: int, streak: Streak) -> TrainState:
-        """Return the state of the last regular save before the streak, at ``state``'s position.
+    def rewind(self, state: TrainState, step: int, skipped: SkippedSteps) -> TrainState:
+        """Return the last regular save before the skipped steps, at ``state``'s position.
 
         Raises FloatingPointError when config.guard.rewinds allows no more, or there is no save.
         """
@@ -113,10 +113,10 @@ class CheckpointManager:
         older = None
         if self.history.rewinds < guard.rewinds:
             with self._clock.during(goodput.RESTORE):
-                older = self._checkpointer.rewind(self._abstract, streak.last_good)
+                older = self._checkpointer.rewind(self._abstract, skipped.last_good)
         if not older:
             raise FloatingPointError(
-                f"{guard.patience} steps in a row after {streak.last_good} were skipped: their gradients were not finite, or "
+                f"{guard.patience} steps in a row after {skipped.last_good} were skipped: their gradients were not finite, or "
                 f"spikes. Lower config.optim.lr, look at those examples, or raise config.guard.rewinds (it is "
                 f"{guard.rewinds}, and the run has rewound {self.history.rewinds} times). The last checkpoint in "
                 f"{self._config.workdir} is from before"
@@ -126,9 +126,9 @@ class CheckpointManager:
         log.warning(
             "%d steps in a row after %d were skipped: the state is again that of step %d, and batches %d to %d count as "
             "skipped (rewind %d of %d)",
-            guard.patience, streak.last_good, at, at + 1, step, self.history.rewinds, guard.rewinds,
+            guard.patience, skipped.last_good, at, at + 1, step, self.history.rewinds, guard.rewinds,
         )  # fmt: skip
-        streak.restart(step)
+        skipped.restart(step)
         # No checkpoint holds frozen weights: they are those of the state that is given up.
         variables = restored.variables._replace(frozen=state.variables.frozen)
         return restored.replace(step=state.step, variables=variables)

@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
+    from jaxtrain.telemetry.report import step_differences
 
     first, second = map(run_lib.open_run, args.runs)
-    compared = steps.Compared(steps.read(first), steps.read(second))
+    compared = step_differences.Compared(step_differences.read(first), step_differences.read(second))
     print(*_settings(first, second), compared.summary(), sep="\n")
     if compared.differs is None:
         return 0 if compared.steps else 1

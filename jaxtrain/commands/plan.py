@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from jaxtrain import config
 from jaxtrain.commands import arguments
-from jaxtrain.config.arguments import COMPILERS
+from jaxtrain.config.command_line import COMPILERS
 
 
 @arguments.reported

@@ -130,10 +130,10 @@ def _compared(whole: pathlib.Path, again: pathlib.Path) -> tuple[bool, str]:
     """Whether two runs agree in each recorded step and the last checkpoint, and a line on it."""
     from jaxtrain.arrays import saved_steps, source
     from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
+    from jaxtrain.telemetry.report import step_differences
 
-    a, b = (steps.read(run_lib.open_run(str(path))) for path in (whole, again))
-    compared = steps.Compared(a, b)
+    a, b = (step_differences.read(run_lib.open_run(str(path))) for path in (whole, again))
+    compared = step_differences.Compared(a, b)
     if compared.differs is not None or compared.steps != sorted(a.values["loss"]):
         return False, compared.summary()
     one, other = (saved_steps.digest_of(source.find(str(path)).arrays()) for path in (whole, again))

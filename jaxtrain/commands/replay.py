@@ -37,7 +37,7 @@ from loaders.io.checks import UserError
 
 if TYPE_CHECKING:
     from jaxtrain.telemetry.report.run import Run
-    from jaxtrain.telemetry.report.steps import Steps
+    from jaxtrain.telemetry.report.step_differences import Steps
 
 SHOWN = ("loss", "loss_after", "grad_norm", "update_norm")  # of what-ifs, in the terminal
 
@@ -91,7 +91,7 @@ def _mesh(text: str) -> tuple[int, int, int]:
 def _replay(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.telemetry.report import run as run_lib
-    from jaxtrain.telemetry.report import steps
+    from jaxtrain.telemetry.report import step_differences
 
     run, membership, until = run_lib.open_run(args.run), cluster.find(), args.until or args.step
     out = pathlib.Path(args.out or f"{run.path}-replay-{args.step}")
@@ -99,7 +99,7 @@ def _replay(args: argparse.Namespace) -> int:
     problem = ""
     if membership.process == 0:
         try:
-            recorded = steps.read(run)
+            recorded = step_differences.read(run)
             _refuse(args, run, recorded, until)
             _config(run, out, args)  # refused before a workdir is made
             _begin(args, run, out, until)
@@ -109,14 +109,14 @@ def _replay(args: argparse.Namespace) -> int:
             problem = str(error)
     config = _config(run, out, args)
     if membership.processes > 1:  # the others wait for process 0, and write nothing before
-        cluster.meet(membership, config, refusal=problem)
+        cluster.await_peers(membership, config, refusal=problem)
     # The data at the run's beginning, for a replay without a checkpoint, which has its own digest.
     data = next((s.facts["data"] for s in reversed(run.starts) if not s.first and "data" in s.facts), "")
     _make(args, config, until, data)
     if membership.process:
         return 0  # process 0 compares
     made = run_lib.open_run(str(out))
-    compared = steps.Compared(recorded, steps.read(made))
+    compared = step_differences.Compared(recorded, step_differences.read(made))
     lines = [*_otherwise(run, made, args.step), compared.summary()]
     lines += [compared.apart()] if compared.differs is not None else []
     print("\n".join(lines))

@@ -53,7 +53,7 @@ class CompileAhead:
     def expects(self, step: int) -> bool:
         return self._key_of(step) in self._programs
 
-    def begin(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
+    def start(self, start: int, stop: int, *, others: Sequence[Callable[[], Callable[..., Any]]] = ()) -> None:
         """Compile for steps ``start`` to ``stop``, and ``others`` right after the first step's."""
         self._first = start
         for step in range(start, stop):
@@ -150,7 +150,7 @@ class StepCompiler:
         # 3. Compile in a thread: the first step, awaited here, then the rest while the run goes on.
         found = [program_cache.earlier(x, self._options) for x in evaluations]
         others = [functools.partial(lambda x, f: f or self.compile(x), *each) for each in zip(evaluations, found, strict=True)]
-        self._steps.begin(first, steps, others=others)
+        self._steps.start(first, steps, others=others)
         if len(starts := self._steps.starts) > 1:
             log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
         if starts:

@@ -3,17 +3,17 @@
 schema      the sections and their fields: value, unit, meaning
 build       a config file and overrides -> `Config`; `Config` -> JSON
 changes     differences to the config of a checkpoint
-checks      errors between sections, or on this machine
+consistency errors between sections, or on this machine
 factories   functions that a config names as module:function
 explain     every field with its value, unit and meaning
 sweep       the points of a sweep
-arguments   the command line of a run
+command_line the command line of a run
 """
 
-from jaxtrain.config.arguments import Arguments, parse_args
 from jaxtrain.config.build import from_dict, load, read, save, section, to_json
 from jaxtrain.config.changes import Change, compare, digests_of
-from jaxtrain.config.checks import ArgumentError, ConfigError
+from jaxtrain.config.command_line import Arguments, parse_args
+from jaxtrain.config.consistency import ArgumentError, ConfigError
 from jaxtrain.config.explain import explain, gloss
 from jaxtrain.config.schema import (
     AXIS_RULES,

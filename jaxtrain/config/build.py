@@ -1,7 +1,7 @@
 """From a file and overrides of the command line to one frozen, checked `Config`, and back to JSON.
 
 A config file defines ``get_config(argument="")``, which returns a ``ConfigDict`` or a dictionary of
-sections. All errors are collected and raised together, before a device is touched.
+sections. All errors are collected and raised together, before a device is used.
 """
 
 import ast
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import configs, workload
-from jaxtrain.config.checks import (
+from jaxtrain.config.consistency import (
     ArgumentError,
     ConfigError,
     between_sections,

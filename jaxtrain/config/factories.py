@@ -1,7 +1,7 @@
 """Factories that a config names as ``module:function``: of an optimizer, or of a schedule.
 
 A factory is called with the arguments that the config has for it. It also gets each value of the
-run that it has a parameter for. Its errors are found before a device is touched, by its signature
+run that it has a parameter for. Its errors are found before a device is used, by its signature
 and by a call under `jax.eval_shape`, which makes no array.
 """
 

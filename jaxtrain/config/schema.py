@@ -3,8 +3,8 @@
 Defaults live on these dataclasses, on the workload's ``Config`` (section ``model``) and on the
 loader's ``Config`` (section ``data``), and nowhere else. A config file states the differences.
 Every field ends in a gloss, ``# [unit] meaning``, which `jaxtrain.config.explain` prints.
-``validate()`` names the errors that show in a section's own values; `jaxtrain.config.checks` has
-the errors that show between sections or on this machine.
+``validate()`` names the errors that show in a section's own values; `jaxtrain.config.consistency`
+has the errors that show between sections or on this machine.
 """
 
 import re

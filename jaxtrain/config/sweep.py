@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.build import function_of, import_file, load, read
-from jaxtrain.config.checks import ConfigError
+from jaxtrain.config.consistency import ConfigError
 from jaxtrain.config.schema import Config
 
 

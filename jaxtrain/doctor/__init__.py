@@ -9,7 +9,7 @@ data           the index, examples of both splits, rows per second
 software       packages, commit and files, config, environment, data: the same in all processes
 network        the host's name, ports and clocks between hosts
 in_subprocess  a group of checks in a subprocess, which may crash or hang
-meetings       the rendezvous in which processes report their findings to process 0
+peers          the rendezvous in which processes report their findings to process 0
 examine        the order of the checks
 output         the findings as lines, or as JSON
 """

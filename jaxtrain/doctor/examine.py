@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.doctor import disk, host, in_subprocess, meetings, network, software
+from jaxtrain.doctor import disk, host, in_subprocess, network, peers, software
 from jaxtrain.doctor.check import FAIL, Check, Found, fail, ok, warn
 from jaxtrain.doctor.output import Report
 from jaxtrain.parallel import cluster
@@ -31,20 +31,20 @@ def examine(source: str, overrides: Overrides, *, wait: float) -> Report:
     job = well = None
     try:
         if membership.processes > 1:
-            job = meetings.Meetings(membership, wait=wait)
+            job = peers.Peers(membership, wait=wait)
             several = job.several
     except cluster.ClusterError as error:
         remedy = "export JAXTRAIN_SECRET=$(openssl rand -hex 32); mpirun -x JAXTRAIN_SECRET"
         found.append(fail("processes", "secret", error.problems[0], remedy))
     except cluster.RendezvousError as error:
-        found.append(meetings.unmet(error, membership))
+        found.append(peers.unmet(error, membership))
     until = time.monotonic() + LOCAL
     checks, facts = _alone(source, overrides, membership)
     found += [*checks, network.host_name(several_hosts=several)]
     try:
         well = _together(job, found, facts, until) if job else None
     except cluster.RendezvousError as error:
-        found.append(meetings.unmet(error, membership))
+        found.append(peers.unmet(error, membership))
     seconds = time.monotonic() - began
     if job and well is not None:
         return Report(job.checks, job.hosts, membership.processes, seconds, membership.process == 0, well)
@@ -117,8 +117,8 @@ def _folders(facts: Facts, process: int) -> tuple[list[Check], str]:
     return checks, shared
 
 
-def _together(job: meetings.Meetings, found: list[Check], facts: Facts, until: float) -> bool:
-    """Hold the other meetings, and return whether nothing failed in any process.
+def _together(job: peers.Peers, found: list[Check], facts: Facts, until: float) -> bool:
+    """Hold the other rendezvous, and return whether nothing failed in any process.
 
     Process 0 waits ``until`` then for findings, others longer. Raises RendezvousError.
     """

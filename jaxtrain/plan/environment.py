@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 
-from jaxtrain.config.arguments import COMPILERS
+from jaxtrain.config.command_line import COMPILERS
 from jaxtrain.plan.target import PlanError
 from loaders.io import atomic_write, checks, machine
 

@@ -25,10 +25,10 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
     return good, GuardState(jnp.where(good, average, state.average), state.steps + good)
 
 
-class Streak:
+class SkippedSteps:
     """Steps skipped in a row, as the host reads them.
 
-    ``last_good``: the newest accepted step before the streak became too long. ``broken``: whether
+    ``last_good``: the newest accepted step before they became too long. ``broken``: whether
     guard.patience steps in a row were skipped, until `restart`.
     """
 

@@ -69,7 +69,7 @@ class Meter:
         self._steps, self._batch, self._flops, self._full_flops, self._peak = steps, batch, flops, full_flops, peak
         self._start = self._last = (time.perf_counter(), 0, 0.0)
 
-    def begin(self, step: int, waited: float) -> None:
+    def start(self, step: int, waited: float) -> None:
         """Start (again) to count here: after compilation, an evaluation, a restart."""
         self._last = (time.perf_counter(), step, waited)
 

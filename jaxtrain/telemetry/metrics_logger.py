@@ -23,11 +23,11 @@ from jaxtrain.parallel import cluster
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.process_context import ProcessContext
 from jaxtrain.step import digest
-from jaxtrain.step.guard import Streak
+from jaxtrain.step.guard import SkippedSteps
 from jaxtrain.step.state import TrainState
 from jaxtrain.telemetry import console, jsonl, metrics, traces, writers
-from jaxtrain.telemetry.report import classes
-from jaxtrain.telemetry.report.steps import DIGEST, DIGESTS
+from jaxtrain.telemetry.report import class_scores
+from jaxtrain.telemetry.report.step_differences import DIGEST, DIGESTS
 from jaxtrain.types import Mean
 from loaders.shuffle_stats import ShuffleStats
 
@@ -38,7 +38,7 @@ class MetricsLogger:
     """A context. Process 0 writes, and every process reads its steps.
 
     Attributes:
-      streak: steps skipped in a row.
+      skipped: steps skipped in a row.
     """
 
     def __init__(self, assembly: Assembly, data: Data, process: ProcessContext, *, first: int, peak: tuple[float, str]):
@@ -46,7 +46,7 @@ class MetricsLogger:
         config, task = assembly.config, assembly.task
         self._config, self._task, self._data, self._process, self._first = config, task, data, process, first
         self._everywhere = assembly.layout.replicated()
-        self.streak = Streak(config.guard, step=first)
+        self.skipped = SkippedSteps(config.guard, step=first)
         self._pending: tuple[Mapping[str, Mean], Item, jax.Array | None] | None = None
         self._digest = jax.jit(digest.of_batch_and_state, out_shardings=self._everywhere) if config.metrics.digest else None
         process.confirm()
@@ -95,7 +95,7 @@ class MetricsLogger:
         self._process.clock.steps(step)
         if self._traces.is_due(step):
             self._traces.turn(step)
-        self._meter.begin(step, self._data.waited)
+        self._meter.start(step, self._data.waited)
 
     def push(self, out: Mapping[str, Mean], item: Item, state: TrainState) -> bool:
         """Read the step before this one, and keep this one.
@@ -156,7 +156,7 @@ class MetricsLogger:
         if self._shuffle_stats:
             self._shuffle_stats.add(feed.local_values(item.arrays["index"]))
         skipped = bool(record["skipped"])
-        self.streak.add(step, skipped=skipped)
+        self.skipped.add(step, skipped=skipped)
         if skipped:
             examples = feed.local_values(item.arrays["index"]) if "index" in item.arrays else "not named by the loader"
             loss, norm = record["loss"], record["grad_norm"]
@@ -191,7 +191,7 @@ class MetricsLogger:
                 for writer in self._writers:
                     writer.generations(step, generations)
             if (of_classes := counts["classes"]) is not None and cluster.is_main():
-                self._lines.write(classes.FILE, step, [classes.line(of_classes, counts["confusions"])])
+                self._lines.write(class_scores.FILE, step, [class_scores.line(of_classes, counts["confusions"])])
         self._write(step, "test", record)
         log.info("step %d test  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in record.items() if not math.isnan(v)))
 

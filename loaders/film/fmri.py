@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.film import sources
+from loaders.film import foreign_files
 from loaders.io import atomic_write, files, machine
 from loaders.io.files import DataError
 
@@ -21,7 +21,7 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"--fmri: the viewers {', '.join(twice)} are given twice")
     for path in paths:
-        image = sources.nifti(path)
+        image = foreign_files.nifti(path)
         shape, axis = _over_time(path, image)
         if image.get_data_dtype().kind not in "iuf":
             raise DataError(f"{path} holds {image.get_data_dtype()}; expected real numbers")
@@ -54,13 +54,13 @@ def check(paths: Sequence[pathlib.Path], tr: float | None, volumes: int | None) 
 
 def offset(path: pathlib.Path) -> float:
     """Return the time at which a scan begins, by its header [s]; 0 if it does not say it."""
-    header = sources.nifti(path).header
+    header = foreign_files.nifti(path).header
     return UNITS.get(header.get_xyzt_units()[1], 0.0) * float(header["toffset"])
 
 
 def _same_place(path: pathlib.Path, image: Any, first: pathlib.Path) -> None:
     """Raise DataError if voxels of ``image`` lie 0.1 voxels or more from the first viewer's."""
-    other = sources.nifti(first)
+    other = foreign_files.nifti(first)
     if not all(int(x.header["qform_code"]) or int(x.header["sform_code"]) for x in (image, other)):
         return  # one of them has no position
     corners = np.array([*np.ndindex(2, 2, 2)]) * (np.array(image.shape[:3]) - 1)
@@ -77,10 +77,10 @@ def write(
     volumes: int, dtype: Any,
 ) -> int:  # fmt: skip
     """Write fmri/<viewer>.npy and mask.nii.gz. Return how many voxels are constant in a viewer."""
-    nibabel = sources.package("nibabel")
-    first = sources.nifti(paths[0])
+    nibabel = foreign_files.package("nibabel")
+    first = foreign_files.nifti(paths[0])
     if mask:
-        image = sources.nifti(mask)
+        image = foreign_files.nifti(mask)
         if image.shape[3:] == (1,):
             image = image.slicer[..., 0]
         if image.shape[:3] != first.shape[:3] or len(image.shape) != 3:
@@ -139,7 +139,7 @@ def _over_time(path: pathlib.Path, image: Any) -> tuple[tuple[int, ...], int]:
 
 def read_volumes(path: pathlib.Path, n: int) -> np.ndarray:
     """float32 [x, y, z, n], or float64 if the file has that."""
-    image = sources.nifti(path)
+    image = foreign_files.nifti(path)
     shape, axis = _over_time(path, image)
     part = tuple(slice(None) if i < 3 else slice(n) if i == axis else 0 for i in range(len(image.shape)))
     dtype = np.float64 if image.get_data_dtype().itemsize > 4 else np.float32

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from loaders.film import film_files, fmri, media, multimodal, segments
+from loaders.film import film_files, fmri, multimodal, segments, streams
 from loaders.io import atomic_write
 from loaders.io.files import DataError
 
@@ -38,12 +38,12 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
     if args.codes:
         audio = _codes_from(segments.read_codes(args.codes), args)
     else:
-        audio = media.sound_features(args.audio, args.code_rate, args.bands, start=args.film_start)
+        audio = streams.sound_features(args.audio, args.code_rate, args.bands, start=args.film_start)
     atomic_write.save(partial / "audio.npy", np.ascontiguousarray(audio))
     (partial / "fmri").mkdir()
     constant = fmri.write(partial, args.fmri, names, args.mask, volumes, np.dtype(args.dtype))
     limit = math.ceil(volumes * tr * args.fps)
-    frames = media.write_video(args.video, partial / "video.npy", args.fps, args.size, limit=limit, start=args.film_start)
+    frames = streams.write_video(args.video, partial / "video.npy", args.fps, args.size, limit=limit, start=args.film_start)
     info = {
         "tr": tr,
         "fps": args.fps,
@@ -78,7 +78,7 @@ def _codes_from(codes: np.ndarray, args: argparse.Namespace) -> np.ndarray:
 
 def _apart(args: argparse.Namespace, tr: float, volumes: int, sound: float) -> Iterator[str]:
     """Lines about streams and scans that begin or end more than a TR apart."""
-    film = media.clock(args.video)
+    film = streams.clock(args.video)
     if len(film.starts) == 2 and abs(late := film.starts["audio"] - film.starts["video"]) > tr:
         first, second = ("sound", "picture") if late < 0 else ("picture", "sound")
         yield f"{args.video}: its {second} begins {abs(late):.3f} s after its {first}, and is placed there"

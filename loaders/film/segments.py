@@ -12,7 +12,7 @@ import numpy as np
 
 from loaders.audio.recordings import tables, values
 from loaders.base import DataError, narrowed
-from loaders.film import film_files, sources
+from loaders.film import film_files, foreign_files
 from loaders.io import files
 
 MAX_SHEET = 64 << 20  # [bytes] of a workbook, unpacked, which openpyxl makes objects of
@@ -21,7 +21,7 @@ MAX_ROWS, MAX_CELLS = 1 << 20, 1 << 24  # of a sheet; Excel's have that many row
 
 def read_codes(path: pathlib.Path) -> np.ndarray:
     """int16 [times, codebooks]."""
-    codes = sources.only_array(path)
+    codes = foreign_files.only_array(path)
     codes = codes[0] if codes.ndim == 3 and len(codes) == 1 else codes
     if codes.ndim != 2 or not codes.size or not np.issubdtype(codes.dtype, np.integer):
         raise DataError(f"{path} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")
@@ -44,7 +44,7 @@ def window_text(
     the begin and the end of a segment. ``cut``: rows after ``volumes`` may be left out. ``start``:
     [s] of the film, at the first volume. Raises DataError.
     """
-    embeddings = sources.only_array(place)
+    embeddings = foreign_files.only_array(place)
     if embeddings.ndim != 2 or not embeddings.size or not np.issubdtype(embeddings.dtype, np.floating):
         raise DataError(f"{place} holds {embeddings.dtype} {embeddings.shape}; expected floating-point numbers [rows, values]")
     with np.errstate(over="ignore"):
@@ -135,7 +135,7 @@ def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
 
 def _sheet(path: pathlib.Path) -> list[tuple[int, list[Any]]]:
     """Return the filled rows of a workbook's first sheet, with numbers. Raises DataError."""
-    openpyxl = sources.package("openpyxl")
+    openpyxl = foreign_files.package("openpyxl")
     rows, cells = [], 0
     with files.regular(path) as file:
         files.check_archive(zipfile.ZipFile(file), path, most=MAX_SHEET, remedy="; save the sheet as CSV")

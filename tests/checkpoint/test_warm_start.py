@@ -16,7 +16,7 @@ from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import Stored
 from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.config import WarmStart
-from jaxtrain.config.checks import on_this_machine
+from jaxtrain.config.consistency import on_this_machine
 from jaxtrain.parallel import layout
 from jaxtrain.specs import ones, truncated_normal
 from jaxtrain.types import Spec

@@ -16,7 +16,7 @@ import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.parallel.cluster import Cluster, handshake, processes, rendezvous
 from jaxtrain.parallel.cluster.handshake import HandshakeError, prove
-from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped, differences, meet
+from jaxtrain.parallel.cluster.rendezvous import RendezvousError, Stopped, await_peers, differences
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def call(port, *processes, of, timeout=10.0, facts=None, job="run", leave=None, 
         time.sleep((delay or {}).get(process, 0))
         began = time.monotonic()
         try:
-            meet(
+            await_peers(
                 f"127.0.0.1:{port}",
                 process=process,
                 processes=of,
@@ -184,7 +184,7 @@ def test_every_process_returns_the_conclusion_of_process_0(port):
     def one(process, awaited, timeout):
         facts = {"mine": process}
         more = dict(job="run", facts=facts, timeout=timeout, awaited=awaited, conclude=conclude)
-        told.append(meet(f"127.0.0.1:{port}", process=process, processes=3, **more))
+        told.append(await_peers(f"127.0.0.1:{port}", process=process, processes=3, **more))
 
     for awaited, timeout in ((None, 1.5), ([0, 2], 60.0)):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -297,8 +297,8 @@ def test_more_unauthenticated_peers_than_descriptors_do_not_end_the_rendezvous(p
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-from jaxtrain.parallel.cluster.rendezvous import meet
-meet("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
+from jaxtrain.parallel.cluster.rendezvous import await_peers
+await_peers("127.0.0.1:{port}", process=0, processes=2, job="run", facts={{}}, timeout=30, secret="{SECRET}")
 print("met")
 """
     root = pathlib.Path(jaxtrain.__file__).parents[1]

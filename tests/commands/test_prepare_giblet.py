@@ -17,7 +17,7 @@ import pytest
 
 from jaxtrain.workloads.giblet.commands import prepare_giblet as tool
 from loaders.base import DataError, Rows
-from loaders.film import fmri, media, multimodal, segments
+from loaders.film import fmri, multimodal, segments, streams
 
 TR, VOLUMES, FPS = 1.5, 8, 10
 GRID = (4, 5, 3)
@@ -142,7 +142,7 @@ def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
     matrix = [c << 16, s << 16, 0, -s << 16, c << 16, 0, 0, 0, 1 << 30]
     content[place : place + 36] = b"".join(x.to_bytes(4, "big", signed=True) for x in matrix)
     (tmp_path / "a.mp4").write_bytes(content)
-    media.write_video(tmp_path / "a.mp4", tmp_path / "a.npy", FPS, (16, 8), limit=1)
+    streams.write_video(tmp_path / "a.mp4", tmp_path / "a.npy", FPS, (16, 8), limit=1)
     frame = np.load(tmp_path / "a.npy")[0]
     assert frame.shape == (8, 16, 3)
     corners = [frame[1, 2], frame[1, -3], frame[-2, -3], frame[-2, 2]]  # clockwise from the top left corner
@@ -151,7 +151,7 @@ def test_a_film_that_was_held_sideways_is_upright(tmp_path, turned):
 
 def test_another_frame_rate_repeats_and_drops(sources, tmp_path):
     for fps, expected in ((25, lambda k: int(k / 25 * FPS + 1e-6)), (4, lambda k: int(k / 4 * FPS + 1e-6))):
-        n = media.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
+        n = streams.write_video(sources[0] / "film.mp4", tmp_path / f"{fps}.npy", fps, (16, 9), limit=10_000)
         grey = np.load(tmp_path / f"{fps}.npy").reshape(n, -1).mean(1)
         assert abs(n - 12 * fps) <= fps / FPS + 1
         np.testing.assert_allclose(grey, [level(expected(k)) for k in range(n)], atol=4)
@@ -347,7 +347,7 @@ def test_the_bands_of_a_sound_follow_its_pitch(sources, tmp_path):
     assert call(sources, tmp_path / "out", codes=None, audio=sources[0] / "film.mp4") == 0
     features = np.load(tmp_path / "out" / "audio.npy")
     assert abs(len(features) - 12 * 75) <= 10 and features.shape[1] == 8
-    centres = np.array([np.argmax(row) for row in media.mel_bank(8, 1024)]) * 24_000 / 1024
+    centres = np.array([np.argmax(row) for row in streams.mel_bank(8, 1024)]) * 24_000 / 1024
     for pitch, part in ((3000, features[100:400]), (6000, features[500:800])):
         band = np.abs(centres - pitch).argmin()
         other = features[500:800] if pitch == 3000 else features[100:400]
@@ -367,14 +367,14 @@ def test_pictures_and_sound_are_on_one_clock(tmp_path, ending):
     film(tmp_path / f"a.{ending}", seconds=8, sound_at=2.0, shown=lambda k: k < 10 or k % 3 == 0)
     film(tmp_path / f"b.{ending}", seconds=8, picture_at=2.0, silent=(1.0, 2.0))
     for name, pitch in (("a", 6.0), ("b", 4.0)):
-        features = media.sound_features(tmp_path / f"{name}.{ending}", 20, 8)
+        features = streams.sound_features(tmp_path / f"{name}.{ending}", 20, 8)
         assert abs(change_of_pitch(features, 3) - pitch) <= 0.1
-    starts = media.clock(tmp_path / f"b.{ending}").starts
+    starts = streams.clock(tmp_path / f"b.{ending}").starts
     assert starts["audio"] == 0 and abs(starts["video"] - 2) < 0.05
-    n = media.write_video(tmp_path / f"a.{ending}", tmp_path / "a.npy", FPS, (16, 9), limit=80)
+    n = streams.write_video(tmp_path / f"a.{ending}", tmp_path / "a.npy", FPS, (16, 9), limit=80)
     grey = np.load(tmp_path / "a.npy").reshape(n, -1).mean(1)
     np.testing.assert_allclose(grey, [level(k if k < 10 else k - k % 3 if k >= 12 else 9) for k in range(n)], atol=4)
-    n = media.write_video(tmp_path / f"b.{ending}", tmp_path / "b.npy", FPS, (16, 9), limit=80)
+    n = streams.write_video(tmp_path / f"b.{ending}", tmp_path / "b.npy", FPS, (16, 9), limit=80)
     grey = np.load(tmp_path / "b.npy").reshape(n, -1).mean(1)
     np.testing.assert_allclose(grey[21:], level(np.arange(1, n - 20)), atol=6)
     assert not grey[:19].any(), "nothing is on the screen yet"
@@ -543,5 +543,5 @@ def test_long_sound_at_44_kilohertz_keeps_its_time(tmp_path):
             frame.sample_rate, frame.pts = rate, start
             container.mux(audio.encode(frame))
         container.mux(audio.encode())
-    heard = np.flatnonzero(np.abs(media._sound(tmp_path / "a.mka")) > 0.1)[0] / media.SOUND_RATE
+    heard = np.flatnonzero(np.abs(streams._sound(tmp_path / "a.mka")) > 0.1)[0] / streams.SOUND_RATE
     assert abs(heard - begin) < 0.05

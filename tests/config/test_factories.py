@@ -1,4 +1,4 @@
-"""Functions that a config names: each error is one line, reported before a device is touched."""
+"""Functions that a config names: each error is one line, reported before a device is used."""
 
 import os
 import subprocess

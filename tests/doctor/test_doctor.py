@@ -46,7 +46,7 @@ def checks(told, verdict):
 
 
 def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
-    """Process 0 lacks the config. It still comes to the meeting, and the missing config is a
+    """Process 0 lacks the config. It still comes to the rendezvous, and the missing config is a
     finding, too.
 
     Process 1 has another optax, another line in a file of jaxtrain, another XLA_FLAGS, and too few
@@ -479,7 +479,7 @@ def test_two_hosts_and_a_cut_cable(folder, hosts):
     pull()
     zero, one = (found(process, code=1) for process in between(names, folder, "--wait=5"))
     assert "process 1 of 2 did not connect" in checks(zero, FAIL)["processes", "present"]["text"]
-    problem = checks(one, FAIL)["processes", "meeting"]
+    problem = checks(one, FAIL)["processes", "rendezvous"]
     assert "10.77.0.1:27508" in problem["text"] and ("route" in problem["remedy"] or "firewall" in problem["remedy"])
 
 
@@ -522,7 +522,7 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = found(start(folder, "--wait=2", **at(port, 0)), code=1)
-    problem = checks(told, FAIL)["processes", "meeting"]
+    problem = checks(told, FAIL)["processes", "rendezvous"]
     assert f"cannot listen on port {port}" in problem["text"] and "choose another port" in problem["text"]
     assert f"ss -ltnp sport = :{port}" in problem["remedy"]
 

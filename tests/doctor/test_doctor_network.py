@@ -1,4 +1,4 @@
-"""Names, clocks and ports, and meetings over real sockets. Threads stand for processes."""
+"""Names, clocks and ports, and peers over real sockets. Threads stand for processes."""
 
 import concurrent.futures
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.doctor import network
 from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
-from jaxtrain.doctor.meetings import Meetings, unmet
+from jaxtrain.doctor.peers import Peers, unmet
 from jaxtrain.parallel.cluster import Cluster, RendezvousError
 from tests.support.processes import free_port
 
@@ -20,12 +20,12 @@ def met(monkeypatch):
     machine of its own."""
     monkeypatch.setattr(network, "machine_id", lambda: f"machine {threading.get_ident()}")
 
-    def met(port, *processes, of, wait=60.0, job="", then=lambda meetings: None):
+    def met(port, *processes, of, wait=60.0, job="", then=lambda peers: None):
         def one(process):
             name = job if isinstance(job, str) else job[process]
             cluster = Cluster(of, process, f"127.0.0.1:{port}", launcher="test", job=name)
             try:
-                return then(Meetings(cluster, wait=wait))
+                return then(Peers(cluster, wait=wait))
             except RendezvousError as error:
                 return unmet(error, cluster)
 
@@ -35,25 +35,25 @@ def met(monkeypatch):
     return met
 
 
-def whole(meetings):
-    """Hold all meetings of a process that has findings and facts."""
-    process = meetings.process
+def whole(peers):
+    """Hold all peers of a process that has findings and facts."""
+    process = peers.process
     checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
     facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}
     own = {"machine": f"host{process}", "port": 1, "folder": "/runs/x" if process else "/runs/y", "checks": checks}
-    plan = meetings.hold("the findings of each", own | {"facts": facts}, meetings.found, 60.0)
-    return meetings.token, plan, meetings.hold("the check of each other", {"checks": []}, meetings.saw, 60.0), meetings
+    plan = peers.hold("the findings of each", own | {"facts": facts}, peers.found, 60.0)
+    return peers.token, plan, peers.hold("the check of each other", {"checks": []}, peers.saw, 60.0), peers
 
 
 def test_process_0_collects_and_compares_findings_and_sends_every_process_the_verdict(met):
     zero, one, two = met(free_port(), 0, 1, 2, of=3, then=whole)
     told = [json.loads(json.dumps(each[:3])) for each in (zero, one, two)]
     assert told[0] == told[1] == told[2] and not zero[2]
-    _, plan, _, meetings = zero
+    _, plan, _, peers = zero
     host = socket.gethostname()
-    assert meetings.several and plan["places"] == [(p, host, "127.0.0.1", 1) for p in range(3)]
+    assert peers.several and plan["places"] == [(p, host, "127.0.0.1", 1) for p in range(3)]
     assert plan["shared"] == [0], "the others have another folder"
-    found = {(check.group, check.name, process): check for process, check in meetings.checks}
+    found = {(check.group, check.name, process): check for process, check in peers.checks}
     assert found["disk", "workdir", 2].verdict == FAIL and found["disk", "workdir", 1].verdict == OK
     packages = found["software", "same packages", 0]
     assert packages.verdict == FAIL and packages.text.startswith("process 1 (")
@@ -63,12 +63,12 @@ def test_process_0_collects_and_compares_findings_and_sends_every_process_the_ve
 
 
 def test_processes_that_never_arrive_or_leave_are_named_and_the_others_continue(met):
-    def then(meetings):
-        if meetings.process == 2:
+    def then(peers):
+        if peers.process == 2:
             return "left"
         own = {"machine": "host", "port": 1, "folder": "", "checks": [], "facts": {"commit": "abc"}}
-        meetings.hold("the findings of each", own, meetings.found, 60.0 if meetings.process else 1.0)
-        return meetings.hold("the check of each other", {"checks": []}, meetings.saw, 60.0), meetings.checks
+        peers.hold("the findings of each", own, peers.found, 60.0 if peers.process else 1.0)
+        return peers.hold("the check of each other", {"checks": []}, peers.saw, 60.0), peers.checks
 
     zero, one, two = met(free_port(), 0, 1, 2, of=4, wait=3.0, then=then)
     assert two == "left" and zero[0] is one[0] is False
@@ -91,7 +91,7 @@ def test_a_process_that_cannot_reach_process_0_reports_the_reason(met):
 
 def test_processes_with_other_secrets_say_so(met, monkeypatch):
     secrets = iter("ab")
-    monkeypatch.setattr("jaxtrain.doctor.meetings.discover.secret_of", lambda *given: next(secrets) * 16)
+    monkeypatch.setattr("jaxtrain.doctor.peers.discover.secret_of", lambda *given: next(secrets) * 16)
     zero, one = met(free_port(), 0, 1, of=2, wait=2.0, then=whole)
     assert "another JAXTRAIN_SECRET" in one.text and "one JAXTRAIN_SECRET" in one.remedy
     assert any("process 1 of 2 did not connect" in check.text for _, check in zero[3].checks)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.workloads.language import generate
 from jaxtrain.workloads.language.commands import tokens as tokens_command
-from loaders.audio.recordings import classes
+from loaders.audio.recordings import class_names
 from loaders.io import atomic_write, files
 from loaders.text import token_files, tokenise, tokens
 
@@ -56,7 +56,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "prompts.txt").write_bytes(f"\ufeff{ODD}\r\nsecond".encode())
     assert generate.read_prompts(str(tmp_path / "prompts.txt")) == [ODD, "second"]
     (tmp_path / "labels.txt").write_bytes("\ufeffrobin\nwren\x0b2\n".encode())
-    assert list(classes.read(str(tmp_path / "labels.txt"))) is not None
+    assert list(class_names.read(str(tmp_path / "labels.txt"))) is not None
 
 
 def hold(folder, began):

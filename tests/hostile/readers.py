@@ -31,7 +31,7 @@ from jaxtrain.config.schema import WarmStart
 from jaxtrain.nn import hugging_face
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry.console import plain
-from jaxtrain.telemetry.report import classes, records, trace
+from jaxtrain.telemetry.report import class_scores, records, trace
 from jaxtrain.workloads.bird.export import timm_names
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, heads
 from jaxtrain.workloads.giblet import predict
@@ -122,14 +122,14 @@ def scans(folder: pathlib.Path) -> None:
 
 def indexed(folder: pathlib.Path) -> None:
     """An index, made in this process."""
-    from loaders.audio.recordings import make, rows
+    from loaders.audio.recordings import indexing, rows
 
     heard = folder.parent / HEARD
     heard.mkdir(exist_ok=True)
     inputs.annotated(heard)
     made = folder / "made"
     reading = columns.Options(audio=str(heard))
-    make.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), errors=Errors())
+    indexing.make([str(heard / "labels.csv")], made, reading=reading, options=rows.Options(), errors=Errors())
 
 
 def configs(folder: pathlib.Path) -> None:
@@ -245,7 +245,7 @@ def read_embeddings(folder: pathlib.Path) -> None:
 def read_report(folder: pathlib.Path) -> None:
     records.read(folder / "metrics.jsonl")
     records.generations(folder / "generations.jsonl", steps=5, each=5)
-    classes.read(folder / "classes.jsonl")
+    class_scores.read(folder / "classes.jsonl")
     for place in (folder / "traces").iterdir():
         trace.of_folder(place)
 

@@ -25,7 +25,7 @@ from jaxtrain.telemetry.report import trace
 from jaxtrain.workloads.giblet import predict
 from loaders import base
 from loaders.audio import remote
-from loaders.film import fmri, segments, sources
+from loaders.film import fmri, foreign_files, segments
 from loaders.io import files, machine
 from loaders.text import tokenise
 
@@ -111,7 +111,7 @@ def test_header_extensions_of_a_scan_are_not_read(tmp_path, length):
     path = scan(tmp_path / "a.nii.gz", (2, 2, 2, 2), content, offset=(32 << 20) + 352)
     tracemalloc.start()
     try:
-        image = sources.nifti(path)
+        image = foreign_files.nifti(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20, "[bytes]"
     finally:
         tracemalloc.stop()

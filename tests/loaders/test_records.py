@@ -3,14 +3,14 @@ nothing of another command."""
 
 import pytest
 
-from loaders.io import records
+from loaders.io import resumable
 
 RECORDS = [b"a line\n", b"x" * 9000, b"another\n", b"the last"]
 
 
 def make(path, made_of, stop=None):
     """Writes the missing records. Returns how many existed before."""
-    with records.file(path, made_of) as file:
+    with resumable.file(path, made_of) as file:
         assert list(file.kept()) == RECORDS[: file.n]
         for i, record in enumerate(RECORDS[file.n :], file.n):
             if i == stop:

@@ -14,7 +14,7 @@ import pytest
 from jaxtrain import plan
 from jaxtrain.commands import plan as plan_command
 from jaxtrain.commands import train as main
-from jaxtrain.config.arguments import COMPILERS
+from jaxtrain.config.command_line import COMPILERS
 from jaxtrain.plan import environment, worker
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain import cli
-from jaxtrain.telemetry.report import classes, compare
+from jaxtrain.telemetry.report import class_scores, compare
 from jaxtrain.telemetry.report import records as records_lib
 from tests.support import chromium
 from tests.support.reports import assert_drawn, counted, data_of, make
@@ -66,7 +66,7 @@ def run(tmp_path_factory):
             np.array([0] * 30 + [1] * 20), np.array([0] * (20 + step // 100) + [1] * (30 - step // 100)), 2
         )
         with (path / "classes.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **classes.line(counts, confusions)}) + "\n")
+            file.write(json.dumps({"step": step, **class_scores.line(counts, confusions)}) + "\n")
     (path / "schedule.json").write_text(json.dumps({"step": [0, 2500, 5000], "lr": [1e-3, 5e-4, 0.0]}))
     (path / "logs").mkdir()
     log = "2026-01-01 00:00:00,000 WARNING step {} skipped: loss 4321; examples [7]\n"
@@ -91,7 +91,7 @@ def sweep(tmp_path_factory):
         path = make(top / f"{i:03}", scores=[(100, {"accuracy": 0.08 * i})], optim=optim, seed=i)
         counts, _ = counted(np.array([0] * 12 + [1] * 8), np.array([0] * i + [1] * (20 - i)), 2)
         (path / "generations.jsonl").write_text("".join(f'{{"step": {s}, "text": "at {s} of {i}"}}\n' for s in (50, 100)))
-        (path / "classes.jsonl").write_text(json.dumps({"step": 100, **classes.line(counts, None)}) + "\n")
+        (path / "classes.jsonl").write_text(json.dumps({"step": 100, **class_scores.line(counts, None)}) + "\n")
     assert cli.main(["report", *(str(top / f"{i:03}") for i in range(12)), "--out", str(top / "page.html")]) == 0
     return top / "page.html"
 

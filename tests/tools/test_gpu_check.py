@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tools import gpu_check
-from tools.chip import cases, correctness, report, trace
+from tools.chip import cases, correctness, operations, results_table
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -124,13 +124,13 @@ def test_bad_arguments_list_the_allowed_values(arguments, capsys):
     assert any(text in said for text in ("expected one of: ceilings", "expected one of: bird", "is no folder"))
 
 
-def operations(*rows):
-    return [trace.Operation(name, f"scope/{name}", start, end) for name, start, end in rows]
+def timed(*rows):
+    return [operations.Operation(name, f"scope/{name}", start, end) for name, start, end in rows]
 
 
 def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
-    found = trace.summary(
-        operations(
+    found = operations.summary(
+        timed(
             ("nvjet_hsh_128x256", 0, 40),
             ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 40, 60),
             ("loop_fusion_3", 60, 70),
@@ -147,11 +147,11 @@ def test_a_trace_is_summed_up_by_kind_gaps_and_overlap():
     assert found.overlap == pytest.approx(25 / 30)  # 20 ns during the products, and 5 of the other 10 during a fusion
     assert found.top[0][:3] == ("nvjet_hsh_128x256", "scope/nvjet_hsh_128x256", "product")
     assert ("loop_fusion", "scope/loop_fusion_3", "other", pytest.approx(20 / 120), 2) in found.top
-    assert "outside matrix units" in trace.advice(found)
+    assert "outside matrix units" in operations.advice(found)
 
 
 def test_of_a_cpus_operations_the_products_are_products():
-    rows = operations(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("copy_bitcast_fusion", 2, 3))
+    rows = timed(("dot_general.3", 0, 1), ("onednn_matmul", 1, 2), ("copy_bitcast_fusion", 2, 3))
     assert [each.kind for each in rows] == ["product", "product", "copy"]
 
 
@@ -175,8 +175,8 @@ def test_ynnpacks_operations_are_in_its_scope(tmp_path):
         compiled = jax.jit(program).lower(x).compile(compiler_options=options)
         with jax.profiler.trace(tmp_path / name):
             jax.block_until_ready([compiled(x) for _ in range(5)])
-        rows = [each for each in trace.read(tmp_path / name) if "ynn" in each.name]
-        assert {each.kind for each in rows} == {kind} and trace.summary(rows).matrix == (kind == "product")
+        rows = [each for each in operations.read(tmp_path / name) if "ynn" in each.name]
+        assert {each.kind for each in rows} == {kind} and operations.summary(rows).matrix == (kind == "product")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_ynnpacks_operations_are_in_its_scope(tmp_path):
     ],
 )
 def test_a_trace_suggests_the_next_thing_to_look_at(rows, said):
-    assert said in trace.advice(trace.summary(operations(*rows)))
+    assert said in operations.advice(operations.summary(timed(*rows)))
 
 
 def machine(platform, chip=None):
@@ -218,7 +218,7 @@ def found_on(platform, chip=None):
 
 
 def test_readme_tells_what_a_chip_was_measured_at_and_what_was_not():
-    text = report.markdown(found_on("gpu", "h100"))
+    text = results_table.markdown(found_on("gpu", "h100"))
     assert "one NVIDIA H100 80GB HBM3 with 16 cores" in text and "14,000 spectrograms/s" in text
     assert "MFU causal 20.2% full 30.3%" in text and "of the product causal 28.6% full 42.9%" in text
     assert "goal 13,000 spectrograms/s: reached" in text and "least 40, compiler 41, allocator 42" in text
@@ -231,23 +231,29 @@ def test_readme_tells_what_a_chip_was_measured_at_and_what_was_not():
 def test_readme_tells_no_figure_of_a_cpu(tmp_path):
     numbers, readme = tmp_path / "x.json", tmp_path / "README.md"
     numbers.write_text(json.dumps(found_on("cpu")))
-    readme.write_text(f"a\n{report.BEGIN}\nold\n{report.END}\nb\n")
-    assert report.write_readme(numbers, readme) == 0
+    readme.write_text(f"a\n{results_table.BEGIN}\nold\n{results_table.END}\nb\n")
+    assert results_table.write_readme(numbers, readme) == 0
     text = readme.read_text()
     assert text.startswith("a\n") and text.endswith("\nb\n") and "old" not in text and "14,000" not in text
-    assert len(list(report.expected())) == 2 * len(cases.CASES) + 6
+    assert len(list(results_table.expected())) == 2 * len(cases.CASES) + 6
     assert "| part |" not in text, "no table until there is a figure"
     readme.write_text("no marks")
-    assert report.write_readme(numbers, readme) == 2 and readme.read_text() == "no marks"
+    assert results_table.write_readme(numbers, readme) == 2 and readme.read_text() == "no marks"
 
 
 def test_readmes_section_is_what_the_command_writes():
-    section = (ROOT / "docs" / "results" / "h100.md").read_text().partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    section = (
+        (ROOT / "docs" / "results" / "h100.md")
+        .read_text()
+        .partition(results_table.BEGIN)[2]
+        .partition(results_table.END)[0]
+        .strip()
+    )
     if "Measured on one" not in section:
-        assert section == report.markdown(found_on("cpu"))
+        assert section == results_table.markdown(found_on("cpu"))
         return
     left = next((line for line in section.splitlines() if line.startswith("Not measured on a chip yet: ")), "")
-    for part, what in report.expected():
+    for part, what in results_table.expected():
         measured = any(line.startswith(f"| {part} |") and (what or "") in line for line in section.splitlines())
         assert measured or part in left and (what or "") in left, (part, what)
 
@@ -255,5 +261,5 @@ def test_readmes_section_is_what_the_command_writes():
 def test_cases_are_named_once_and_every_small_one_exists():
     names = [case.name for case in cases.CASES]
     assert len(set(names)) == len(names)
-    assert {*gpu_check.SMALL_CASES, *gpu_check.QUICK_CASES, *correctness.MODELS, *report.GOALS} <= set(names)
+    assert {*gpu_check.SMALL_CASES, *gpu_check.QUICK_CASES, *correctness.MODELS, *results_table.GOALS} <= set(names)
     assert {case.model for case in cases.CASES} == {"bird", "language", "trm", "higgs", "giblet"}

@@ -94,7 +94,7 @@ class Golden:
         return out.loss.total / self.batch, out
 
     def _refine(self, params, model_state, batch):
-        rows = trm_loss.begin(model_state, batch)
+        rows = trm_loss.reset_halted(model_state, batch)
         return trm.refine(self.config, params, rows, self.config.cycles, one_device())[2:]
 
     def model_state(self, g, prefix):

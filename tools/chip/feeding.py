@@ -28,7 +28,7 @@ import jax
 from jaxtrain.data import feed
 from loaders.base import Loader, Rows
 from loaders.io import machine
-from tools.chip import cases, trace
+from tools.chip import cases, operations
 
 FORMS = {
     "float32": {},
@@ -119,5 +119,5 @@ def overlap_of(stream: feed.Feed, steps: cases.Steps, n: int = 4) -> tuple[float
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps(next(stream)[1]) for _ in range(n)])
-        found = trace.summary(trace.read(pathlib.Path(folder)))
+        found = operations.summary(operations.read(pathlib.Path(folder)))
     return found.overlap, found.copied / n

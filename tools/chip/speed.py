@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxtrain.telemetry import metrics
-from tools.chip import cases, trace
+from tools.chip import cases, operations
 
 
 def compile_times(chosen: cases.Chosen) -> tuple[jax.stages.Compiled, float, float]:
@@ -88,10 +88,10 @@ def _measure(case: cases.Case, chosen: cases.Chosen, device: jax.Device, *, quic
 
 
 def profile(steps: cases.Steps, *, n: int) -> dict[str, Any]:
-    """Return a trace of ``n`` steps in a row, summarised (`trace.Summary`)."""
+    """Return a trace of ``n`` steps in a row, summarised (`operations.Summary`)."""
     jax.block_until_ready([steps() for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([steps() for _ in range(n)])
-        found = trace.summary(trace.read(pathlib.Path(folder)))
-    return {**found._asdict(), "steps": n, "next": trace.advice(found)}
+        found = operations.summary(operations.read(pathlib.Path(folder)))
+    return {**found._asdict(), "steps": n, "next": operations.advice(found)}

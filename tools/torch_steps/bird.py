@@ -15,7 +15,7 @@ from jaxtrain.workloads.bird import model as bird
 from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.objectives import supervised
 from tools.our_step import Ours
-from tools.torch_steps import steps
+from tools.torch_steps import adamw
 
 F = torch.nn.functional
 DEFAULTS = {"embed": 128, "depth": 3, "heads": 4, "patch": 32, "batch": 32, "rounds": 20}
@@ -37,10 +37,10 @@ class Layer(torch.nn.Module):
         super().__init__()
         d = w["w_up"].shape[0]
         self.heads = heads
-        self.norm_1, self.norm_2 = (steps.layer_norm(w[f"scale_{n}"], w[f"bias_{n}"], vit.EPS) for n in ("attention", "mlp"))
-        self.qkv = steps.linear(w["w_qkv"].reshape(d, 3 * d), w["b_qkv"].reshape(-1))
-        self.out = steps.linear(w["w_out"].reshape(d, d), w["b_out"])
-        self.up, self.down = steps.linear(w["w_up"], w["b_up"]), steps.linear(w["w_down"], w["b_down"])
+        self.norm_1, self.norm_2 = (adamw.layer_norm(w[f"scale_{n}"], w[f"bias_{n}"], vit.EPS) for n in ("attention", "mlp"))
+        self.qkv = adamw.linear(w["w_qkv"].reshape(d, 3 * d), w["b_qkv"].reshape(-1))
+        self.out = adamw.linear(w["w_out"].reshape(d, d), w["b_out"])
+        self.up, self.down = adamw.linear(w["w_up"], w["b_up"]), adamw.linear(w["w_down"], w["b_down"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
@@ -56,14 +56,14 @@ class Classifier(torch.nn.Module):
         super().__init__()
         e = params["encoder"]
         self.c: Any = c
-        self.patch = steps.linear(e["w_patch"], e["b_patch"])
-        self.cls, self.pos = (steps.parameter(e[name]) for name in ("cls", "pos"))
+        self.patch = adamw.linear(e["w_patch"], e["b_patch"])
+        self.cls, self.pos = (adamw.parameter(e[name]) for name in ("cls", "pos"))
         layers = ({name: w[i] for name, w in e["blocks"].items()} for i in range(c.depth))
         self.layers = torch.nn.Sequential(*(Layer(c.heads, w) for w in layers))
-        self.norm = steps.layer_norm(e["scale"], e["bias"], vit.EPS)
+        self.norm = adamw.layer_norm(e["scale"], e["bias"], vit.EPS)
         head, probe = params["objective"]["supervised"], params["probe"]
-        self.head, self.probe = steps.linear(head["w"], head["b"]), steps.linear(probe["w"], probe["b"])
-        self.probe_norm = steps.layer_norm(probe["scale"], probe["bias"], vit.EPS)
+        self.head, self.probe = adamw.linear(head["w"], head["b"]), adamw.linear(probe["w"], probe["b"])
+        self.probe_norm = adamw.layer_norm(probe["scale"], probe["bias"], vit.EPS)
 
     def forward(self, x_bfw: torch.Tensor, label_b: torch.Tensor) -> torch.Tensor:
         """Return the loss: the head's, smoothed, and the probe's, which trains no encoder."""
@@ -75,7 +75,7 @@ class Classifier(torch.nn.Module):
         return smoothed + F.cross_entropy(self.probe(self.probe_norm(pooled.detach())), label_b)
 
 
-def sides(size: Mapping[str, int]) -> steps.Sides:
+def sides(size: Mapping[str, int]) -> adamw.Sides:
     make: Any = bird.Config  # its fields of objectives are made as it is imported
     c = make(
         embed=size["embed"], depth=size["depth"], heads=size["heads"], patch=(size["patch"], size["patch"]), pool="patches",
@@ -86,7 +86,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     inputs = torch.from_numpy(batch["spectrogram"]), torch.from_numpy(batch["label"]).long()
     params = ours.params()
 
-    def step(compiled: bool) -> steps.Step:
-        return steps.adamw_step(Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos"))
+    def step(compiled: bool) -> adamw.Step:
+        return adamw.adamw_step(Classifier(c, params), inputs, o, compiled=compiled, spared=("cls", "pos"))
 
-    return steps.Sides(ours, steps.theirs(step), size["batch"], "rows", within=1e-4)
+    return adamw.Sides(ours, adamw.theirs(step), size["batch"], "rows", within=1e-4)

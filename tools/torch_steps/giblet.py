@@ -21,7 +21,7 @@ from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import Field
 from loaders.film import multimodal
 from tools.our_step import Ours
-from tools.torch_steps import steps
+from tools.torch_steps import adamw
 
 F = torch.nn.functional
 DEFAULTS = {"batch": 32, "rounds": 10}
@@ -50,10 +50,10 @@ def chain(c: giblet.Config, layers: list[giblet.Layer], params: PyTree) -> torch
     modules: list[torch.nn.Module] = []
     for i, layer in enumerate(layers):
         w = params[str(i)]
-        modules.append(steps.linear(w["w"], w["b"]))
+        modules.append(adamw.linear(w["w"], w["b"]))
         if layer.norm:
             norm = torch.nn.BatchNorm1d(layer.n_out, eps=giblet.EPS, momentum=giblet.MOMENTUM)
-            norm.weight, norm.bias = steps.parameter(w["scale"]), steps.parameter(w["bias"])
+            norm.weight, norm.bias = adamw.parameter(w["scale"]), adamw.parameter(w["bias"])
             modules.append(norm)
         if layer.relu:
             modules.append(torch.nn.ReLU())
@@ -95,22 +95,22 @@ class Autoencoder(torch.nn.Module):
         )
 
 
-def sides(size: Mapping[str, int]) -> steps.Sides:
+def sides(size: Mapping[str, int]) -> adamw.Sides:
     run = config_lib.load(f"{CONFIG}:demo")
     o = dataclasses.replace(run.optim, schedule="constant", warmup=0)
     batch = make_batch(multimodal.element_spec(run.data), size["batch"])
 
     inputs = tuple(torch.from_numpy(batch[name]) for name in (*giblet.MODALITIES, "fmri"))
 
-    def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[Ours, Callable[[bool], steps.Step]]:
+    def pair(c: giblet.Config, o: config_lib.Optim) -> tuple[Ours, Callable[[bool], adamw.Step]]:
         ours = Ours(giblet_loss.make_task, c, o, batch)
         params = ours.params()
-        return ours, lambda compiled: steps.adamw_step(Autoencoder(c, params), inputs, o, compiled=compiled)
+        return ours, lambda compiled: adamw.adamw_step(Autoencoder(c, params), inputs, o, compiled=compiled)
 
-    def same() -> tuple[steps.Step, steps.Step]:
+    def same() -> tuple[adamw.Step, adamw.Step]:
         c, slow = dataclasses.replace(run.model, dropout=0.0), dataclasses.replace(o, lr=1e-3 * o.lr)
         ours, _ = pair(c, slow)
-        return ours, steps.adamw_step(Autoencoder(c, ours.params()).double(), inputs, slow)
+        return ours, adamw.adamw_step(Autoencoder(c, ours.params()).double(), inputs, slow)
 
     ours, make = pair(run.model, o)
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=5e-5, steps=3, same=same)
+    return adamw.Sides(ours, adamw.theirs(make), size["batch"], "rows", within=5e-5, steps=3, same=same)

@@ -13,7 +13,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.workloads.language import loss as language_loss
 from jaxtrain.workloads.language import model as language
 from tools.our_step import Ours
-from tools.torch_steps import steps
+from tools.torch_steps import adamw
 
 F = torch.nn.functional
 DEFAULTS = {"embed": 128, "depth": 4, "heads": 4, "context": 64, "batch": 12, "rounds": 50}
@@ -35,10 +35,10 @@ class Layer(torch.nn.Module):
         super().__init__()
         d = c.embed
         self.heads = c.heads
-        self.norm_1, self.norm_2 = (steps.layer_norm(w[f"scale_{n}"], None, c.eps) for n in ("attention", "mlp"))
+        self.norm_1, self.norm_2 = (adamw.layer_norm(w[f"scale_{n}"], None, c.eps) for n in ("attention", "mlp"))
         qkv = np.concatenate([w[f"w_{n}"].reshape(-1, d) for n in "qkv"])
-        self.qkv, self.out = steps.linear(qkv, transposed=True), steps.linear(w["w_out"].reshape(d, -1), transposed=True)
-        self.up, self.down = (steps.linear(w[f"w_{n}"], transposed=True) for n in ("up", "down"))
+        self.qkv, self.out = adamw.linear(qkv, transposed=True), adamw.linear(w["w_out"].reshape(d, -1), transposed=True)
+        self.up, self.down = (adamw.linear(w[f"w_{n}"], transposed=True) for n in ("up", "down"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
@@ -51,10 +51,10 @@ class Layer(torch.nn.Module):
 class Decoder(torch.nn.Module):
     def __init__(self, c: language.Config, params: PyTree):
         super().__init__()
-        self.embed, self.pos = (steps.parameter(params[name]) for name in ("embed", "pos"))
+        self.embed, self.pos = (adamw.parameter(params[name]) for name in ("embed", "pos"))
         layers = ({name: w[i] for name, w in params["blocks"].items()} for i in range(c.depth))
         self.layers = torch.nn.Sequential(*(Layer(c, w) for w in layers))
-        self.norm = steps.layer_norm(params["scale"], None, c.eps)
+        self.norm = adamw.layer_norm(params["scale"], None, c.eps)
 
     def forward(self, tokens_bt: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
         x = F.embedding(tokens_bt, self.embed) + self.pos[: tokens_bt.shape[1]]
@@ -62,7 +62,7 @@ class Decoder(torch.nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets_bt.flatten())
 
 
-def sides(size: Mapping[str, int]) -> steps.Sides:
+def sides(size: Mapping[str, int]) -> adamw.Sides:
     c = language.Config(
         vocab=65, context=size["context"], embed=size["embed"], depth=size["depth"], heads=size["heads"], mlp=4 * size["embed"],
         norm="layer", activation="gelu", positions="learned", tied=True, dtype="float32", unroll=size["depth"],
@@ -75,7 +75,7 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     inputs = tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ("tokens", "targets"))
     params = ours.params()
 
-    def make(compiled: bool) -> steps.Step:
-        return steps.adamw_step(Decoder(c, params), inputs, o, compiled=compiled)
+    def make(compiled: bool) -> adamw.Step:
+        return adamw.adamw_step(Decoder(c, params), inputs, o, compiled=compiled)
 
-    return steps.Sides(ours, steps.theirs(make), size["batch"] * c.context, "tokens", within=1e-4)
+    return adamw.Sides(ours, adamw.theirs(make), size["batch"] * c.context, "tokens", within=1e-4)

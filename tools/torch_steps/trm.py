@@ -18,7 +18,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.workloads.trm import loss as trm_loss
 from jaxtrain.workloads.trm import model as trm
 from tools.our_step import Batch, Ours
-from tools.torch_steps import steps
+from tools.torch_steps import adamw
 
 F = torch.nn.functional
 VOCAB = 11
@@ -56,11 +56,11 @@ class Recursive(torch.nn.Module):
         self.c, net = c, params["net"]
 
         def matrices(name: str) -> torch.nn.ParameterList:
-            return torch.nn.ParameterList(steps.parameter(w.reshape(len(w), -1).T) for w in net[name])
+            return torch.nn.ParameterList(adamw.parameter(w.reshape(len(w), -1).T) for w in net[name])
 
         self.mix_up, self.mix_down, self.up, self.down = (matrices(f"w_{n}") for n in ("mix_up", "mix_down", "up", "down"))
-        self.cells, self.head = steps.parameter(params["w_cells"]), steps.parameter(params["w_symbols"].T)
-        self.q, self.q_bias = steps.parameter(params["w_q"].T), steps.parameter(params["b_q"])
+        self.cells, self.head = adamw.parameter(params["w_cells"]), adamw.parameter(params["w_symbols"].T)
+        self.q, self.q_bias = adamw.parameter(params["w_q"].T), adamw.parameter(params["b_q"])
 
     def net(self, z: torch.Tensor, injected: torch.Tensor) -> torch.Tensor:
         x = z + injected
@@ -96,7 +96,7 @@ class Recursive(torch.nn.Module):
         return (lm + 0.5 * bce) / n, z_h.detach(), z_l.detach(), q.detach()[:, 0]
 
 
-def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool) -> steps.Step:
+def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch, *, compiled: bool) -> adamw.Step:
     model = Recursive(c, params)
     if compiled:  # the net alone: all of its 21 applications in one program took minutes to compile
         model.net = torch.compile(model.net)  # type: ignore[method-assign]
@@ -142,7 +142,7 @@ def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch
     return step
 
 
-def sides(size: Mapping[str, int]) -> steps.Sides:
+def sides(size: Mapping[str, int]) -> adamw.Sides:
     c = trm.Config(
         n_cells=size["cells"], vocab=VOCAB, n_puzzles=1, n_difficulties=1, embed=size["embed"], heads=size["heads"],
         inner_multiple=size["inner"], puzzle_embed=0, cycles_high=size["high"], cycles_low=size["low"], dtype="float32",
@@ -154,10 +154,10 @@ def sides(size: Mapping[str, int]) -> steps.Sides:
     ours = Ours(trm_loss.make_task, c, o, batch, ema=EMA, stage=c.cycles)
     params, model_state = ours.params(), ours.model_state()
 
-    def make(compiled: bool) -> steps.Step:
+    def make(compiled: bool) -> adamw.Step:
         return make_theirs(c, params, model_state, batch, compiled=compiled)
 
     # Weights that are one rounding off give losses 2e-4 apart in the third step and 1.2e-2 in the
     # sixth: AdamATan2's first updates are the signs of gradients, also of those that are rounding.
     # PyTorch's are 2e-4 and 7e-3 off.
-    return steps.Sides(ours, steps.theirs(make), size["batch"], "rows", within=1e-3, steps=3)
+    return adamw.Sides(ours, adamw.theirs(make), size["batch"], "rows", within=1e-3, steps=3)

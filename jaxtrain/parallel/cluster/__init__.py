@@ -1,7 +1,7 @@
 """The processes of a run: how they find each other, meet, agree, stop, and end if one hangs.
 
 discover      environment -> Cluster, a pure function
-rendezvous    the meeting of the processes before JAX joins them
+rendezvous    the processes come together here before JAX joins them
 handshake     the proof at both ends of its connections that they know the job's secret
 processes     joining the processes, and exchanges between them
 signals       signals that ask a run to save and end
@@ -14,6 +14,7 @@ from jaxtrain.parallel.cluster.notices import Notices, metadata_server
 from jaxtrain.parallel.cluster.processes import (
     agree,
     agree_on,
+    await_peers,
     barrier,
     commit,
     compare,
@@ -24,7 +25,6 @@ from jaxtrain.parallel.cluster.processes import (
     gather,
     initialize,
     is_main,
-    meet,
     of_cpus,
     use_compilation_cache,
     use_threads_for_host_devices,
@@ -37,6 +37,6 @@ from jaxtrain.parallel.cluster.watchdog import Watchdog
 __all__ = (
     "Cluster", "ClusterError", "Notices", "RendezvousError", "StopSignals", "Stopped", "Watchdog",
     "agree", "agree_on", "barrier", "commit", "compare", "devices", "digest_of_extension",
-    "digest_of_files", "find", "gather", "initialize", "is_main", "meet", "of_cpus",
+    "digest_of_files", "find", "gather", "initialize", "is_main", "await_peers", "of_cpus",
     "metadata_server", "use_compilation_cache", "use_threads_for_host_devices", "versions",
 )  # fmt: skip

@@ -37,15 +37,15 @@ def find() -> Cluster:
     return discover.from_environment(os.environ, gpus=gpus, metadata=notices.tpu_metadata(os.environ))
 
 
-def meet(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
-    """Wait until all processes of a run are present, and compare them (`rendezvous.meet`).
+def await_peers(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
+    """Wait until all processes of a run are present, and compare them (`rendezvous.await_peers`).
 
     ``leave`` is called again and again during the wait, and ends it by returning true. With
     ``refusal``, the reason for which process 0 cannot begin, all processes raise it. Raises
     ClusterError: processes on several hosts have no JAXTRAIN_SECRET; RendezvousError: ``refusal``,
     a taken port, or processes, by number, that are late or differ; Stopped: ``leave()`` was true.
     """
-    rendezvous.meet(
+    rendezvous.await_peers(
         membership.coordinator,
         process=membership.process,
         processes=membership.processes,
@@ -66,14 +66,14 @@ def meet(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lamb
 
 
 def initialize(membership: Cluster, config: Config, *, leave: Callable[[], Any] = lambda: False, refusal: str = "") -> None:
-    """Join the processes: first `meet`, with its arguments and errors, then JAX."""
+    """Join the processes: first `await_peers`, with its arguments and errors, then JAX."""
     if membership.note:
         log.warning("%s", membership.note)
     if membership.processes == 1:
         return
     here, numbers = socket.gethostname(), f"process {membership.process} of {membership.processes}"
     log.info("%s (%s, on %s), coordinator %s", numbers, membership.launcher, here, membership.coordinator)
-    meet(membership, config, leave=leave, refusal=refusal)
+    await_peers(membership, config, leave=leave, refusal=refusal)
     bounds = config.distributed
     host, _, port = membership.coordinator.rpartition(":")
     places = [host] if rendezvous.is_loopback(host) else rendezvous.addresses(host.strip("[]"), int(port))

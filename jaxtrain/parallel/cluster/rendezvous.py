@@ -45,7 +45,7 @@ class Stopped(RendezvousError):
     """A process was asked to stop while it waited for the others."""
 
 
-def meet(
+def await_peers(
     coordinator: str,
     *,
     process: int,
@@ -84,14 +84,14 @@ def meet(
     place, _, port = coordinator.rpartition(":")
     host, key = place.strip("[]"), secret.encode()
 
-    def judge(messages: Sequence[dict[str, Any]], late: str) -> dict[str, Any]:
+    def decide(messages: Sequence[dict[str, Any]], late: str) -> dict[str, Any]:
         if conclude:
             return {"error": "", "conclusion": conclude(messages, late)}
         return {"error": refusal or late or differences(messages)}
 
     if process == 0:
         others = set(range(processes) if awaited is None else awaited) - {0}
-        verdict = asyncio.run(Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), judge))
+        verdict = asyncio.run(Rendezvous(hello, key, timeout, leave, others).hold(host, int(port), decide))
     else:
         verdict = asyncio.run(_report(hello, host, int(port), key, timeout, leave))
     if verdict["error"]:
@@ -142,7 +142,7 @@ class Rendezvous:
         self._stopped: int | None = None  # the process that was asked to stop
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hold(self, host: str, port: int, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    async def hold(self, host: str, port: int, decide: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Wait for all others, and reply to them with the verdict, which is returned."""
         deadline = time.monotonic() + self._timeout
         verdict = {"error": f"process 0 ({self._hello['host']}) has failed", "stopped": False}
@@ -150,7 +150,7 @@ class Rendezvous:
         for listener in listeners:
             self._start(self._accept(listener))
         try:
-            verdict |= await self._wait(port, deadline, judge)
+            verdict |= await self._wait(port, deadline, decide)
         finally:
             lines = [line for _, line in self._present.values()]
             await asyncio.gather(*(_reply(line, verdict) for line in lines))
@@ -160,7 +160,7 @@ class Rendezvous:
                 listener.close()
         return verdict
 
-    async def _wait(self, port: int, deadline: float, judge: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    async def _wait(self, port: int, deadline: float, decide: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         hello, present, late = self._hello, self._present, ""
         while missing := sorted(self._awaited - set(present)):
             stopped = f"process 0 ({hello['host']})" if self._leave() else ""
@@ -173,7 +173,7 @@ class Rendezvous:
                 late += f"{hello['host']}:{port} within {self._timeout:g} s"
                 break
             await asyncio.sleep(POLL)
-        return judge([hello, *(present[p][0] for p in sorted(present))], late)
+        return decide([hello, *(present[p][0] for p in sorted(present))], late)
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)

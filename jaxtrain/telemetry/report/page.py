@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain import config as config_lib
 from jaxtrain.telemetry import goodput
-from jaxtrain.telemetry.report import classes, compare, curves, media, timeline
+from jaxtrain.telemetry.report import class_scores, compare, curves, media, timeline
 from jaxtrain.telemetry.report import records as records_lib
 from jaxtrain.telemetry.report import run as run_lib
 from jaxtrain.telemetry.report import trace as trace_lib
@@ -86,7 +86,7 @@ class Page:
         drawn = dict(curves.section(self.runs, self.records, self.charts))
         for group in curves.GROUPS[:2]:
             yield group, drawn.pop(group, "")
-        yield "Classes", classes.section([self.runs[i] for i in compare.ranked(self.scores)])
+        yield "Classes", class_scores.section([self.runs[i] for i in compare.ranked(self.scores)])
         yield "Pictures", media.pictures(self.runs, self.notes)
         yield "Generations", "".join(media.generations(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)

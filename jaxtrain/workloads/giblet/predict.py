@@ -17,8 +17,8 @@ from jaxtrain.parallel.layout import Layout
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.giblet import model as giblet
 from loaders.base import DataError
-from loaders.film import multimodal, sources
-from loaders.io import atomic_write, checks, files, records
+from loaders.film import foreign_files, multimodal
+from loaders.io import atomic_write, checks, files, resumable
 
 MASK = "mask.nii.gz"
 MAX_VOXELS = 1 << 31  # [voxels] of a grid
@@ -113,7 +113,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
     place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
     with files.reading(place):
-        image = sources.nifti(place)
+        image = foreign_files.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:
             raise ValueError(f"its shape is {image.shape}")
         inside = np.asanyarray(image.dataobj) > 0
@@ -127,7 +127,7 @@ def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
 def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int = 16) -> tuple[int, np.ndarray]:
     """Write ``out``, float32 [x, y, z, volumes], volume by volume, after an earlier attempt's.
 
-    `loaders.io.records` says how it is resumed. Returns the number of volumes, and Pearson's r of
+    `loaders.io.resumable` says how it is resumed. Returns the number of volumes, and Pearson's r of
     prediction and measurement over them, float64 [voxels], 0 if either is constant. Raises
     DataError, OSError.
     """
@@ -146,7 +146,7 @@ def write(predictor: Predictor, brain: Brain, out: pathlib.Path, *, batch: int =
     n, packed = 0, out.name.endswith(".gz")
     head = header.binaryblock + bytes(4)
     made_of = (predictor.name, predictor.data, json.dumps(film.info, sort_keys=True), brain.inside.tobytes(), head, batch)
-    with records.file(out, made_of) as file:
+    with resumable.file(out, made_of) as file:
         if not file.n:
             file.write(_packed(head) if packed else head)
         kept = file.kept()

@@ -15,7 +15,7 @@ from jaxtrain.types import Array, GenerativeEvaluation, Shard, Variables
 from jaxtrain.workloads.language import environments
 from jaxtrain.workloads.language.model import Config, Generation, Target
 
-Judged = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for generations.jsonl
+Scored = tuple[dict[str, float], list[dict[str, Any]]]  # for the record, for generations.jsonl
 MAX_LINES = 8  # [prompts] of an environment that generations.jsonl shows
 
 
@@ -23,14 +23,14 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
     """Yield the generative evaluations that a config asks for."""
     if c.generation.prompts:
 
-        def show(texts: Sequence[str]) -> Judged:
+        def show(texts: Sequence[str]) -> Scored:
             return {}, [{"prompt": p, "continuation": x} for p, x in zip(c.generation.prompts, texts, strict=True)]
 
         yield _evaluation(c, shard, seed, c.generation.prompts, c.generation, c.generation.top_p, show)
     for target in c.targets:
         prompts = environments.load(target.module, target.arguments, target.prompts)
 
-        def score(texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module) -> Judged:
+        def score(texts: Sequence[str], prompts: environments.Prompts = prompts, name: str = target.module) -> Scored:
             means, rewards = prompts.score(texts)
             triples = zip(prompts.rows, texts, rewards, strict=True)
             lines = [{"target": name, "prompt": r["prompt"], "continuation": x, "reward": y} for r, x, y in triples]
@@ -41,7 +41,7 @@ def generative_evaluations(c: Config, shard: Shard, seed: int) -> Iterator[Gener
 
 def _evaluation(
     c: Config, shard: Shard, seed: int, prompts: Sequence[str], section: Generation | Target, top_p: float,
-    score: Callable[[Sequence[str]], Judged]
+    score: Callable[[Sequence[str]], Scored]
 ) -> GenerativeEvaluation:  # fmt: skip
     """Continues prompts. Too long ones keep their last tokens. ``score`` gets the texts."""
     codec = c.codec()
@@ -54,7 +54,7 @@ def _evaluation(
             n_new=section.tokens, temperature=section.temperature, top_p=top_p, ends=codec.ends,
         )  # fmt: skip
 
-    def texts(tokens_bn: Array) -> Judged:
+    def texts(tokens_bn: Array) -> Scored:
         rows = np.asarray(tokens_bn).tolist()
         return score([codec.continuation(prompt, new)[0] for prompt, new in zip(ids, rows, strict=True)])
 

@@ -33,7 +33,7 @@ LOSSES = ("lm_loss", "q_halt_loss", "q_continue_loss")
 ACCURACIES = ("accuracy", "exact_accuracy", "q_halt_accuracy")  # of finished rows
 
 
-def begin(model_state: PyTree, batch: Batch) -> PyTree:
+def reset_halted(model_state: PyTree, batch: Batch) -> PyTree:
     """Return the slots of a step. A slot whose row is done starts again on the batch's row."""
     done_b = model_state["halted"]
 
@@ -51,7 +51,7 @@ def begin(model_state: PyTree, batch: Batch) -> PyTree:
 
 def examples(config: Any, model_state: Any, batch: Mapping[str, Any], position: int) -> Sequence[Example]:
     """Draw each slot's puzzle. One that began before has no id: its batch's row is dropped."""
-    slots = jax.device_get(begin(model_state, batch))
+    slots = jax.device_get(reset_halted(model_state, batch))
     no_guess = jnp.zeros((0, *slots["inputs"].shape), jnp.int32)
     drawn = np.asarray(boards.draw(slots["inputs"], slots["labels"], no_guess))
     return [
@@ -173,7 +173,7 @@ def make_task(config: RunConfig[Config], shard: Shard, batch: int) -> Task:
 def loss(model: Model, variables: Variables, batch: Batch, key: Key, stage: Cycles | None = None) -> LossOut:
     """One supervision step of every slot. ``stage`` is of `curriculum`, None = the last."""
     c, cycles = model.c, stage or model.c.cycles
-    rows = begin(variables.model_state, batch)
+    rows = reset_halted(variables.model_state, batch)
     z_h, z_l, logits_bsv, q_b2 = refine(c, variables.params, rows, cycles, model.shard)
     steps_b = rows["steps"] + 1
     least_b = least_steps(c, exploration(model, rows["step"]), key, batch["row"])

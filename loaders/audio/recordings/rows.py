@@ -11,7 +11,7 @@ from typing import Any
 
 from loaders.audio.recordings import recorders, values
 from loaders.audio.recordings.annotations import Annotation, Errors
-from loaders.audio.recordings.classes import Classes
+from loaders.audio.recordings.class_names import Classes
 from loaders.audio.recordings.headers import Header, same_bytes
 from loaders.base import DataError
 from loaders.io import checks

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 
 from jaxtrain import cli
-from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads, measures, review
+from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows, measures, review
 from loaders.audio.front_end import DEFAULT
 from tests.support import birds, chromium, corpus
 
@@ -121,7 +121,7 @@ def test_a_head_of_an_index_is_that_of_its_embeddings(world, tmp_path, capsys):
     argv = ["fit", str(index), "--run", str(run), "--batch", "8", "--method", "prototypes"]
     assert cli.main([*argv, "--out", str(tmp_path / "head.npz")]) == 0
     made = embeddings.read(tmp_path / "head-embeddings")
-    given = examples.own([made])
+    given = labelled_rows.own([made])
     assert given.names == ("high", "low") and given.exclusive and len(given.y) == len(rows) - 1
     places = made.places()
     told = {(f"old/{f}", a): what for f, a, _, what in truth}
@@ -183,7 +183,7 @@ def test_cross_validation_calibrates_and_finds_thresholds(tmp_path):
     x = rng.normal(size=(n, 6)) + label[:, None] * np.array([0.9, 0, 0, 0, 0, 0])
     y = np.eye(2)[label]
     folder = embeddings.read(fake(tmp_path / "e", x[:600], y[:600], ["a", "b"]))
-    fitted = fit.fit([folder], examples.own([folder]), precision=0.8)
+    fitted = fit.fit([folder], labelled_rows.own([folder]), precision=0.8)
     assert fitted.head.scores == "softmax" and fitted.folds == 5
     z = x[600:] @ fitted.head.arrays["w"] + fitted.head.arrays["b"]
     p = np.exp(z[:, 1]) / np.exp(z).sum(1)
@@ -209,7 +209,7 @@ def test_folds_keep_recordings_together(tmp_path):
     x, label = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) // 4 % 2
     groups = np.arange(40) // 4
     folder = embeddings.read(fake(tmp_path / "e", x, np.eye(2)[label], ["a", "b"], groups))
-    given = examples.own([folder])
+    given = labelled_rows.own([folder])
     fold = fit.folds_of(given, 0)
     assert sorted(set(fold)) == [0, 1, 2, 3, 4]
     assert all(len(set(fold[groups == g])) == 1 for g in set(groups))
@@ -232,7 +232,7 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
     (tmp_path / "t.csv").write_text(
         "file,start,end,label,answer\n0.wav,0,1,owl,yes\n0.wav,0.9,2,owl,no\n/elsewhere/0.wav,2.1,2.2,wren,\n0.wav,3,4,owl,skip\n"
     )
-    given = examples.of_table([folder], str(tmp_path / "t.csv"), background=1)
+    given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"), background=1)
     assert given.names == ("owl", "wren") and given.rows[0].tolist()[:3] == [0, 1, 2] and given.rows[0][3] in (3, 4, 5)
     assert given.y.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
     assert given.known.tolist() == [[1, 1], [1, 0], [1, 1], [1, 1]]
@@ -251,7 +251,7 @@ def test_each_form_of_a_label_table_is_understood(tmp_path):
 def test_rows_without_a_class_are_examples_and_one_yes_decides(tmp_path, text, y, known):
     folder = embeddings.read(fake(tmp_path / "e", np.ones((4, 3)), np.eye(2)[[0] * 4], ["a", "b"], [0] * 4))
     (tmp_path / "t.csv").write_text(text)
-    given = examples.of_table([folder], str(tmp_path / "t.csv"))
+    given = labelled_rows.of_table([folder], str(tmp_path / "t.csv"))
     assert (given.rows[0].tolist(), given.y.tolist(), given.known.tolist()) == ([0, 1, 2], y, known)
 
 

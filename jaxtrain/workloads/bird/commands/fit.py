@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fit(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from jaxtrain.workloads.bird.inference import embeddings, examples, fit, heads
+    from jaxtrain.workloads.bird.inference import embeddings, fit, heads, labelled_rows
 
     listed = args.out.with_name(f"{args.out.name.removesuffix('.npz')}-errors.csv")
     atomic_write.refuse_unwritable(listed, folder=False)
@@ -74,10 +74,10 @@ def _fit(args: argparse.Namespace) -> int:
     folders = [embeddings.read(folder) for folder in _embedded(args)]
     if args.labels:
         options: dict[str, Any] = {"reading": commands.table_options(args), "errors": errors}
-        given = examples.of_table(folders, args.labels, background=args.background, seed=args.seed, **options)
+        given = labelled_rows.of_table(folders, args.labels, background=args.background, seed=args.seed, **options)
     else:
-        given = examples.own(folders)
-    examples.refuse_one_sided(given)
+        given = labelled_rows.own(folders)
+    labelled_rows.refuse_one_sided(given)
     pool = args.kind or str(folders[0].about.get("pool"))
     pool = pool if pool in heads.POOLS and folders[0].has(pool) else "mean"
     options = {"prototypes": args.prototypes, "precision": args.precision, "seed": args.seed}

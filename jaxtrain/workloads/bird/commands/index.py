@@ -87,7 +87,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from loaders.audio.recordings import make, rows
+    from loaders.audio.recordings import indexing, rows
     from loaders.audio.recordings.annotations import Errors
 
     given = list(args.sources)
@@ -101,7 +101,7 @@ def _make(args: argparse.Namespace) -> int:
     options = {"reading": reading, "options": rows.Options(**chosen), "class_file": args.classes}
     note = functools.partial(print, file=sys.stderr)
     try:
-        about = make.make(given, args.out, root=args.root, errors=errors, note=note, **options)
+        about = indexing.make(given, args.out, root=args.root, errors=errors, note=note, **options)
     finally:
         commands.show_errors(errors)
     for split, counts in about["splits"].items():
@@ -138,7 +138,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
     """Unpack archives that are sources or lie in one. Return the other sources, or the folder."""
-    from loaders.audio.recordings import make
+    from loaders.audio.recordings import indexing
 
     archives: list[str] = []
     rest: list[str] = []
@@ -147,8 +147,8 @@ def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
         if path.is_file() and ".tar" in path.name:
             archives.append(str(path))
         else:
-            archives += map(str, make.archives_in(path) if path.is_dir() else ())
+            archives += map(str, indexing.archives_in(path) if path.is_dir() else ())
             rest.append(each)
-    n = make.unpack(archives, folder)
+    n = indexing.unpack(archives, folder)
     print(f"{n} files unpacked from {len(archives)} archives", file=sys.stderr)
     return rest or [str(folder)]

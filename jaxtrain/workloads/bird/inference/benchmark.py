@@ -23,7 +23,7 @@ import numpy as np
 from jaxtrain.workloads.bird.inference import InferenceError, detect, embed, encoder, measures
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.embeddings import read as read_embeddings
-from loaders.audio.recordings import columns, make, rows
+from loaders.audio.recordings import columns, indexing, rows
 from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError
 from loaders.io import atomic_write, columnar, files
@@ -150,10 +150,10 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
             f"{folder} holds {', '.join(p.name for p in tables)}; expected the metadata of {', '.join(splits)}"
         )
     shards = "|".join({"test_5s": "test_?5s"}.get(split, split) for split in splits)
-    archives = [str(path) for path in make.archives_in(folder) if re.search(rf"_({shards})_shard", path.name)]
+    archives = [str(path) for path in indexing.archives_in(folder) if re.search(rf"_({shards})_shard", path.name)]
     recordings = out / "recordings" if archives else folder
     if archives:
-        make.unpack(archives, recordings)
+        indexing.unpack(archives, recordings)
     codes: set[str] = set()
     for path in tables:  # the set's classes are those of all its splits
         files.inside(folder, path.name)
@@ -174,7 +174,7 @@ def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) 
 def _index(given: Sequence[str], out: pathlib.Path, *, audio: str, classes: str = "") -> None:
     """Make an index, or brings it up to date. Raises DataError."""
     errors = Errors(["duplicate-content=keep", "leaking-recording=keep"])
-    make.make(
+    indexing.make(
         list(given), out, reading=columns.Options(audio=audio), options=rows.Options(), class_file=classes, root=audio,
         errors=errors, note=lambda line: None,
     )  # fmt: skip

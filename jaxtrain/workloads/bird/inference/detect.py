@@ -33,7 +33,7 @@ from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder, heads
 from jaxtrain.workloads.bird.inference.heads import Head
 from loaders.audio import spectrogram
-from loaders.audio.recordings import classes as class_files
+from loaders.audio.recordings import class_names as class_files
 from loaders.audio.recordings.windows import Windows
 from loaders.base import DataError
 from loaders.io import atomic_write, columnar, files

@@ -23,8 +23,8 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from jaxtrain.workloads.bird.inference import InferenceError, heads, logistic
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings
-from jaxtrain.workloads.bird.inference.examples import Examples
 from jaxtrain.workloads.bird.inference.heads import Head
+from jaxtrain.workloads.bird.inference.labelled_rows import Examples
 
 PULLS = (0.1, 1.0, 10.0)  # of patches: towards the first prototypes
 USUAL = {"linear": 1e-2, "prototypes": 0.0, "patches": 1.0}  # if too few examples allow no choice

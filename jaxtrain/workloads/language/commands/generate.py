@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from jaxtrain.parallel import cluster
     from jaxtrain.workloads.language import generate
-    from loaders.io import records
+    from loaders.io import resumable
 
     cluster.use_compilation_cache()
     prompts = generate.read_prompts(args.file) if args.file else args.prompts
@@ -61,7 +61,7 @@ def _generate(args: argparse.Namespace) -> int:
             print(f"{each.prompt}{each.text}\n", flush=True)
         return 0
     made_of = (writer.name, *prompts, args.tokens, args.temperature, args.top_p, *args.seeds, args.batch)
-    with records.file(args.out, made_of) as file:
+    with resumable.file(args.out, made_of) as file:
         for each in continued(first=file.n):
             file.write((json.dumps(each._asdict(), ensure_ascii=False) + "\n").encode())
     print(f"{args.out}: {len(prompts) * len(args.seeds)} continuations of {len(prompts)} prompts")

@@ -163,7 +163,7 @@ def _boards(
 ) -> list[dict[str, str]]:  # fmt: skip
     """Solve the boards, and write or print them. Return the rows of the table."""
     from jaxtrain.workloads.trm import solve
-    from loaders.io import records
+    from loaders.io import resumable
 
     def row(puzzle: "solve.Puzzle", each: "solve.Solved") -> dict[str, str]:
         sure, shares = f"{scale(each.q):.4f}", (f"{each.halts():.4f}", f"{each.solved.mean():.4f}")
@@ -179,7 +179,7 @@ def _boards(
             print(f"{each.board}  confidence {scale(each.q):.3f}  steps {each.steps}{valid}")
         return found
     made_of = (solver.name, *(str(puzzle) for puzzle in puzzles), search, how, scale)
-    with records.file(args.out, made_of) as file:
+    with resumable.file(args.out, made_of) as file:
         if not file.n:
             file.write(_line(COLUMNS))
         lines = list(csv.reader(part.decode() for part in file.kept()))[1:]

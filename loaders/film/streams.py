@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaders.film import sources
+from loaders.film import foreign_files
 from loaders.io.files import DataError
 
 SOUND_RATE = 24_000  # [Hz] that sound is resampled to
@@ -82,7 +82,7 @@ def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float 
 
 def _sound(path: pathlib.Path) -> np.ndarray:
     """float32 [samples] at `SOUND_RATE` from the clock's zero, silent where no frame is."""
-    av = sources.package("av")
+    av = foreign_files.package("av")
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SOUND_RATE)
     chunks, n = [np.zeros(0, np.float32)], 0.0  # [samples], not rounded: a frame of AAC at 44.1 kHz has 557.28 of them
     for time, decoded in _decoded(path, "audio"):
@@ -131,7 +131,7 @@ def mel_bank(bands: int, n: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def _open(path: pathlib.Path) -> Iterator[Any]:
-    av = sources.package("av")
+    av = foreign_files.package("av")
     try:
         with av.open(str(path)) as container:
             yield container

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loaders.audio.recordings import classes, columns, headers, sources, store
+from loaders.audio.recordings import class_names, columns, headers, sources, store
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.rows import SHORTEST, Options, Splitter, leads_out, plan
 from loaders.base import DataError
@@ -64,9 +64,9 @@ def make(
     if splitter.kind and not reading.split_column:
         reading = dataclasses.replace(reading, split_column=splitter.column or "none")
     _check(options)
-    known = classes.read(class_file) if class_file else None
+    known = class_names.read(class_file) if class_file else None
     annotations = [each for source in given for each in sources.read(source, reading, errors)]
-    classes.refuse_joined(((each.where, each.labels) for each in annotations), errors)
+    class_names.refuse_joined(((each.where, each.labels) for each in annotations), errors)
     paths = {each.path for each in annotations}
     sources.unnamed(given, reading, paths, errors)
     note(f"{len(annotations)} annotations of {len(paths)} recordings")

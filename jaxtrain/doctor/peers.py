@@ -1,4 +1,4 @@
-"""The meetings of a doctor's processes, on the coordinator's port and with the job's secret.
+"""The rendezvous of a doctor's processes, on the coordinator's port and with the job's secret.
 
 There are three, each a `jaxtrain.parallel.cluster.rendezvous` of processes that may differ:
 
@@ -22,11 +22,11 @@ Messages = Sequence[dict[str, Any]]
 Conclude = Callable[[Messages], Any]
 
 
-class Meetings:
-    """The meetings of a process. Process 0 alone calls `met`, `found`, `saw`, and has findings."""
+class Peers:
+    """The rendezvous of a process. Process 0 alone calls `met`, `found`, `saw`, has findings."""
 
     def __init__(self, membership: Cluster, *, wait: float):
-        """Hold the first meeting. Raises RendezvousError, or ClusterError if there is no secret."""
+        """Hold the first. Raises RendezvousError, or ClusterError if there is no secret."""
         self.process, self._membership = membership.process, membership
         self._secret = discover.secret_of(os.environ, membership.coordinator)
         self._present: Sequence[int] = range(membership.processes)
@@ -47,7 +47,7 @@ class Meetings:
             return conclude(messages)
 
         member = self._membership
-        return rendezvous.meet(
+        return rendezvous.await_peers(
             member.coordinator,
             process=member.process,
             processes=member.processes,
@@ -104,4 +104,4 @@ def unmet(error: RendezvousError, membership: Cluster) -> Check:
         remedy = "set one JAXTRAIN_SECRET in all processes, or choose another port"
     elif not isinstance(cause, OSError):
         remedy = "give every job a port of its own, and every process its number"
-    return fail("processes", "meeting", str(error), remedy)
+    return fail("processes", "rendezvous", str(error), remedy)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.workloads.bird import inference
 from jaxtrain.workloads.bird.inference import InferenceError
 from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
-from loaders.audio.recordings import classes, columns, lines, tables
+from loaders.audio.recordings import class_names, columns, lines, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
 
@@ -144,7 +144,7 @@ def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
             times = f"the times {begin:g} to {stop:g} s"
             raise InferenceError(f"{line.where}: {times} are no part of a recording; correct the line")
         found += [(line.where, line.file, begin, stop, label, answer) for label in labels]
-    classes.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], errors)
+    class_names.refuse_joined([(part[0], (part[4],)) for part in found if part[4]], errors)
     inference.refuse(errors)
     return found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.build import locate
-from jaxtrain.config.checks import ConfigError
+from jaxtrain.config.consistency import ConfigError
 from loaders.io import checks
 
 COMPILERS = ("gpu", "tpu")  # that can be fetched for plans
