@@ -90,8 +90,8 @@ def test_nothing_is_made_to_explain_a_config(here, capsys):
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()
-    unmade = "    def exists(self):\n        return self.path != 'made at the first use'\n\n    def problems"
-    loader = loader.replace("    def problems", unmade, 1).replace(
+    unmade = "    def exists(self):\n        return self.path != 'made at the first use'\n\n    def validate"
+    loader = loader.replace("    def validate", unmade, 1).replace(
         "if self.path and", "if self.path != 'made at the first use' and self.path and"
     )
     made = "    if config.path == 'made at the first use':\n        open('made', 'w').close()\n    return {"

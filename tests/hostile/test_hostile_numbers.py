@@ -91,7 +91,7 @@ def test_a_loader_that_gives_other_rows_than_it_declares_is_refused(wrong):
             return {"x": wrong}
 
     fields = {"x": base.Field((3,), np.dtype(np.float32))}
-    with pytest.raises(base.DataError, match=r"field 'x' as float.*fields\(\) declares float32 \[2, 3\]"):
+    with pytest.raises(base.DataError, match=r"field 'x' as float.*element_spec\(\) declares float32 \[2, 3\]"):
         next(Wrong(fields, train=True, rows=base.Rows(2, ((0, 2),)), seed=0, n_batches=1))
 
 
