@@ -151,11 +151,11 @@ class ProcessContext:
         return self._signals.reason
 
     @contextlib.contextmanager
-    def phase(self, owner: str, doing: str = "") -> Iterator[None]:
-        """Count the time here as goodput's phase ``owner``. The watchdog names ``doing``."""
+    def phase(self, name: str, doing: str = "") -> Iterator[None]:
+        """Count the time here as goodput's phase ``name``. The watchdog names ``doing``."""
         if doing:
             self.starting(doing)
-        with self.clock.during(owner):
+        with self.clock.during(name):
             yield
 
 

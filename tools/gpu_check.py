@@ -194,11 +194,11 @@ def run(unit: Unit, args: argparse.Namespace, folder: pathlib.Path, seconds: flo
         finally:
             _end(process)
         file.seek(0)
-        said = file.read()
+        text = file.read()
     if not why and code == 0 and out.exists():
         return json.loads(out.read_text()), ""
     why = why or (f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
-    return None, "\n".join([*said.strip().splitlines()[-30:], why])
+    return None, "\n".join([*text.strip().splitlines()[-30:], why])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -133,8 +133,8 @@ def pip(*arguments: str, env: Mapping[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if re.search(r"error", line, re.I)] or done.stderr.splitlines()
-        raise PackError(f"pip {arguments[0]} failed: {'; '.join(said[-3:])}")
+        text = [line for line in done.stderr.splitlines() if re.search(r"error", line, re.I)] or done.stderr.splitlines()
+        raise PackError(f"pip {arguments[0]} failed: {'; '.join(text[-3:])}")
     return done.stdout
 
 

@@ -188,9 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part {unknown[0]!r}; expected one of: {', '.join(PARTS)}")
     failed = []
     for name in args.parts or PARTS:
-        begun = commit()
+        started = commit()
         result = run(name)
-        where = begun if commit() == begun else f"{begun}, changed meanwhile"
+        where = started if commit() == started else f"{started}, changed meanwhile"
         page = keep(PAGE.read_text(), name, result, where, datetime.date.today().isoformat())
         PAGE.write_text(page)
         print(f"\n{HEAD}{rows_of(page)[name]}\n", flush=True)

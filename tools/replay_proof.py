@@ -379,7 +379,7 @@ def disk_part(name: str, out: pathlib.Path, trials: int) -> str:
     saved = sorted((run / "checkpoints").iterdir())
     for _ in range(trials):
         step = rng.choice(saved)
-        files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.name not in checksums.APART]
+        files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.name not in checksums.UNLISTED]
         path = rng.choices(files, [path.stat().st_size for path in files])[0]
         before = path.read_bytes()
         changed = bytearray(before)

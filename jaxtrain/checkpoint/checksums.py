@@ -5,8 +5,8 @@
        "files": {"state/d/0f3a…": {"bytes": 1725, "hash": "<hex>"}, …},
        "hash": "<hex>"}
 
-"files" are all below <step>, sorted, but `APART`; the last "hash" is of the canonical JSON of the
-rest.
+"files" are all below <step>, sorted, but `UNLISTED`. The last "hash" is of the canonical JSON of
+the rest.
 
 Orbax completes a step directory by renaming it. The manifest is computed from the files on disk
 right before, so that a step is never complete without one, however the run is killed. Steps of
@@ -34,7 +34,7 @@ from jaxtrain.arrays import stored
 from loaders.io import files
 
 NAME = "manifest.json"
-APART = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # files of the step's own folder that are not listed
+UNLISTED = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")  # files of the step's own folder that are not listed
 ALGORITHM = "sha256"
 PIECE = 4 << 20  # [bytes] held per file at a time. Other threads run while one is hashed
 THREADS = 8
@@ -119,10 +119,10 @@ def _encode(listed: dict[str, Any]) -> bytes:
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
-    """Every file below ``folder`` as a relative name, but hidden ones and `APART`."""
+    """Every file below ``folder`` as a relative name, but hidden ones and `UNLISTED`."""
     for path in folder.iterdir():
         name = f"{prefix}{path.name}"
         if path.is_dir():
             yield from _files(path, f"{name}/")
-        elif not path.name.startswith(".") and name not in APART:
+        elif not path.name.startswith(".") and name not in UNLISTED:
             yield name

@@ -27,7 +27,7 @@ class SaveBarrier:
 
     def __init__(self) -> None:
         self._wait = ocp.multihost.get_barrier_sync_fn()
-        self._told = ocp.multihost.get_jax_distributed_client()
+        self._client = ocp.multihost.get_jax_distributed_client()
         self._lock = threading.Lock()
         self._saves = 0  # begun so far, by all processes alike
         self._saver = 0  # the thread that began this save
@@ -43,7 +43,7 @@ class SaveBarrier:
         phase = next((phase for name, phase in PHASES.items() if name in key), None)
         if phase:
             self._come(phase, timeout_ms)
-            if reasons := [reason for _, reason in self._told.key_value_dir_get(self._folder())]:
+            if reasons := [reason for _, reason in self._client.key_value_dir_get(self._folder())]:
                 raise OtherFailedError("; ".join(reasons))
             return
         # Orbax marks the end of a save in a `finally` of its own thread. The saving thread may be
@@ -52,8 +52,8 @@ class SaveBarrier:
         if error and self._left:
             if not isinstance(error, OtherFailedError):
                 me = jax.process_index()
-                said = f"process {me}: {first_line(error)}"
-                self._told.key_value_set(f"{self._folder()}{me}", said, allow_overwrite=True)
+                reason = f"process {me}: {first_line(error)}"
+                self._client.key_value_set(f"{self._folder()}{me}", reason, allow_overwrite=True)
             for phase in tuple(self._left):
                 self._come(phase, timeout_ms)
         self._wait(key=key, timeout_ms=timeout_ms)

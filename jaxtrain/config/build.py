@@ -100,23 +100,23 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
     """Build a config, add all its errors to ``problems``, and take the info of its data."""
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
-    for section, owner, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
-        module_name = tree.get(owner, getattr(Config, owner))
+    for section, field, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):
+        module_name = tree.get(field, getattr(Config, field))
         if not isinstance(module_name, str):
             continue  # building `Config` reports it
         if not module_name or module_name.startswith("."):
             own = f"one of: {', '.join(workload.shipped())}, or a module of your own"
             named = own if section == "model" and not module_name else "the full name of a module"
-            problems.append((owner, f"is {module_name!r}; expected {named}"))
+            problems.append((field, f"is {module_name!r}; expected {named}"))
             continue
         try:
             classes[section] = class_of(module_name)
         except (ImportError, SyntaxError) as error:
             problems.append(
-                (owner, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}{_nearest(module_name)}")
+                (field, f"is {module_name!r}, and importing it failed: {_where_and_why(error)}{_nearest(module_name)}")
             )
         except TypeError as error:
-            problems.append((owner, str(error)))
+            problems.append((field, str(error)))
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
     sections: dict[str, Any] = {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
     config = dataclasses.replace(_build(Config, tree, "", problems), **sections)

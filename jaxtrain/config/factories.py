@@ -18,7 +18,7 @@ class FactoryError(ValueError):
     """A name of no function. The message continues the path of the field: "is 'optax:x', and …"."""
 
 
-class _TrialError(Exception):
+class _CallError(Exception):
     """An optimizer that could not update parameters which are not the run's own."""
 
 
@@ -87,7 +87,7 @@ def problems(name: str, arguments: Mapping[str, Any], *, field: str, check: Call
     except Exception as error:
         faulty = [key for key in arguments if key not in needs and _works(name, arguments, given, check, without=key)]
         path, value = (f"{where}.{faulty[0]}", arguments[faulty[0]]) if len(faulty) == 1 else (where, dict(arguments))
-        if len(faulty) == 1 or not isinstance(error, _TrialError):  # else the run's own parameters are tried later
+        if len(faulty) == 1 or not isinstance(error, _CallError):  # else the run's own parameters are tried later
             yield path, f"is {value!r}, and {name} failed: {first_line(error.__cause__ or error)}"
     else:
         if text:
@@ -118,7 +118,7 @@ def of_optimizer(found: Any) -> str:
     try:
         found.update(params, found.init(params), params)
     except Exception as error:
-        raise _TrialError from error
+        raise _CallError from error
     return ""
 
 

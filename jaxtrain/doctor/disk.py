@@ -43,7 +43,7 @@ def examine(*, folder: str, what: str, checkpoints: Any = None) -> Found:
         text = f"{folder} cannot be written: {error.strerror or error}"
         checks = [fail(GROUP, what, text, REMEDIES.get(error.errno or 0, OTHER))]
     if checkpoints and all(check.verdict != FAIL for check in checks):
-        checks.append(room_for(*checkpoints))
+        checks.append(free_space(*checkpoints))
     return checks, {}
 
 
@@ -105,15 +105,15 @@ def _store(url: str, what: str) -> Check:
     return ok(GROUP, what, f"{url}: an object was written, read and deleted in {seconds:.1f} s")
 
 
-def room_for(folder: str, checkpoints: int, each: int) -> Check:
+def free_space(folder: str, checkpoints: int, each: int) -> Check:
     """Check that the checkpoints of a plan, of ``each`` bytes, fit together with existing ones."""
     from jaxtrain import plan  # here: it takes seconds to import
 
-    text, fits = plan.room(folder, checkpoints, each)
+    text, fits = plan.free_space(folder, checkpoints, each)
     if fits:
-        return ok(GROUP, "room", text)
+        return ok(GROUP, "free space", text)
     remedy = "free some space, lower config.checkpoint.keep, or set config.checkpoint.folder"
-    return fail(GROUP, "room", text, f"{remedy} or config.workdir to another disk")
+    return fail(GROUP, "free space", text, f"{remedy} or config.workdir to another disk")
 
 
 @contextlib.contextmanager

@@ -73,9 +73,9 @@ def _open_files(processes: int) -> Check:
     needed = 1000 + 4 * processes  # shards and checkpoints; connections of process 0
     if soft >= needed:
         return ok(GROUP, "open files", f"{soft} may be open at once")
-    judged = fail if soft < max(256, 4 * processes) else warn
+    grade = fail if soft < max(256, 4 * processes) else warn
     remedy = f"ulimit -n {max(65536, needed)}, or LimitNOFILE of the service (hard: {hard})"
-    return judged(GROUP, "open files", f"{soft} may be open at once; {needed} are better", remedy)
+    return grade(GROUP, "open files", f"{soft} may be open at once; {needed} are better", remedy)
 
 
 def _threads() -> Check:

@@ -18,12 +18,12 @@ CLOCKS, CLOCKS_BROKEN = 2.0, 60.0  # [s] that two clocks may be apart
 
 def host_name(*, several_hosts: bool) -> Check:
     """Check that this host's name leads to an address that others can use, as Gloo publishes it."""
-    name, judged = socket.gethostname(), fail if several_hosts else warn
+    name, grade = socket.gethostname(), fail if several_hosts else warn
     remedy = f"add the address by which others reach this host to /etc/hosts: ADDRESS {name}"
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except OSError as error:
-        return judged(GROUP, "host name", f"{name} leads nowhere: {error}", remedy)
+        return grade(GROUP, "host name", f"{name} leads nowhere: {error}", remedy)
     text = f"{name} is {', '.join(sorted(found))}"
     if several_hosts and all(rendezvous.is_loopback(address) for address in found):
         text += ": collectives on CPUs would make other hosts connect to themselves"

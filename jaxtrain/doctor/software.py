@@ -14,9 +14,9 @@ GROUP = "software"
 # Variables that steer compilers and communication, without a process's own place in the job.
 STEERS = ("XLA_", "NCCL_", "LIBTPU_", "JAX_")
 OWN = ("JAX_COORDINATOR", "JAX_PROCESS", "JAX_LOCAL", "JAX_NUM", "JAX_COMPILATION", "NCCL_SOCKET")
-Judge = Callable[[str, str, str, str], Check]
+Grade = Callable[[str, str, str, str], Check]
 # By topic: the verdict if it differs, the verdict if some processes lack it, the remedy.
-TOPICS: dict[str, tuple[Judge, Judge, str]] = {
+TOPICS: dict[str, tuple[Grade, Grade, str]] = {
     "packages": (fail, fail, "install the same wheels on every host: one constraints file, one image"),
     "commit": (fail, fail, "bring the checkouts to one commit: git pull, on every host"),
     # Wheels of one version may be other builds, and a checkout may be edited.

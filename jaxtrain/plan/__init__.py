@@ -18,12 +18,12 @@ from jaxtrain.plan.compile import Compiled, compiled, compiler_options, tpu_devi
 from jaxtrain.plan.environment import set_up
 from jaxtrain.plan.memory import device_bytes, held, host_memory, least, offloaded, padded
 from jaxtrain.plan.remedies import refuse_if_too_large, remedies
-from jaxtrain.plan.summary import MFU, checkpoints, report, room
+from jaxtrain.plan.summary import MFU, checkpoints, free_space, report
 from jaxtrain.plan.target import PlanError, Target, abstractly, parse_target
 
 __all__ = (
     "MFU", "Assembly", "Bound", "Compiled", "PlanError", "Target", "abstractly", "assemble",
     "bound", "checkpoints", "compiled", "compiler_options", "device_bytes", "held", "host_memory",
     "least", "offloaded", "padded", "parse_target", "refuse_if_too_large",
-    "remedies", "report", "room", "set_up", "tpu_devices",
+    "remedies", "report", "free_space", "set_up", "tpu_devices",
 )  # fmt: skip

@@ -108,7 +108,7 @@ class Program:
         self.devices = max((int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text[:4000])), default=1)
         self.times: dict[str, int] = {}  # computation -> how often a step executes it, if it does
         self.loops: set[str] = set()  # computations inside of loops
-        self.begun: set[str] = set()  # that begin at one place and are waited for at another
+        self.started: set[str] = set()  # that begin at one place and are waited for at another
         self.fused: set[str] = set()  # of a single kernel
         for entry, name, _ in parts:
             if entry:
@@ -123,7 +123,7 @@ class Program:
             for how, target in i.called:
                 if target in self.bodies:
                     if i.op == "async-start" and '"is_sync":true' not in i.line:
-                        self.begun.add(target)
+                        self.started.add(target)
                     if i.op == "fusion":
                         self.fused.add(target)
                     is_body = how == "body"
@@ -168,7 +168,7 @@ def collectives(text: str | Program) -> list[Collective]:
         kind, start = i.op.removesuffix("-start"), i.op.endswith("-start")
         if kind not in KINDS:
             continue
-        is_async = start and '"is_sync":true' not in i.line or name in program.begun
+        is_async = start and '"is_sync":true' not in i.line or name in program.started
         # TPUs gather inside of a product that needs something else.
         products = (other.op in ("convolution", "dot") for other in program.bodies[name])
         is_async |= name in program.fused and any(products)

@@ -187,11 +187,11 @@ def checkpoints(config: config_lib.Config, state: state_lib.TrainState) -> tuple
     return keep + bool(config.checkpoint.best), n_bytes
 
 
-def room(place: str, keep: int, saved: int) -> tuple[str, bool]:
+def free_space(place: str, keep: int, saved: int) -> tuple[str, bool]:
     """Tell whether ``keep`` checkpoints of ``saved`` bytes fit into a folder, with those there."""
     text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
     if "://" in place:
-        return f"{text} in {place}, whose room is not known", True
+        return f"{text} in {place}, whose free space is not known", True
     folder = pathlib.Path(place).expanduser().absolute()
     folder = next(p for p in (folder, *folder.parents) if p.exists())
     there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
@@ -204,7 +204,7 @@ def checks(config: config_lib.Config, assembly: Assembly, target: Target) -> Ite
     yield from _check_data(config, assembly, target)
     state = assembly.abstract.state
     keep, saved = checkpoints(config, state)
-    text, fits = room(disk_usage.folder_of(config.workdir, config.checkpoint.folder), keep, saved)
+    text, fits = free_space(disk_usage.folder_of(config.workdir, config.checkpoint.folder), keep, saved)
     # A plan for devices elsewhere is for a disk elsewhere.
     yield "disk", text if target.here else f"{text} here", not target.here or fits
 

@@ -101,14 +101,14 @@ def _abstract_opt_state(tx: Optimizer, params: PyTree, layout: Layout, *, offloa
 
     def place(keys: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = specs.path_name(keys)
-        owner = max((name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None)
-        if owner is None:
+        parameter = max((name for name in table if f"/{path}".endswith(f"/{name}")), key=len, default=None)
+        if parameter is None:
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated())
         else:
-            spec = _divisible(layout.mesh, _shared_parts(table[owner], x.shape), x.shape)
+            spec = _divisible(layout.mesh, _shared_parts(table[parameter], x.shape), x.shape)
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
-        _require_split(path, x, owner, table)
-        return x.update(sharding=x.sharding.with_memory_kind(HOST)) if offload and owner is not None else x
+        _require_split(path, x, parameter, table)
+        return x.update(sharding=x.sharding.with_memory_kind(HOST)) if offload and parameter is not None else x
 
     return jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
 
@@ -124,7 +124,9 @@ def _shared_parts(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> list[A
     return [next((part for n, part in left if n == size), None) for size in shape]
 
 
-def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _require_split(
+    path: str, x: jax.ShapeDtypeStruct, parameter: str | None, table: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
     """Raise LayoutError for a large array of an optimizer that is split less than its parameter."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
@@ -133,10 +135,10 @@ def _require_split(path: str, x: jax.ShapeDtypeStruct, owner: str | None, table:
     def parts(x: jax.ShapeDtypeStruct) -> int:
         return math.prod(x.shape) // max(1, size(x))
 
-    params = list(table.values()) if owner is None else [table[owner]]
-    if parts(x) >= max(map(parts, params)) or size(x) <= max(WHOLE, 0 if owner is None else size(params[0])):
+    params = list(table.values()) if parameter is None else [table[parameter]]
+    if parts(x) >= max(map(parts, params)) or size(x) <= max(WHOLE, 0 if parameter is None else size(params[0])):
         return
-    of = "no parameter" if owner is None else f"parameter {owner!r} of shape {params[0].shape}"
+    of = "no parameter" if parameter is None else f"parameter {parameter!r} of shape {params[0].shape}"
     raise LayoutError(
         f"optim.name: the optimizer's state {path!r} of shape {x.shape} belongs to {of}, and cannot be split over the mesh "
         f"{dict(x.sharding.mesh.shape)} as parameters are; set mesh.fsdp=1 and mesh.model=1, or use another optimizer"

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loaders.audio import remote_cache
-from loaders.audio.remote_cache import ABSENT, FAILED, HEAD, THERE, WANTED, neighbours
+from loaders.audio.remote_cache import ABSENT, FAILED, HEAD, PRESENT, WANTED, neighbours
 from loaders.base import DataError
 from loaders.io import files as files_lib
 from loaders.io import machine
@@ -115,7 +115,7 @@ def _begin(address: str, folder: pathlib.Path) -> None:
                     raise
                 log.warning("%s; the copy of before is used", error)  # without a network, too
                 return
-            room = remote_cache.Room(folder, sum(file.size for file in files), address)
+            budget = remote_cache.DiskBudget(folder, sum(file.size for file in files), address)
             (folder / ".address").write_text(address)
             wanted = {file.name for file in files}
             for path in folder.rglob("*"):  # of a file that the store has no longer
@@ -131,7 +131,7 @@ def _begin(address: str, folder: pathlib.Path) -> None:
             _held.pop(str(folder)).close()
             raise
     log.info("%s: %d of %d files are copied to %s, while the run begins", address, len(missing), len(files), folder)
-    _copies[str(folder)] = _Copy(system, missing, folder, room)
+    _copies[str(folder)] = _Copy(system, missing, folder, budget)
 
 
 def _hold(folder: pathlib.Path) -> None:
@@ -268,9 +268,9 @@ def _prepare(file: File, folder: pathlib.Path) -> bool:
 class _Copy:
     """Threads that copy missing parts, requested ones first, of one process at a time."""
 
-    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, room: remote_cache.Room):
+    def __init__(self, system: Any, files: Sequence[File], folder: pathlib.Path, budget: remote_cache.DiskBudget):
         self.error: DataError | None = None
-        self._system, self._files, self._folder, self._room = system, files, folder, room
+        self._system, self._files, self._folder, self._budget = system, files, folder, budget
         self._parts: dict[File, np.memmap] = {}
         self._taken: set[tuple[File, int]] = set()
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -300,8 +300,8 @@ class _Copy:
                     if not parts.exists():  # another process has ended it
                         continue
                     self._parts[file] = np.memmap(parts, np.uint8, "r+", HEAD)
-                    self._parts[file][self._parts[file] != THERE] = ABSENT  # of an attempt that failed, or was killed
-                    if (self._parts[file] == THERE).all():
+                    self._parts[file][self._parts[file] != PRESENT] = ABSENT  # of an attempt that failed, or was killed
+                    if (self._parts[file] == PRESENT).all():
                         self._end(file, place)
                 threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
                 for thread in threads:
@@ -321,7 +321,7 @@ class _Copy:
                 file, first, last = job
                 start, end = first * PART, min(last * PART, file.size)
                 data, place = _part(self._system, file, start, end), self._folder / file.name
-                self._room.take(len(data))
+                self._budget.take(len(data))
                 with open(place, "r+b") as out:
                     out.seek(start)
                     out.write(data)
@@ -329,8 +329,8 @@ class _Copy:
                     # Before it is noted, for a crash of the machine. macOS has fsync alone.
                     getattr(os, "fdatasync", os.fsync)(out.fileno())
                 with self._lock:
-                    self._parts[file][first:last] = THERE
-                    is_whole = bool((self._parts[file] == THERE).all())
+                    self._parts[file][first:last] = PRESENT
+                    is_whole = bool((self._parts[file] == PRESENT).all())
                 if is_whole:
                     self._end(file, place)
         except Exception as error:  # noqa: BLE001
@@ -371,7 +371,7 @@ class _Copy:
                 error = DataError(f"{self._folder} cannot be copied: {error}; {remedy}")
             self.error = self.error or error
             for parts in self._parts.values():
-                parts[parts != THERE] = FAILED
+                parts[parts != PRESENT] = FAILED
 
 
 def _part(system: Any, file: File, start: int, end: int) -> bytes:

@@ -12,14 +12,14 @@ from typing import IO
 
 from loaders.base import DataError
 
-ABSENT, THERE, WANTED, FAILED = range(4)  # states of a part. These and HEAD equal those of rust/core/src/source/there.rs
+ABSENT, PRESENT, WANTED, FAILED = range(4)  # states of a part. These and HEAD equal those of rust/core/src/source/there.rs
 HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
 LOOKS = 64  # at the cache's contents, also of other processes, while it fills once
 REMEDY = "set JAXTRAIN_SHARDS_GB, or copy them by hand"
 
 
-class Room:
+class DiskBudget:
     """The bytes that the copies in ``folder`` and next to it may still take."""
 
     def __init__(self, folder: pathlib.Path, needed: int, address: str):
@@ -107,6 +107,6 @@ def _bytes(folder: pathlib.Path, *, claimed: bool = False) -> int:
                 size, (_, parts) = path.stat().st_size, neighbours(path)
                 if not claimed and parts.is_file():
                     there = parts.read_bytes()
-                    size = min(size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(THERE))
+                    size = min(size, int.from_bytes(there[:HEAD], "little") * there[HEAD:].count(PRESENT))
                 total += size
     return total

@@ -361,7 +361,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
                 raise ValueError(f"it has no column {min(missing)!r}")
             table = {url: np.array(codes) for url, codes in zip(columns["audio_url"], columns["codes"], strict=True)}
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be read as codes: {files.said(error)}") from error
+        raise DataError(f"{path} cannot be read as codes: {files.reason(error)}") from error
     for name, codes in table.items():
         if codes.ndim != 2 or codes.dtype.kind not in "iu":
             raise DataError(f"{path}: {name} holds {codes.dtype} {codes.shape}; expected integers [codebooks, times]")

@@ -78,4 +78,4 @@ def nifti(path: pathlib.Path) -> Any:
     except files.FileError:
         raise
     except Exception as error:  # noqa: BLE001  nibabel and zlib raise what they like for a broken file
-        raise files.FileError(f"{path} cannot be read: {files.said(error)}") from error
+        raise files.FileError(f"{path} cannot be read: {files.reason(error)}") from error

@@ -62,7 +62,7 @@ def _fill(partial: pathlib.Path, args: argparse.Namespace) -> str:
         f"{f' ({constant} constant voxels are 0)' if constant else ''}; {frames} frames, {made['n_frames']} in a window; "
         f"{len(audio)} times of {audio.shape[1]} {info['audio']}, {made['audio_frames']} in a window; "
         f"{text.shape[1]} values of text{note}"
-        + "".join(f"\n{line}" for line in _apart(args, tr, volumes, len(audio) / args.code_rate))
+        + "".join(f"\n{line}" for line in _clock_differences(args, tr, volumes, len(audio) / args.code_rate))
     )
 
 
@@ -76,7 +76,7 @@ def _codes_from(codes: np.ndarray, args: argparse.Namespace) -> np.ndarray:
     return kept
 
 
-def _apart(args: argparse.Namespace, tr: float, volumes: int, sound: float) -> Iterator[str]:
+def _clock_differences(args: argparse.Namespace, tr: float, volumes: int, sound: float) -> Iterator[str]:
     """Lines about streams and scans that begin or end more than a TR apart."""
     film = streams.clock(args.video)
     if len(film.starts) == 2 and abs(late := film.starts["audio"] - film.starts["video"]) > tr:

@@ -127,7 +127,7 @@ def _table(path: pathlib.Path) -> tuple[list[tuple[int, list[Any]]], str]:
         return _sheet(path), ""
     text = tables.text_of(path)
     first, _, rest = text.partition("\n")
-    stated = tables.said_separator(first)
+    stated = tables.stated_separator(first)
     separator = stated or tables.separator(first)
     rows = enumerate(csv.reader(io.StringIO(rest if stated else text), delimiter=separator), 2 if stated else 1)
     return [(number, row) for number, row in rows if any(row)], separator

@@ -61,8 +61,8 @@ class Section:
 
 def declared(cls: type, name: str) -> OnResume | None:
     """Return the declaration of the class whose body defines a field, or None."""
-    owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
-    return vars(owner).get("on_resume")
+    declaring = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
+    return vars(declaring).get("on_resume")
 
 
 class DataSection(Section):

@@ -106,10 +106,12 @@ def regular(path: os.PathLike[str]) -> Iterator[BinaryIO]:
         try:
             yield file
         except OSError as error:  # a store's missing file is missed as it is read
-            reason = (
-                "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or said(error)}"
+            text = (
+                "does not exist"
+                if isinstance(error, FileNotFoundError)
+                else f"cannot be read: {error.strerror or reason(error)}"
             )
-            raise FileError(f"{path} {reason}") from error
+            raise FileError(f"{path} {text}") from error
 
 
 @contextlib.contextmanager
@@ -121,10 +123,10 @@ def reading(path: os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # zlib.error, BadZipFile, HeaderDataError, …; pyarrow's of memory that a damaged file claims
         if isinstance(error, DataError | MemoryError) and not type(error).__module__.startswith("pyarrow"):
             raise
-        raise DataError(f"{path} cannot be read: {said(error)[:300]}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)[:300]}") from error
 
 
-def said(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Return the message of an error in one line: those of pyarrow and nibabel may have several."""
     return " ".join(str(error).split()) or type(error).__name__
 

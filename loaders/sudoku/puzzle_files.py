@@ -31,7 +31,7 @@ def read_csv(path: pathlib.Path, source: Source, seed: int, *, draw: int) -> Puz
     except (KeyError, OSError, ValueError) as error:
         if isinstance(error, files.FileError):
             raise
-        raise DataError(f"{path}: {files.said(error)}; expected the columns source, question, answer, rating") from error
+        raise DataError(f"{path}: {files.reason(error)}; expected the columns source, question, answer, rating") from error
     if not questions:
         raise DataError(f"{path} has no boards: no row follows its header; make some with `jaxtrain sudoku`")
     if not (np.abs(rating) < 2**53).all():

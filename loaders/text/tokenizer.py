@@ -73,16 +73,16 @@ class Tokenizer(NamedTuple):
             place = self.path.parent / name
             about = files.read_json(files.inside(place.parent, name)) if place.is_file() else {}
             inner = about.get("text_config") if name == "config.json" else None
-            said = about.get(field, inner.get(field) if isinstance(inner, dict) else None)
-            if said not in (None, []):
-                return tuple(self._end(x, f"{place}: {field}") for x in (said if isinstance(said, list) else [said]))
+            stated = about.get(field, inner.get(field) if isinstance(inner, dict) else None)
+            if stated not in (None, []):
+                return tuple(self._end(x, f"{place}: {field}") for x in (stated if isinstance(stated, list) else [stated]))
         return ()
 
-    def _end(self, said: Any, where: str) -> int:
-        token = said.get("content") if isinstance(said, dict) else said
+    def _end(self, stated: Any, where: str) -> int:
+        token = stated.get("content") if isinstance(stated, dict) else stated
         found = self.id_of(token) if isinstance(token, str) else token
         if type(found) is not int or not 0 <= found < self.vocab:
-            raise DataError(f"{where} is {str(said)[:80]!r}, which is no token of {self.path}; fix it, or remove it there")
+            raise DataError(f"{where} is {str(stated)[:80]!r}, which is no token of {self.path}; fix it, or remove it there")
         return found
 
 
@@ -188,7 +188,7 @@ def _opened(path: pathlib.Path, content: bytes, specials: bool, listed: tuple[_A
     try:
         inner = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001  it raises Exception itself
-        raise DataError(f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.said(error)}") from error
+        raise DataError(f"{path} cannot be read as a tokenizer.json of Hugging Face: {files.reason(error)}") from error
     _add(inner, path, listed)
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:

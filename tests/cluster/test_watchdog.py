@@ -20,8 +20,8 @@ def report(count, time=100.0, doing="step 7"):
     ],
 )
 def test_the_process_that_holds_the_others_up_is_named(reports, expected):
-    assert blame(reports, 2, now=101.0, silence=15.0) == expected
+    assert blame(reports, 2, now=101.0, timeout=15.0) == expected
 
 
 def test_a_process_alone_is_stuck_where_it_is():
-    assert blame({0: report(3)}, 1, now=101.0, silence=15.0) == "process 0 is stuck at step 7"
+    assert blame({0: report(3)}, 1, now=101.0, timeout=15.0) == "process 0 is stuck at step 7"

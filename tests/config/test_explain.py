@@ -23,7 +23,7 @@ from tests.config.toys import load
 def sections():
     """Every dataclass in the config of a real run."""
     own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
-    parts = [Supervised, Mask, Mae, Lejepa, Diet, Teacher, augment.Config, masked.Decoder]
+    parts = [Supervised, Mask, Mae, Lejepa, Diet, Teacher, augment.Augment, masked.Decoder]
     return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
 
 

@@ -453,7 +453,7 @@ def test_a_healthy_pair(folder, corpus):
     well = checks(told, OK)
     assert {
         ("disk", "shared"),
-        ("disk", "room"),
+        ("disk", "free space"),
         ("data", "train samples"),
         ("data", "test samples"),
         ("data", "rate"),

@@ -60,8 +60,8 @@ def test_a_limit_of_files_is_named(tmp_path):
 
 
 def test_the_needs_of_a_plan_are_compared_with_the_free_space(tmp_path):
-    assert disk.room_for(str(tmp_path), 2, 1000).verdict == OK
-    check = disk.room_for(str(tmp_path), 3, 1 << 60)
+    assert disk.free_space(str(tmp_path), 2, 1000).verdict == OK
+    check = disk.free_space(str(tmp_path), 3, 1 << 60)
     assert check.verdict == FAIL and "3 checkpoints of 1152921.50 TB need 3458764.51 TB" in check.text
 
 
@@ -72,7 +72,7 @@ def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path):
     fill = f"for s in {steps}; do mkdir -p $s; dd if=/dev/zero of=$s/state bs=1M count=6 2>/dev/null; done"
     look = (
         "import json, sys; from jaxtrain.doctor import disk; "
-        "print(json.dumps([disk.room_for(sys.argv[1] + '/checkpoints', n, 6 << 20) for n in (2, 3)]))"
+        "print(json.dumps([disk.free_space(sys.argv[1] + '/checkpoints', n, 6 << 20) for n in (2, 3)]))"
     )
     fits, beyond = mounted(tmp_path, f"mount -t tmpfs -o size=16m none {tmp_path} && {fill}", look)
     assert fits[2] == FAIL and "of which 6.29 MB are there" in fits[3], "it is written before the older of two goes"
@@ -90,7 +90,7 @@ def test_the_room_is_that_of_the_checkpoints_disk(tmp_path):
         "checkpoints=(f'{sys.argv[1]}/{name}', 2, 20 << 20))[0][-1] for name in ('small', 'large')]))"
     )
     small, large = mounted(tmp_path, f"mkdir {tmp_path}/small && mount -t tmpfs -o size=30m none {tmp_path}/small", look)
-    assert small[1] == large[1] == "room" and small[2] == FAIL and large[2] == OK
+    assert small[1] == large[1] == "free space" and small[2] == FAIL and large[2] == OK
 
 
 def test_a_disk_with_little_left_is_a_warning(tmp_path):

@@ -98,7 +98,7 @@ def seal(folder: pathlib.Path) -> None:
             files = [p for p in sorted(path.parent.rglob("*")) if p.is_file() and not p.is_symlink() and p != path]
             if name == "manifest.json":
                 listed = {str(p.relative_to(path.parent)): _entry(p) for p in files if p.name[0] != "."}
-                for apart in checksums.APART:
+                for apart in checksums.UNLISTED:
                     listed.pop(apart, None)
                 path.write_bytes(checksums._encode(listed))
             else:

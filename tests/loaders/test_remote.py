@@ -232,7 +232,7 @@ def test_a_servers_claimed_size_evicts_nothing_from_the_cache_before_the_bytes_a
 def test_a_limit_of_the_cache_is_a_number(tmp_path, monkeypatch, limit):
     monkeypatch.setenv("JAXTRAIN_SHARDS_GB", limit)
     with pytest.raises(DataError, match=f"JAXTRAIN_SHARDS_GB is '{limit}'; expected a number"):
-        remote_cache.Room(tmp_path, 1, "https://x")
+        remote_cache.DiskBudget(tmp_path, 1, "https://x")
 
 
 def test_a_copy_serves_without_a_network(store, caplog):
@@ -294,5 +294,5 @@ def test_a_wrong_checksum_is_refused(tmp_path):
     file = remote.File("bucket/a.arrow", "a.arrow", 100, "t", ("md5", "0" * 32))
     assert remote._prepare(file, tmp_path)
     with pytest.raises(DataError, match="the store says 0000"):
-        remote._Copy(System(), [file], tmp_path, remote_cache.Room(tmp_path, 100, "gs://bucket")).wait()
+        remote._Copy(System(), [file], tmp_path, remote_cache.DiskBudget(tmp_path, 100, "gs://bucket")).wait()
     assert not [path for path in tmp_path.iterdir() if "a.arrow" in path.name]

@@ -335,9 +335,9 @@ def differences(reports: Sequence[Mapping[str, Any]]) -> str:
         values = [f.get(key, "nothing") for f in flat]
         usual = Counter(values).most_common(1)[0][0]  # the first of equals is process 0's
         for value in sorted({v for v in values if v != usual}):
-            who = [report["process"] for report, v in zip(reports, values, strict=True) if v == value]
-            hosts = ", ".join(sorted({report["host"] for report in reports if report["process"] in who and "host" in report}))
-            lines.append(f"  {_numbered(who)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere {usual}")
+            those = [report["process"] for report, v in zip(reports, values, strict=True) if v == value]
+            hosts = ", ".join(sorted({report["host"] for report in reports if report["process"] in those and "host" in report}))
+            lines.append(f"  {_numbered(those)}{hosts and f' ({hosts})'}: {key} is {value}, elsewhere {usual}")
     return "\n".join([f"the {len(reports)} processes of this run differ:", *lines]) if lines else ""
 
 

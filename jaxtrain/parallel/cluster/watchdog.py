@@ -88,8 +88,8 @@ class Watchdog:
         os._exit(self.EXIT_CODE)
 
 
-def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, silence: float) -> str:
-    silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > silence]
+def blame(reports: Mapping[int, Mapping[str, Any]], processes: int, now: float, timeout: float) -> str:
+    silent = [p for p in range(processes) if p not in reports or now - reports[p]["time"] > timeout]
     if silent:
         return "; ".join(
             f"process {p} has been silent for {now - reports[p]['time']:.0f} s, at {reports[p]['doing']}" if p in reports

@@ -257,7 +257,7 @@ def _warnings(run: Run) -> list[tuple[str, int, list[int]]]:
         text = run.tail(f"logs/{logs[process].name}", TAIL // min(len(logs), MAX_LOGS))
         for line in files.lines(text.decode(errors="replace")):
             if warning := WARNING.match(line):
-                alike = re.sub(r"\d+(\.\d+)?", "#", warning[1])
-                newest, count, of = found.get(alike, ("", 0, set()))
-                found[alike] = max(newest, line[:400]), count + 1, of | {process}
+                kind = re.sub(r"\d+(\.\d+)?", "#", warning[1])
+                newest, count, of = found.get(kind, ("", 0, set()))
+                found[kind] = max(newest, line[:400]), count + 1, of | {process}
     return sorted(((line, count, sorted(of)) for line, count, of in found.values()), reverse=True)[:WARNINGS]

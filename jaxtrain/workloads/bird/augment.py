@@ -28,7 +28,7 @@ STREAM = 0x61756700  # sets these draws apart from others of the same seed
 
 
 @dataclass(frozen=True)
-class Config(Section):
+class Augment(Section):
     """Nothing by default."""
 
     on_resume = checks.OnResume(checks.FUNCTION)
@@ -62,7 +62,7 @@ class Augmented(NamedTuple):
     own: Array | None  # float32 [B, V]: share of the row's own label, of which `partner` has the rest; None = all of it
 
 
-def augment(c: Config, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augmented:
+def augment(c: Augment, seed: int, batch: Batch, of: FrontEnd = DEFAULT) -> Augmented:
     """Return spectrograms [B, (V,) F, W] as training sees them. Raises ValueError: odd mixup."""
     x = batch["spectrogram"].astype(jnp.float32)
     x_bvfw = x if x.ndim == 4 else x[:, None]
@@ -105,7 +105,7 @@ def _part(key: Key, i: int) -> Key:
     return jax.random.fold_in(key, i)
 
 
-def _place(c: Config, x_fw: Array, key: Key) -> Array:
+def _place(c: Augment, x_fw: Array, key: Key) -> Array:
     if c.crop < 1:
         x_fw = _crop(c, x_fw, _part(key, 0))
     if c.shift:
@@ -113,7 +113,7 @@ def _place(c: Config, x_fw: Array, key: Key) -> Array:
     return x_fw
 
 
-def _crop(c: Config, x_fw: Array, key: Key) -> Array:
+def _crop(c: Augment, x_fw: Array, key: Key) -> Array:
     """Return a random box, interpolated linearly to the whole's size (Szegedy et al. 2015)."""
     key_area, key_ratio, key_place = jax.random.split(key, 3)
     area = jax.random.uniform(key_area, (), minval=c.crop, maxval=1.0)
@@ -128,7 +128,7 @@ def _crop(c: Config, x_fw: Array, key: Key) -> Array:
     )
 
 
-def _add_background(c: Config, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key) -> Array:
+def _add_background(c: Augment, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key) -> Array:
     key_which, key_snr = jax.random.split(key)
     snr = jax.random.uniform(key_snr, (), minval=c.background_snr[0], maxval=c.background_snr[1])
     ln_x, ln_y = _ln_energy(of, x_fw), _ln_energy(of, y_fw)
@@ -138,7 +138,7 @@ def _add_background(c: Config, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key)
     return jnp.where(jax.random.uniform(key_which) < c.background, mixed, x_fw)
 
 
-def _own_share(c: Config, key: Key) -> Array:
+def _own_share(c: Augment, key: Key) -> Array:
     """Return a row's share of its own recording: at least half, as its label stays stronger."""
     share = jax.random.beta(key, c.mixup, c.mixup)
     return jnp.maximum(share, 1 - share)
@@ -151,7 +151,7 @@ def _mix(of: FrontEnd, x_fw: Array, y_fw: Array, own: Array) -> Array:
     return _from_ln_energy(of, jnp.logaddexp(_ln_energy(of, x_fw) + jnp.log(own), _ln_energy(of, y_fw) + rest))
 
 
-def _spoil(c: Config, x_fw: Array, key: Key) -> Array:
+def _spoil(c: Augment, x_fw: Array, key: Key) -> Array:
     mean = x_fw.mean()
     if c.gain:
         x_fw += jax.random.uniform(_part(key, 4), (), minval=-c.gain, maxval=c.gain)

@@ -38,7 +38,7 @@ class Decoder(Section):
         if self.heads > 0 and self.embed % self.heads:
             yield "heads", f"is {self.heads}, which does not divide embed={self.embed}"
 
-    def stack(self, c: vit.Config) -> vit.Stack:
+    def stack(self, c: vit.Encoder) -> vit.Stack:
         remat = "none" if c.remat == "none" else "full"
         return vit.Stack(self.embed, self.depth, self.heads, 4 * self.embed, dtype=c.dtype, remat=remat)
 
@@ -83,7 +83,7 @@ def rank(x_n: Array) -> Array:
     return before_nm.sum(1)
 
 
-def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
+def decoder_specs(c: vit.Encoder, d: Decoder, size: int) -> PyTree:
     """Return the parameters of a decoder of ``size`` values for each patch."""
     e = d.embed
     return {
@@ -99,7 +99,7 @@ def decoder_specs(c: vit.Config, d: Decoder, size: int) -> PyTree:
     }
 
 
-def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
+def decode(c: vit.Encoder, d: Decoder, params: PyTree, seen: vit.Encoded, masks: Masks, shard: Shard) -> Array:
     """float32 [B, N, P]: predictions for all patches from the encoder's states of the visible ones.
 
     The mean CLS goes first, without a position. A learned token replaces a masked patch.
@@ -116,7 +116,7 @@ def decode(c: vit.Config, d: Decoder, params: PyTree, seen: vit.Encoded, masks: 
     return y_bnp + spread(params["b_out"], y_bnp.shape, shard)
 
 
-def decoder_flops(c: vit.Config, d: Decoder, size: int) -> int:
+def decoder_flops(c: vit.Encoder, d: Decoder, size: int) -> int:
     """Floating-point operations of a decoder's matrix products for one spectrogram, forward."""
     return vit.stack_flops(d.stack(c), 1 + c.n_patches) + 2 * c.n_patches * d.embed * (c.embed + size)
 

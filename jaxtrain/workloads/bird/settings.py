@@ -28,7 +28,7 @@ class Mask(Section):
 
 
 @dataclass(frozen=True)
-class Settings(vit.Config, ModelSection):
+class Settings(vit.Encoder, ModelSection):
     """ViT-S by default."""
 
     on_resume = checks.OnResume(checks.FUNCTION, state=("n_classes", "n_recordings"))
@@ -43,7 +43,7 @@ class Settings(vit.Config, ModelSection):
     front_end: OfData[FrontEnd] = OF_DATA  # [section] which spectrograms the encoder reads; None = as the data section says
     pool: str = "cls"  # [name] the features that objectives and probe read: the mean of "cls" or of "patches"
     mask: Mask = field(default_factory=Mask)  # [section]
-    augment: augment_lib.Config = field(default_factory=augment_lib.Config)  # [section]
+    augment: augment_lib.Augment = field(default_factory=augment_lib.Augment)  # [section]
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()

@@ -43,7 +43,7 @@ CHOICES: dict[str, Iterable[str]] = {
 
 
 @dataclass(frozen=True)
-class Config(checks.Section):
+class Encoder(checks.Section):
     """ViT-S by default."""
 
     on_resume = checks.OnResume(
@@ -120,10 +120,10 @@ class Config(checks.Section):
         )  # fmt: skip
 
 
-def from_saved(section: Mapping[str, Any]) -> Config:
+def from_saved(section: Mapping[str, Any]) -> Encoder:
     """Return the encoder of a run's saved config.json, of which ``section`` is "model"."""
-    known = {name: section[name] for name in Config.__dataclass_fields__ if name in section}
-    return Config(**{**known, "patch": tuple(known["patch"])})
+    known = {name: section[name] for name in Encoder.__dataclass_fields__ if name in section}
+    return Encoder(**{**known, "patch": tuple(known["patch"])})
 
 
 class Stack(NamedTuple):
@@ -179,7 +179,7 @@ def stack_specs(s: Stack) -> PyTree:
     return table
 
 
-def make_specs(c: Config) -> PyTree:
+def make_specs(c: Encoder) -> PyTree:
     d, p = c.embed, c.patch_size
     table = {
         "w_patch": Spec((p, d), ("patch", "embed"), fan_in(p)),
@@ -226,7 +226,7 @@ def read_exported(path: str | os.PathLike[str]) -> PyTree:
 
 
 def encode(
-    c: Config, params: PyTree, x_bfw: Array, shard: Shard = one_device.shard, *, visible_bvn: Array | None = None,
+    c: Encoder, params: PyTree, x_bfw: Array, shard: Shard = one_device.shard, *, visible_bvn: Array | None = None,
     keep_l2b: Array | None = None,
 ) -> Encoded:  # fmt: skip
     """Spectrograms [B, F, W] through the encoder.
@@ -256,7 +256,7 @@ def encode(
     return Encoded(x_btd[:, : c.n_cls], x_btd[:, c.n_cls : x_btd.shape[1] - c.n_registers])
 
 
-def pooled(c: Config, params: PyTree, x_bnd: Array) -> Array:
+def pooled(c: Encoder, params: PyTree, x_bnd: Array) -> Array:
     """Return the mean [B, D] of an `Encoded`'s CLS or patches, by the encoder's ``params``."""
     x_bd = x_bnd.mean(1)
     return x_bd if c.norm == "tokens" else layer_norm(x_bd, params["scale"], params["bias"], c.eps)
@@ -324,7 +324,7 @@ def run_stack(
     return remat.scan(layer, x_btd, (stack, keep_l2b), s.remat, unroll=s.unroll)[0]
 
 
-def patchify(c: Config, x_bfw: Array) -> Array:
+def patchify(c: Encoder, x_bfw: Array) -> Array:
     """[B, F, W] -> [B, N, P], patches and their values both row by row in time."""
     (f, w), b = c.patch, x_bfw.shape[0]
     x = x_bfw.reshape(b, c.n_frames // f, f, c.n_mels // w, w)
@@ -336,7 +336,7 @@ def select(visible_bvn: Array, x_bnd: Array) -> Array:
     return jnp.einsum("bvn,bnd->bvd", visible_bvn, x_bnd, precision=EXACT)
 
 
-def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
+def axial_rope(c: Encoder, visible_bvn: Array | None) -> tuple[Array, Array]:
     """cos and sin [B or 1, T, 1, K / 2] of the angles of pairs, half in time, half in mel.
 
     Each axis has the frequencies base^(-2 i / (K / 2)) of places in the whole grid. CLS and
@@ -353,7 +353,7 @@ def axial_rope(c: Config, visible_bvn: Array | None) -> tuple[Array, Array]:
     return jnp.cos(angle_btk)[:, :, None], jnp.sin(angle_btk)[:, :, None]
 
 
-def survival(c: Config, key_b: Key) -> Array | None:
+def survival(c: Encoder, key_b: Key) -> Array | None:
     """float32 [L, 2, B]: factors of attention's and MLP's outputs, 0 or 1 / (1 - rate), or None.
 
     The rate rises from 0 in the first layer to drop_path in the last (Huang et al. 2016).
@@ -372,7 +372,7 @@ def stack_flops(s: Stack, tokens: int) -> int:
     return s.depth * (2 * tokens * matrices + 4 * tokens * tokens * s.embed)
 
 
-def forward_flops(c: Config, visible: int | None = None) -> int:
+def forward_flops(c: Encoder, visible: int | None = None) -> int:
     """Return the same of the encoder, of whose patches ``visible`` enter (None: all)."""
     seen = c.n_patches if visible is None else visible
     return 2 * c.n_patches * c.patch_size * c.embed + stack_flops(c.stack, c.n_cls + seen + c.n_registers)

@@ -76,7 +76,7 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) ->
         elif "\ufffd" in name or re.search(r"[a-z][\u0370-\u04ff]|[\u0370-\u04ff][a-z]", name, re.IGNORECASE):
             errors.add("similar-labels", f"{ascii(name)} has a letter that was lost, or is of another alphabet")
     recurring = {between: _recurring(names, between) for between, _ in SEPARATORS}
-    told = {text for kind, text in errors.lines if kind == "joined-labels"}  # by the name of a column
+    reported = {text for kind, text in errors.lines if kind == "joined-labels"}  # by the name of a column
     for name, where in names.items():
         if score := re.search(r"[^\W\d_][\s,:_(]+(0?\.\d+|1\.0+|\d+ ?%)\)?$", name):
             errors.add("joined-labels", f"{where}: {name!r}; write {score[1]} into a column of its own")
@@ -84,14 +84,16 @@ def refuse_joined(lines: Iterable[tuple[str, Sequence[str]]], errors: Errors) ->
         for between, enough in SEPARATORS:
             parts = [part.strip() for part in name.split(between)]
             own = [part in names for part in parts]
-            alike = all(map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)) and (between != " " or any(own))
-            if all(parts) and len(parts) > 1 and (enough(own) or alike or recurring[between] & set(parts)):
+            are_uniform = all(map(WHOLE.fullmatch if between != " " else CODE.fullmatch, parts)) and (
+                between != " " or any(own)
+            )
+            if all(parts) and len(parts) > 1 and (enough(own) or are_uniform or recurring[between] & set(parts)):
                 numbers = [part for part in parts if re.fullmatch(r"[\d.]+%?", part)]
                 remedy = f"split it with --separator {between!r}"
                 if 0 < len(numbers) < len(parts):
                     remedy = f"write {numbers[0]} into a column of its own"
                 text = f"{where}: {name!r}; {remedy}"
-                if text not in told:
+                if text not in reported:
                     errors.add("joined-labels", text)
                 break
 

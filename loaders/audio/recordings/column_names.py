@@ -102,7 +102,7 @@ DOUBTFUL = set(
     "richtig bestatigt gepruft verifiziert validiert confirme verifie correcto confirmado verificado manualcheck check "
     "modelpresence thresholdpresence presenceabsence presenceorabsence istp istruepositive isfp isfalsepositive".split()
 )
-JUDGED = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
+VERDICTS = set("verified confirmed validated reviewed checked approved accepted rejected".split())  # such a name's last word
 DENYING = set(
     "rejected falsepositive fp isfp isfalsepositive negative isnegative deleted exclude excluded ignore ignored discard "
     "discarded delete remove removed reject".split()
@@ -185,7 +185,7 @@ def is_other(name: str) -> bool:
 
 def may_deny(name: str) -> bool:
     """Whether a column's name says that its cells may deny labels."""
-    return plain(name) in DOUBTFUL or bool(JUDGED & set(words(name)[-1:]))
+    return plain(name) in DOUBTFUL or bool(VERDICTS & set(words(name)[-1:]))
 
 
 def is_absent(name: str, text: str) -> bool | None:

@@ -125,7 +125,7 @@ def unpack(archives: Sequence[str], folder: pathlib.Path) -> int:
             # Full disks, and paths in the way, are reported as they are everywhere.
             if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
                 raise
-            raise DataError(f"{archive} cannot be unpacked: {files.said(error)[:300]}; fetch it again") from error
+            raise DataError(f"{archive} cannot be unpacked: {files.reason(error)[:300]}; fetch it again") from error
     return n
 
 

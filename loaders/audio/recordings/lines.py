@@ -113,7 +113,7 @@ class _Labels:
         listed = any(column_names.plain(name) == "positivelabels" for name in its)
         self._separator = options.separator or ("," if listed else "")
         self._several = its if len(its) > 1 and options.label_column else []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         last = (column_names.words(its[0]) if its else [""])[-1]
         plural = last[-1:] == "s" and last not in ("species", "class")
         self._between = (*",/+&", *(" " if last in ("tags", "keywords") else "")) if plural and not self._separator else ()
@@ -141,9 +141,9 @@ class _Labels:
     def joined(self, its_labels: tuple[str, ...]) -> str:
         """Return why a label of a plural column may be several, or "" if not, or not again."""
         name = its_labels[0] if len(its_labels) == 1 and self._between and not self._layout.classes else ""
-        for between in self._between if name and name not in self._told else ():
+        for between in self._between if name and name not in self._reported else ():
             if len(parts := name.split(between)) > 1 and all(map(str.strip, parts)):
-                self._told.add(name)
+                self._reported.add(name)
                 return f"{name!r}; split it with --separator {between!r}"
         return ""
 

@@ -88,7 +88,7 @@ def count(paths: Sequence[pathlib.Path], n_classes: int) -> Split:
                 for each in pc.value_counts(batch.column("rate")).to_pylist():
                     rates[each["values"]] += each["counts"]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: {files.said(error)}; run jaxtrain index again") from error
+        raise DataError(f"{path}: {files.reason(error)}; run jaxtrain index again") from error
     return Split(rows, classes, pairs, lengths, rates, without)
 
 

@@ -90,7 +90,7 @@ def _not_western(text: str) -> str:
     return ""
 
 
-def said_separator(line: str) -> str | None:
+def stated_separator(line: str) -> str | None:
     """Return the separator that a first line states as Excel writes it, "sep=;", or None."""
     found = re.fullmatch(r"sep=([;,\t|])", line.strip('\r\n" '), re.IGNORECASE)
     return found[1] if found else None
@@ -108,7 +108,7 @@ class Table:
         """Open the table. Raises DataError: a quoted field does not end."""
         self.path, self.encoding = path, encoding
         lines = re.split(r"\r\n|\r|\n", text.strip("\ufeff"))
-        stated = said_separator(lines[0]) if lines else None
+        stated = stated_separator(lines[0]) if lines else None
         n, self.comments = int(bool(stated)), list[int]()  # the line of the header, and lines with comments
         while n + 1 < len(lines) and (not lines[n].strip() or lines[n].startswith("#")):
             between = stated or separator(lines[n])

@@ -202,8 +202,8 @@ def are_answers(texts: Iterable[str], both: bool = False) -> bool:
     """Whether a column holds yes and no alone, some of them open, and both if asked for."""
     found = _words(texts)
     closed = found - OPEN
-    said = {answer(text) for text in closed}
-    return bool(closed) and None not in said and (not both or len(said) == 2 or bool(found & OPEN))
+    stated = {answer(text) for text in closed}
+    return bool(closed) and None not in stated and (not both or len(stated) == 2 or bool(found & OPEN))
 
 
 def are_splits(texts: Sequence[str], train: bool = False) -> bool:

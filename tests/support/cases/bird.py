@@ -21,7 +21,7 @@ EVERY = replace(
     TINY, depth=2, heads=4, n_registers=1, drop_path=0.3, views=2, n_recordings=300, pool="patches",
     mask=Mask(0.5, 2), mae=Mae(0.7, DECODER), teacher=Teacher(0.6, 0.5, DECODER),
     lejepa=Lejepa(0.5, size=8, hidden=32, slices=16), diet=Diet(0.4, rank=8, label_smoothing=0.1, chunk=3),
-    supervised=Supervised(0.3, label_smoothing=0.1), augment=augment.Config(mixup=0.5, gain=0.1),
+    supervised=Supervised(0.3, label_smoothing=0.1), augment=augment.Augment(mixup=0.5, gain=0.1),
 )  # fmt: skip
 ROWS = 32
 

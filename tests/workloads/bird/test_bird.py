@@ -101,7 +101,7 @@ def test_the_objective_trains_all_but_the_probe(variables, batch):
 
 
 def test_rows_without_weight_do_not_count(variables, batch):
-    task = make_task(replace(TINY, augment=augment.Config(gain=0.1)))
+    task = make_task(replace(TINY, augment=augment.Augment(gain=0.1)))
     other = dict(batch, spectrogram=batch["spectrogram"].at[2].set(1e3), label=batch["label"].at[2].set(0))
     loss = jit(jax.value_and_grad(lambda params, b: task.loss(Variables(params), b, None).loss.total))
     jax.tree.map(np.testing.assert_array_equal, loss(variables.params, batch), loss(variables.params, other))
@@ -120,7 +120,7 @@ def test_a_weight_counts_as_so_many_rows(variables, batch):
         np.testing.assert_allclose(found.total, expected, rtol=1e-5, atol=1e-6)
 
 
-AUGMENTED = replace(TINY, augment=augment.Config(shift=20, time_masks=2, mel_masks=1, gain=0.2, noise=0.05))
+AUGMENTED = replace(TINY, augment=augment.Augment(shift=20, time_masks=2, mel_masks=1, gain=0.2, noise=0.05))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -163,7 +163,7 @@ def test_pictures_show_input_and_augmentation_mel_up(batch):
     [("pool", dict(pool="mean")), ("supervised.label_smoothing", dict(supervised=Supervised(label_smoothing=1.0)))]
     + [("supervised.loss", dict(supervised=Supervised(loss="hinge"))), ("mae.weight", dict(mae=Mae(-1.0)))]
     + [("supervised.weight", dict(supervised=Supervised(0.0))), ("mask.ratio", dict(mask=Mask(1.0)))]
-    + [("augment.noise", dict(augment=augment.Config(noise=-0.1))), ("lejepa.norm", dict(lejepa=Lejepa(norm="none")))]
+    + [("augment.noise", dict(augment=augment.Augment(noise=-0.1))), ("lejepa.norm", dict(lejepa=Lejepa(norm="none")))]
     + [("diet.norm", dict(diet=Diet(norm="instance"))), ("diet.temperature", dict(diet=Diet(temperature=-1.0)))]
     + [("mae.decoder.heads", dict(mae=Mae(1.0, masked.Decoder(32, 1, 5)))), ("heads", dict(heads=5))],
 )
@@ -189,7 +189,7 @@ ONLY = dict(supervised=Supervised(0.0))
         ("supervised.loss", dict(multilabel=True), {"multilabel": True}),
         ("multilabel", dict(multilabel=False), {"multilabel": True}),
     ]
-    + [("augment.background", dict(augment=augment.Config(background=0.1)), {})],
+    + [("augment.background", dict(augment=augment.Augment(background=0.1)), {})],
 )
 def test_a_model_that_does_not_go_with_the_data_names_the_field(where, section, info):
     assert where in dict(replace(TINY, **section).validate_data(info))
@@ -251,7 +251,7 @@ def test_the_teacher_begins_as_the_student_and_follows_it():
 
 @functools.cache
 def grads_of_every_loss():
-    c = replace(EVERY, drop_path=0.0, augment=augment.Config(mixup=0.5))
+    c = replace(EVERY, drop_path=0.0, augment=augment.Augment(mixup=0.5))
     task = bird.make_task(config_lib.Config(model=c), alone(), 8)
     made = jit(lambda key: specs.materialise(task.specs, key))(jax.random.key(1))
     batch = every_batch(3, 8)
@@ -305,7 +305,7 @@ def test_recordings_are_told_apart_by_their_number_under_mixup_too(norm, tempera
         **ONLY,
         n_recordings=n,
         diet=Diet(1.0, rank=4, label_smoothing=0.2, chunk=2, norm=norm, temperature=temperature),
-        augment=augment.Config(mixup=0.5),
+        augment=augment.Augment(mixup=0.5),
     )
     task = bird.make_task(config_lib.Config(model=c), alone(), 4)
     variables = initial(task.specs)
@@ -393,7 +393,7 @@ def test_muon_takes_hidden_matrices_and_leaves_tables_and_heads():
 
 
 def test_several_classes_in_a_recording():
-    c = replace(TINY, multilabel=True, supervised=Supervised(loss="asymmetric"), augment=augment.Config(mixup=0.5))
+    c = replace(TINY, multilabel=True, supervised=Supervised(loss="asymmetric"), augment=augment.Augment(mixup=0.5))
     task = make_task(c)
     variables = initial(task.specs)
     labels = np.random.default_rng(1).integers(0, 2, (4, 5), dtype="u1") * np.array([[1], [0], [1], [1]], "u1")

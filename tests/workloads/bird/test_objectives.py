@@ -89,7 +89,7 @@ def test_masked_error_equals_the_reference():
     g = golden("mae/mae.npz")
     n, (f, w) = len(g["mask"]), g["patch"]
     n_frames, n_mels = g["spectrogram"].shape[1:]
-    c = vit.Config(n_frames=n_frames, n_mels=n_mels, patch=(int(f), int(w)))
+    c = vit.Encoder(n_frames=n_frames, n_mels=n_mels, patch=(int(f), int(w)))
     target = masked.normalised(vit.patchify(c, jnp.asarray(g["spectrogram"])))
     np.testing.assert_allclose(vit.patchify(c, jnp.asarray(g["spectrogram"])), g["patches"])
     np.testing.assert_allclose(target, g["target"], rtol=0, atol=1e-4)
@@ -133,7 +133,7 @@ def test_rank_is_the_place_in_order_and_ties_keep_theirs():
 def test_the_decoder_sees_its_masks():
     """A prediction depends on the choice of masked patches and on the visible ones. The content of
     masked patches was never seen."""
-    c = vit.Config(n_frames=64, n_mels=64, embed=16, depth=1, heads=2, dtype="float32")
+    c = vit.Encoder(n_frames=64, n_mels=64, embed=16, depth=1, heads=2, dtype="float32")
     d = masked.Decoder(16, 2, 2)
     params = initial(masked.decoder_specs(c, d, 5))
     keys = jax.vmap(jax.random.key)(jnp.arange(2))

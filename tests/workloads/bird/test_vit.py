@@ -14,7 +14,7 @@ from jaxtrain.config import Optim
 from jaxtrain.optim import make_optimizer
 from jaxtrain.workloads.bird import vit
 
-TINY = vit.Config(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
+TINY = vit.Encoder(n_frames=64, n_mels=32, embed=32, depth=2, heads=4, dtype="float32")
 FULL = replace(
     TINY, patch=(8, 16), n_cls=2, n_registers=3, positions="rope", qk_norm=True, mlp="swiglu", layer_scale=0.5, mlp_ratio=3
 )
@@ -113,13 +113,13 @@ def test_equals_a_plain_encoder(c, partly):
 
 @pytest.mark.parametrize(("preset", "expected"), [("s", 21_491_712), ("b", 85_450_752)])
 def test_the_published_number_of_parameters(preset, expected):
-    assert specs.count(vit.make_specs(vit.Config(preset=preset))) == expected
+    assert specs.count(vit.make_specs(vit.Encoder(preset=preset))) == expected
 
 
 @pytest.mark.parametrize("preset", vit.PRESETS)
 @pytest.mark.parametrize("patch", [(16, 16), (8, 32), (4, 64)])
 def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
-    plain = vit.Config(preset=preset, patch=patch)
+    plain = vit.Encoder(preset=preset, patch=patch)
     d, l, k = plain.embed, plain.depth, plain.embed // plain.heads
     assert plain.n_patches == 256 and plain.patch_size == 256
     block = 2 * 2 * d + d * 3 * d + 3 * d + d * d + d + 2 * 4 * d * d + 5 * d
@@ -132,7 +132,7 @@ def test_parameters_by_arithmetic_and_256_patches_of_256_values(preset, patch):
 
 
 def test_explicit_sizes_override_a_preset():
-    c = vit.Config(preset="b", depth=3)
+    c = vit.Encoder(preset="b", depth=3)
     assert (c.embed, c.depth, c.heads) == (768, 3, 12)
 
 
@@ -146,7 +146,7 @@ def test_nothing_reads_registers_and_they_are_read_by_layers():
 
 
 def test_patches_are_cut_row_by_row_in_time():
-    c = vit.Config(n_frames=4, n_mels=6, patch=(2, 3))
+    c = vit.Encoder(n_frames=4, n_mels=6, patch=(2, 3))
     x = np.arange(24).reshape(1, 4, 6)
     expected = [x[0, i : i + 2, j : j + 3].ravel() for i in (0, 2) for j in (0, 3)]
     np.testing.assert_array_equal(vit.patchify(c, jnp.asarray(x))[0], expected)

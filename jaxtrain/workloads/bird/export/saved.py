@@ -17,7 +17,7 @@ from jaxtrain.workloads.bird import vit
 HEADS = {"linear": ("objective/supervised", ("w", "b")), "probe": ("probe", ("scale", "bias", "w", "b"))}
 
 
-def misfits(c: vit.Config, arrays: Mapping[str, Stored]) -> list[str]:
+def misfits(c: vit.Encoder, arrays: Mapping[str, Stored]) -> list[str]:
     """List the arrays of an encoder that are missing, or of another shape than by the config."""
     table = vit.make_specs(c)
     leaves = zip(specs.paths(table), jax.tree.leaves(table, is_leaf=specs.is_spec), strict=True)
@@ -26,12 +26,12 @@ def misfits(c: vit.Config, arrays: Mapping[str, Stored]) -> list[str]:
     return [f"{path} is {found[path]}; expected {shape}" for path, shape in shapes.items() if found[path] != shape]
 
 
-def encoder(c: vit.Config, arrays: Mapping[str, Stored]) -> PyTree:
+def encoder(c: vit.Encoder, arrays: Mapping[str, Stored]) -> PyTree:
     """Read the parameters of an encoder without `misfits`, float32."""
     return specs.map_specs(lambda path, _: _read(arrays, f"encoder/{path}"), vit.make_specs(c))
 
 
-def heads(c: vit.Config, arrays: Mapping[str, Stored]) -> dict[str, dict[str, np.ndarray]]:
+def heads(c: vit.Encoder, arrays: Mapping[str, Stored]) -> dict[str, dict[str, np.ndarray]]:
     """Read a run's heads by kind, that of its labels and its probe. Raises StoredError: no fit."""
     found = {}
     for kind, (folder, names) in HEADS.items():

@@ -79,7 +79,7 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
         model |= dict(n_frames=16 * positions.shape[0] // 8, n_mels=128)  # as AudioMAE and Bird-MAE have it: 128 mels
     if problems:
         return model, [], problems
-    c = vit.Config(**{name: value for name, value in model.items() if name != "pool"})
+    c = vit.Encoder(**{name: value for name, value in model.items() if name != "pool"})
     wrong = [f"model.{name} {text}" for name, text in c.validate()]
     if not wrong:
         wrong += saved.misfits(c, ours)
@@ -89,7 +89,7 @@ def _model(arrays: Mapping[str, Stored], folder: str | os.PathLike[str]) -> tupl
     return model, unused, [*wrong, *(f"{path.replace('/', '.')} {list(ours[path].shape)} has no place here" for path in extra)]
 
 
-def validate_start(c: vit.Config, rules: Any) -> Iterator[tuple[str, str]]:
+def validate_start(c: vit.Encoder, rules: Any) -> Iterator[tuple[str, str]]:
     """Yield (field, text) if a run with ``rules`` of warm start would compute something else."""
     try:
         if "://" in rules.source or not stored.is_safetensors(rules.source):

@@ -86,7 +86,7 @@ class Parts(NamedTuple):
         except files.FileError as error:
             raise InferenceError(f"{error}; remove it, then rerun the same command") from error
         except (pa.ArrowException, ValueError, TypeError) as error:
-            text = f"{self.path(number)} cannot be read: {files.said(error)}"
+            text = f"{self.path(number)} cannot be read: {files.reason(error)}"
             raise InferenceError(f"{text}; remove it, then rerun the same command") from error
 
 

@@ -94,7 +94,7 @@ class Embeddings(NamedTuple):
         except files.FileError as error:
             raise InferenceError(f"{error}; embed again") from error
         except (pa.ArrowException, ValueError, KeyError) as error:
-            raise InferenceError(f"{self.folder / ROWS} cannot be read: {files.said(error)}; embed again") from error
+            raise InferenceError(f"{self.folder / ROWS} cannot be read: {files.reason(error)}; embed again") from error
         texts = {name: [value or "" for value in columns[name].to_pylist()] for name in ("path", "clock")}
         start, end = (columns[name].to_numpy(zero_copy_only=False).astype(np.float64) for name in ("start", "end"))
         return Places(texts["path"], start, end, texts["clock"])

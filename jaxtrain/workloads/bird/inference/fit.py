@@ -118,11 +118,11 @@ def folds_of(given: Examples, seed: int) -> np.ndarray:
     """
     y = given.y * given.known
 
-    def fewest(group: np.ndarray) -> int:
+    def smallest(group: np.ndarray) -> int:
         return min(len(np.unique(group[each > 0])) for each in y.T)
 
-    group = given.group if fewest(given.group) > 1 else np.arange(len(y))
-    fold, n = np.zeros(len(y), np.int64), min(FOLDS, fewest(group))
+    group = given.group if smallest(given.group) > 1 else np.arange(len(y))
+    fold, n = np.zeros(len(y), np.int64), min(FOLDS, smallest(group))
     if n < 2:
         return fold
     main = np.where(y.any(1), y.argmax(1), y.shape[1])

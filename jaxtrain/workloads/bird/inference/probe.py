@@ -131,12 +131,12 @@ def evaluate(
     kind = "cmAP" if splits[0][0].multilabel else "accuracy"
     few = {}
 
-    def few_shot(n: int, trial: int) -> np.floating:
-        scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=trial), b.y) for a, b in splits]
+    def few_shot(n: int, draw: int) -> np.floating:
+        scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=draw), b.y) for a, b in splits]
         return np.mean([measures.measure(score, y, np.ones((1, len(y))))[kind][0] for score, y in scored])
 
     for n in shots:
-        values = [few_shot(n, trial) for trial in range(trials)]
+        values = [few_shot(n, draw) for draw in range(trials)]
         low, high = np.percentile(values, [2.5, 97.5])
         few[str(n)] = {"value": float(np.mean(values)), "low": float(low), "high": float(high)}
     return {**results, "few shot": few}
