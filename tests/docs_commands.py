@@ -130,7 +130,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures, for minutes"),
     ),
     (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
-    (r"tools\.chip\.trace$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
+    (r"tools\.chip\.operations$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",

@@ -79,7 +79,7 @@ def test_tensorboard_holds_the_records(tmp_path):
     assert scalars(tmp_path / "tensorboard")[0] == {("train/loss", s): 0.5 * s for s in (10, 20, 30)}
 
 
-def test_tensorboard_holds_pictures_and_samples(tmp_path):
+def test_tensorboard_holds_pictures_and_generations(tmp_path):
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     writer = writers.TensorboardWriter(str(tmp_path), 0)
     images = np.zeros((2, 3, 5))
@@ -97,7 +97,7 @@ def test_tensorboard_holds_pictures_and_samples(tmp_path):
     with Image.open(io.BytesIO(found["restored/0", 7].image.encoded_image_string)) as picture:
         grey = np.asarray(picture.convert("L"))
     assert grey.shape == (3, 5) and (grey[-1] == 255).all() and not grey[:-1].any() and ("restored/1", 7) in found
-    [text] = [v.tensor.string_val[0].decode() for (tag, _), v in found.items() if tag.startswith("samples/0")]
+    [text] = [v.tensor.string_val[0].decode() for (tag, _), v in found.items() if tag.startswith("generations/0")]
     assert text == "    prompt: 2 + 3 =\n    # no heading\n    reward: 0.5"
 
 

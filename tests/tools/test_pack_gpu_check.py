@@ -48,7 +48,7 @@ def test_a_folder_installs_from_itself_alone_and_runs_the_check(tmp_path):
     assert {file.name for file in (tmp_path / "pack" / "tools" / "chip").iterdir()} >= {
         "cases.py",
         "correctness.py",
-        "report.py",
+        "results_table.py",
     }
 
 

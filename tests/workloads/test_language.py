@@ -173,7 +173,7 @@ def test_prompts_bind_the_context_where_there_are_prompts():
     assert not list(c.validate_data(info))
     c = dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=64))
     ((name, text),) = c.validate_data(info)
-    assert name == "samples.tokens" and text.startswith("is 64, and the model's context is 64, prompt included; ")
+    assert name == "generation.tokens" and text.startswith("is 64, and the model's context is 64, prompt included; ")
     assert "; set config.model.generation.tokens=32, or write nothing: config.model.generation.prompts=()" in text
     assert not list(dataclasses.replace(c, generation=language.Generation(prompts=("a",), tokens=32)).validate_data(info))
     ((name, text),) = dataclasses.replace(c, context=32, generation=language.Generation()).validate_data(info)
