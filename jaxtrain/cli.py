@@ -24,7 +24,6 @@ from jaxtrain.workload import Command
 from loaders.io import checks
 
 FLAGS = ("--help", "--version", "--workload")
-OWN_CODE = {"--workload", "--codec"}  # arguments that name a module
 
 
 def start() -> int:
@@ -33,7 +32,8 @@ def start() -> int:
     Only commands that import modules by the user's words do so, as folders may be a stranger's.
     """
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
-    if flags & OWN_CODE or any(flag.startswith("--config") for flag in flags):
+    own_code = {"--workload"}.union(*(command.own_code for command in commands.table().values()))
+    if flags & own_code or any(flag.startswith("--config") for flag in flags):
         sys.path.append(os.getcwd())
     return process(main)
 

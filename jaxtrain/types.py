@@ -162,6 +162,7 @@ class Export(NamedTuple):
     needed: str = "."
     # (model) -> name of an array that is not exported, since it equals another -> its name
     tied: Callable[[Mapping[str, Any]], dict[str, str]] = lambda model: {}
+    peft_task: str | None = None  # task_type in the adapter_config.json of `jaxtrain lora-to-peft`
 
 
 class Format(NamedTuple):

@@ -28,6 +28,7 @@ class Command(NamedTuple):
     summary: str
     takes_workload: bool = False  # whether its parser has --workload too
     caches: bool = False  # whether it writes compiled programs or other files into the cache folder
+    own_code: tuple[str, ...] = ()  # its flags that may name a module of the user's
 
 
 class WorkloadModule(Protocol):
@@ -61,6 +62,7 @@ class Workload:
     export: Any = None  # a jaxtrain.types.Export; None = its defaults
     formats: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # name -> jaxtrain.types.Format
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)  # format -> the package, and extra of jaxtrain, it needs
+    formats_help: str = ""  # a paragraph on the formats in `jaxtrain export --help`
     # [regex of an array's path, in a folder of safetensors: jaxtrain.types.Foreign]
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # (run's config, model state and batch as NumPy arrays, position of the batch) -> a

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from jaxtrain import workload
+
 ROOT = pathlib.Path(__file__).parent.parent
 # A member is a module or a package of jaxtrain/. A module belongs to the member with the longest
 # name that its own name begins with.
@@ -163,14 +165,36 @@ def test_the_loaders_do_not_import_each_other_in_a_circle():
     assert not above, f"each of {sorted(above)} imports, or is imported by, another of them"
 
 
-WORDS = re.compile(r"\b(birds?|recordings?|boards?|mae|sudoku|puzzles?|giblet|higgs|films?|brains?)\b", re.IGNORECASE)
-EXAMPLES = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md")  # examples in a command's help: a shipped config, its run, a page
+# The shipped workloads and their domains.
+WORDS = re.compile(
+    r"(?<![a-z])(birds?|recordings?|species|spectrograms?|timm|onnx|vit|mae|language|causal_lm|qwen|llama|audio|codecs?|higgs|"
+    r"chats?|trm|boards?|sudoku|puzzles?|mazes?|giblet|films?|brains?|fmri|voxels?|viewers?)\d*(?![a-z])",
+    re.IGNORECASE,
+)
+# Not names of a workload:
+# 1. examples in a command's help: a shipped config, its run, a page of the docs;
+# 2. HTML's element of a sound, and its type.
+OTHERS = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md|</?audio\b|data:audio/")
+# 3. The published decoders that shared layers compute.
+DECODERS = re.compile(r"(llama|qwen) ?\d?", re.IGNORECASE)
+
+
+def names_of_workloads(text: str, *, layers: bool = False) -> set[str]:
+    text = OTHERS.sub("", text)
+    return {word[0] for word in WORDS.finditer(DECODERS.sub("", text) if layers else text)}
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) != "workloads"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_trainer_names_no_workload(path):
-    found = {word[0] for word in WORDS.finditer(EXAMPLES.sub("", path.read_text()))}
+    found = names_of_workloads(path.read_text(), layers=name_of(path) == "nn")
     assert not found, f"{path} says {', '.join(sorted(found))}: that belongs to the package of a workload"
+
+
+def test_the_reader_sees_names_of_workloads():
+    text = "jaxtrain.workloads.language, TRM's n_voxels; --config=trm_sudoku in runs/bird, boarding Llama 3"
+    assert names_of_workloads(text) == {"language", "TRM", "voxels", "Llama"}
+    assert names_of_workloads(text, layers=True) == {"language", "TRM", "voxels"}
+    assert all(map(names_of_workloads, workload.shipped()))
 
 
 def test_workloads_do_not_know_each_other():

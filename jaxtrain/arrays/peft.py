@@ -1,7 +1,6 @@
 """The adapters of a run with config.lora, and what it trained besides, in peft's format.
 
-Of workloads whose matrices are exported as (out, in) under names that end in ".weight"
-(jaxtrain.workloads.language).
+Of workloads whose matrices are exported as (out, in) under names that end in ".weight".
 """
 
 import json
@@ -66,6 +65,7 @@ def export(run: str, out: str, *, step: int | None = None, ema: bool = False, na
             tensors[f"{_module(name)}.{SIDES[side]}.weight"] = part
     tensors |= {copy: tensors[of] for copy, of in contract.tied(model).items() if of in tensors}
     about = _config(run_workload.with_base(source, config, base), tensors, _names(workload, config, contract.names))
+    about["task_type"] = contract.peft_task
     target = pathlib.Path(out).expanduser().absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")
@@ -111,7 +111,7 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
         )
     there = {_module(name) for name in everything} | modules
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": True,
+        "peft_type": "LORA", "inference_mode": True, "init_lora_weights": True,
         "base_model_name_or_path": _place(run_workload.section_of(config, "warm_start", config_lib.WarmStart).source),
         "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none",
         "fan_in_fan_out": False, "use_dora": False, "use_rslora": False,

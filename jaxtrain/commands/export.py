@@ -6,8 +6,6 @@
     jaxtrain export --reverse DIR --out RUN
 
     jaxtrain export runs/xcm --ema --only '^encoder/' --out xcm-encoder
-    jaxtrain export runs/xcm --format timm --license cc-by-4.0 --out xcm-timm
-    jaxtrain export runs/xcm --format onnx --out xcm-onnx
 
     DIR/
       model.safetensors, or model-00001-of-0000N.safetensors …
@@ -26,14 +24,11 @@ nothing is exported. An address (gs://…) is read only if --base names it.
 If --only leaves out a parameter that a model needs, the card says so, and names no library, example
 or metric. --reverse makes a workdir with one step of weights, marked as such, to warm-start from.
 
---format writes the folder for another program, in one of the workload's own formats. Encoders of
-sound have `timm` (`timm.create_model` reads its config.json) and `onnx`. The latter adds model.onnx
-and example_onnx.py: samples in, features and scores out, float32, opset 20. Its metadata hold the
-sample rate, the number of samples and the classes.
-
 --push uploads DIR to the Hugging Face Hub in one commit, by the account that `hf auth login`
 stored. Weights that are there already are not sent again, so that the same command resumes an
 upload.
+
+--format writes the folder for another program, in one of the workload's own formats.
 """
 
 import argparse
@@ -50,7 +45,8 @@ DTYPES = ("f32", "f16", "bf16")
 
 @arguments.reported
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments.Parser("jaxtrain export", __doc__)
+    formats = (workload.of(name).formats_help for name in workload.shipped())
+    parser = arguments.Parser("jaxtrain export", "\n".join([__doc__ or "", *filter(None, formats)]))
     arguments.add_run(parser, ema=True, nargs="?")
     parser.add_argument("--reverse", metavar="DIR", help="make a checkpoint of this folder of safetensors instead")
     parser.add_argument("--out", type=arguments.out_folder, help="the folder to make")

@@ -2,7 +2,7 @@
 
     jaxtrain lora-to-peft RUN [--step N] [--ema] [--base SOURCE] --out DIR
 
-    jaxtrain lora-to-peft runs/higgs --out adapters
+    jaxtrain lora-to-peft runs/adapted --out adapters
 
     DIR/
       adapter_model.safetensors     base_model.model.<module>.lora_A.weight [rank, in] and
@@ -12,9 +12,9 @@
                                     trained themselves (modules_to_save), and the weights that they
                                     belong to
 
-This works for workloads whose matrices are exported as (out, in) under names that end in ".weight"
-(jaxtrain.workloads.language). A trained parameter that peft has no place for is an error. `jaxtrain
-export` writes the merged weights of such a run.
+This works for workloads whose matrices are exported as (out, in) under names that end in
+".weight". A trained parameter that peft has no place for is an error. `jaxtrain export` writes the
+merged weights of such a run.
 """
 
 from collections.abc import Sequence

@@ -274,7 +274,7 @@ class WarmStart(Section):
     unused: tuple[str, ...] = ()  # [regex] arrays of the source, by their new paths, that this model has no use for
     reshape: dict[str, str] = field(default_factory=dict)  # [regex: how] crop, pad, fold, or for example "grid 32x8 to 16x8"
     keep: bool = False  # [bool] copy the source into workdir/base, so that nothing else removes or changes it
-    other_front_end: bool = False  # [bool] the source may have read other spectrograms: another rate, other windows or bands
+    other_front_end: bool = False  # [bool] the source may have read inputs of another front end: other rates, windows or scales
 
     def validate(self) -> Problems:
         patterns = {f"renames[{i}]": pattern for i, (pattern, _) in enumerate(self.renames)}

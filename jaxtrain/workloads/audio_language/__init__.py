@@ -10,12 +10,18 @@ WORKLOAD = Workload(
     make_specs=f"{_HERE}.model:make_specs",
     commands={
         "train-codec": Command(f"{_HERE}.commands.train_codec", "data", "learn an audio codec from recordings"),
-        "encode-audio": Command(f"{_HERE}.commands.encode_audio", "data", "encode a manifest's recordings ahead of training"),
+        "encode-audio": Command(
+            f"{_HERE}.commands.encode_audio",
+            "data",
+            "encode a manifest's recordings ahead of training",
+            own_code=("--codec",),
+        ),
         "generate-audio": Command(
             f"{_HERE}.commands.generate_audio",
             "inference",
             "answer prompts with sound, by an audio language model",
             caches=True,
+            own_code=("--codec",),
         ),
     },
     glossary=f"{_HERE}.glossary:GLOSSARY",

@@ -103,7 +103,7 @@ def export_hub(config: Mapping[str, Any], files: Collection[str]) -> Hub:
     return Hub("jaxtrain", "text-to-audio", metrics, example)
 
 
-EXPORT = Export(export_names, export_shape, export_files, export_hub)
+EXPORT = Export(export_names, export_shape, export_files, export_hub, peft_task="CAUSAL_LM")
 
 
 def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,6 +14,14 @@ _COMMANDS = {  # name -> group, help, whether it keeps a cache of programs
     "probe": ("evaluate", "measure how good embeddings are: linear probe, k-NN, few shot", False),
     "benchmark": ("evaluate", "score a run as BirdSet, ESC-10 or ESC-50 does, from their files", True),
 }
+_FORMATS = """\
+Encoders of sound have the formats `timm` (`timm.create_model` reads its config.json) and `onnx`.
+The latter adds model.onnx and example_onnx.py: samples in, features and scores out, float32,
+opset 20. Its metadata hold the sample rate, the number of samples and the classes.
+
+    jaxtrain export runs/xcm --format timm --license cc-by-4.0 --out xcm-timm
+    jaxtrain export runs/xcm --format onnx --out xcm-onnx
+"""
 
 WORKLOAD = Workload(
     config=f"{_HERE}.model:Config",
@@ -28,6 +36,7 @@ WORKLOAD = Workload(
     export=f"{_HERE}.export:EXPORT",
     formats={"timm": f"{_HERE}.export.timm:FORMAT", "onnx": f"{_HERE}.export.onnx:FORMAT"},
     needs={"onnx": "onnx"},
+    formats_help=_FORMATS,
     foreign={r"(^|/)patch_embed/proj/weight$": f"{_HERE}.export.timm:FOREIGN"},
     next_steps=(("jaxtrain embed {run} --out {run}-embeddings", "for the features of recordings"),),
 )

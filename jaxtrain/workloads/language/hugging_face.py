@@ -192,7 +192,7 @@ def tied(config: Mapping[str, Any]) -> dict[str, str]:
     return {_NAMES.top["w_head"]: _NAMES.top["embed"]} if config.get("tied") else {}
 
 
-EXPORT = Export(export_names, export_shape, export_files, export_hub, tied=tied)
+EXPORT = Export(export_names, export_shape, export_files, export_hub, tied=tied, peft_task="CAUSAL_LM")
 
 
 def _hugging_face_fields(model: Mapping[str, Any], family: str, dtype: str, *, least_context: int) -> dict[str, Any]:
