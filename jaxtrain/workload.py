@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from loaders.io.checks import UserError
 
@@ -32,8 +32,12 @@ class Command(NamedTuple):
 
 
 class WorkloadModule(Protocol):
-    """The attributes of a workload without ``WORKLOAD``: ``Config``, ``make_task`` required."""
+    """The attributes of a workload's module: ``WORKLOAD``, or else the others.
 
+    Without ``WORKLOAD``, ``Config`` and ``make_task`` are required.
+    """
+
+    WORKLOAD: "Workload | None"
     Config: type[Any]
     """The section ``model`` of a config, a `jaxtrain.config.ModelSection`."""
     make_specs: Callable[[Any], Any] | None
@@ -107,15 +111,17 @@ def of(name: str) -> Workload:
 
     Raises WorkloadError: its WORKLOAD is none; ImportError and every error of its module.
     """
-    module = importlib.import_module(name)
-    found = getattr(module, "WORKLOAD", None)
-    if isinstance(found, Workload):
+    module = cast(WorkloadModule, importlib.import_module(name))
+    if (found := module.WORKLOAD if hasattr(module, "WORKLOAD") else None) is not None:
+        if not isinstance(found, Workload):
+            raise WorkloadError(f"{name}.WORKLOAD is a {type(found).__name__}; expected a jaxtrain.workload.Workload")
         if wrong := [word for word, command in found.commands.items() if not isinstance(command, Command)]:
             raise WorkloadError(f"the command {wrong[0]!r} of {name}.WORKLOAD is no jaxtrain.workload.Command; make it one")
         return found
-    if found is not None:
-        raise WorkloadError(f"{name}.WORKLOAD is a {type(found).__name__}; expected a jaxtrain.workload.Workload")
-    config, make_task, make_specs, export = (
-        getattr(module, attribute, None) for attribute in ("Config", "make_task", "make_specs", "EXPORT")
+    return Workload(
+        module.Config if hasattr(module, "Config") else None,  # None: an error of the config that names it
+        module.make_task if hasattr(module, "make_task") else None,
+        module.make_specs if hasattr(module, "make_specs") else None,
+        glossary=module.GLOSSARY if hasattr(module, "GLOSSARY") else (),
+        export=module.EXPORT if hasattr(module, "EXPORT") else None,
     )
-    return Workload(config, make_task, make_specs, glossary=getattr(module, "GLOSSARY", ()), export=export)

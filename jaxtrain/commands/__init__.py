@@ -1,12 +1,14 @@
 """The commands: the trainer's, one file each, and those of the workloads (`jaxtrain.workload`)."""
 
+from typing import Any
+
 from jaxtrain import workload
 from jaxtrain.workload import Command
 
 GROUPS = ("train", "monitor", "plan", "data", "weights", "inference", "evaluate", "clusters", "shell")
 
 
-def _own(name: str, group: str, summary: str, **kwargs: bool) -> tuple[str, Command]:
+def _own(name: str, group: str, summary: str, **kwargs: Any) -> tuple[str, Command]:
     return name, Command(f"jaxtrain.commands.{name.replace('-', '_')}", group, summary, **kwargs)
 
 
