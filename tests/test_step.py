@@ -171,6 +171,23 @@ def test_the_update_writes_the_state_in_place(make_run):
     assert sum(math.prod(map(int, shape.split(","))) for shape, name in copied if name.startswith("state")) < 100
 
 
+def test_a_program_grows_with_the_number_of_parameters_and_not_its_square():
+    """On one CPU device, each moment is written after all parameters. If XLA fuses that order into
+    every loop, the program of 100 parameters is ten times as long as it need be."""
+
+    def length(n):
+        def loss(variables, batch, key):
+            total = (batch["x"] @ sum(variables.params.values()) * batch["weight"]).sum()
+            return LossOut(Mean(total, batch["weight"].sum()), {})
+
+        params = {f"w{i}": Spec((4,), ("embed",), fan_in(4)) for i in range(n)}
+        task = toy_task()._replace(specs=Variables(params), loss=loss, advance=lambda params, state, step: state)
+        return Run("alone", task=task, fields=TOY_FIELDS).compiled.as_text().count("\n")
+
+    few, more, most = map(length, (5, 10, 20))
+    assert most - more < 3 * (more - few)
+
+
 @pytest.mark.parametrize("rule", ["adamw", "lion", "muon", "adafactor"])
 def test_norms_that_nobody_records_change_nothing(rule):
     """A step that does not record the norms leaves the same bits. A step that is skipped or

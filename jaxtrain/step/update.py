@@ -84,7 +84,9 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
     found = measured() if given.due is None else jax.lax.cond(given.due, measured, unknown)
     new = _applied(params, updates, given.accepted & _is_there(found["update_norm"].total))
     there = [_is_there(x.ravel()[0]) for x in jax.tree.leaves(new) if x.size]
-    once = jnp.stack([*there, jnp.ones((), bool)]).all().astype(jnp.float32)
+    # A sort, since XLA fuses other reductions into the loop of each moment, and all of them would
+    # read all parameters. The program would grow with the square of the number of arrays.
+    once = jnp.sort(jnp.stack([*there, jnp.ones((), bool)]))[0].astype(jnp.float32)
     later = jax.tree.map(lambda m: (m * once).astype(m.dtype) if m.ndim else m, opt_state)
     return Moved(new, proposed(later)[1], found)
 
