@@ -197,6 +197,42 @@ def test_control_c_ends_a_run_and_the_same_command_resumes(folder, capsys):
     assert f"resuming from step {step}" in output
 
 
+def test_a_run_ends_by_patience_and_keeps_its_best_step(folder):
+    patient = (
+        "--config.train.steps=50",
+        "--config.train.eval_every=2",
+        "--config.train.patience=3",
+        "--config.train.min_delta=100",
+    )
+    args = (
+        folder,
+        "toy.py",
+        *patient,
+        "--config.checkpoint.best=accuracy",
+        "--config.checkpoint.every=4",
+        "--config.checkpoint.keep=1",
+    )
+    output = run(*args)
+    # The first evaluation is progress. The three more, at steps 4, 6 and 8, are not.
+    assert "ended at step 8: no progress of accuracy for 3 evaluations" in output
+    workdir = folder / "runs" / "toy"
+    tests = records(workdir, "test")
+    assert sorted(tests) == [2, 4, 6, 8]
+    best = json.loads((workdir / "best.json").read_text())
+    assert best["value"] == pytest.approx(max(r["accuracy"] for r in tests.values())) and best["progress"]["step"] == 2
+    kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
+    assert {8, best["step"]} <= kept
+    again = run(*args)
+    assert "ended at step 8" in again and sorted(records(workdir, "test")) == [2, 4, 6, 8]
+
+
+def test_a_best_metric_that_no_evaluation_has_is_reported_at_the_start(folder):
+    output = run(folder, "toy.py", "--config.checkpoint.best=-los", code=2)
+    assert "config.checkpoint.best names 'los'; expected one of: accuracy, loss" in output
+    output = run(folder, "toy.py", "--config.checkpoint.best=loss", "--config.data.n_test=0", code=2)
+    assert "config.checkpoint.best is 'loss', and there is no test split" in output
+
+
 def test_another_model_or_other_data_are_refused_with_a_remedy(folder):
     run(folder, "toy.py", "--config.train.steps=1")
     output = run(folder, "toy.py", "--config.train.steps=2", "--config.model.embed=64", code=2)
