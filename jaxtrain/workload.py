@@ -8,6 +8,7 @@ import functools
 import importlib
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -104,6 +105,13 @@ def foreign_to(arrays: Iterable[str]) -> Any:
             if any(re.search(pattern, path) for path in paths):
                 return resolved(reference)
     return None
+
+
+def is_kind(name: Any, expected: str) -> bool:
+    """Whether ``name`` is ``expected``, or a module imported by --workload with its `config`."""
+    if name == expected or not sys.modules.get(str(name)):
+        return bool(name == expected)
+    return of(name).get("config") is of(expected).get("config")
 
 
 def of(name: str) -> Workload:

@@ -582,6 +582,19 @@ def test_the_suggested_next_command_extends_the_typed_one(tmp_path):
     assert "to train for longer" not in text and f"jaxtrain lora-to-peft {tmp_path} --out " in text
 
 
+def test_the_suggested_commands_find_a_users_workload_next_to_its_config(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "words_of_mine.py").write_text("Config = make_task = None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    run = config_lib.Config(workdir="runs/x", workload="words_of_mine")
+    text = train.last_lines(config_lib.Arguments("own/words.py:a", [], False, None), run)
+    assert f": PYTHONPATH={tmp_path}/own:$PYTHONPATH jaxtrain --workload words_of_mine export runs/x" in text
+    monkeypatch.chdir("own")
+    text = train.last_lines(config_lib.Arguments("words.py:a", [], False, None), run)
+    assert ": jaxtrain --workload words_of_mine checkpoint inspect runs/x" in text
+
+
 @pytest.mark.parametrize(("body", "code", "said"), [("return 2", 2, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")])
 def test_no_process_waits_for_a_compilation_that_nobody_needs(body, code, said):
     """The interpreter itself would wait: an error in reading a checkpoint would keep a job alive

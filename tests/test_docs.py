@@ -1,6 +1,8 @@
 """The pages: their links lead somewhere, and the output of commands in them is up to date."""
 
 import ast
+import json
+import math
 import os
 import pathlib
 import re
@@ -107,6 +109,28 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     assert "print the newest records of a run" in output and "squared error of the sum" in output
 
 
+def test_a_shipped_workload_with_one_more_metric_keeps_its_commands(tmp_path):
+    """The run's last lines are commands that work as they are printed."""
+    (tmp_path / "my_language.py").write_text(examples()["my_language.py"])
+    (tmp_path / "input.txt").write_text("ROMEO: one two three four five six seven eight nine ten\n" * 200)
+    sizes = ("embed=32", "depth=1", "heads=2", "mlp=32", "unroll=1", "generation.tokens=2")
+    small = [*(f"--config.model.{size}" for size in sizes), "--config.train.steps=2", "--config.train.eval_batches=1"]
+    own = ("--config.workload=my_language", "--config.workdir=runs/bits")
+    output = processes.run(tmp_path, "shakespeare_char:input.txt", *own, *small)
+    records = [json.loads(line) for line in (tmp_path / "runs" / "bits" / "metrics.jsonl").read_text().splitlines()]
+    last = records[-1]
+    assert last["bits_per_token"] == pytest.approx(last["cross_entropy"] / math.log(2))
+    page, _, export, inspect = re.findall(r": (jaxtrain .*)", output.partition("\nnext\n")[2])
+    program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
+    generate = 'jaxtrain --workload my_language generate runs/bits "one " --tokens 4'
+    output = python(tmp_path, "-c", program, page, export, inspect, generate)
+    assert "have no meanings here" not in output and "cross_entropy in bits" in (tmp_path / "runs/bits/report.html").read_text()
+    assert "exponential of cross_entropy" in (tmp_path / "runs" / "bits-weights" / "README.md").read_text()
+    refused = "import sys; from jaxtrain import cli; sys.exit(cli.main(sys.argv[1:]) - 2)"
+    why = "is a run of my_language; expected a run of jaxtrain.workloads.language (if my_language extends it, add --workload"
+    assert why in python(tmp_path, "-c", refused, "generate", "runs/bits", "one ")
+
+
 WRONG = (
     (
         "my_workload.py",
@@ -136,7 +160,7 @@ def test_an_error_in_a_users_workload_or_loader_is_one_line(tmp_path, name, text
 
 
 def test_examples_parse():
-    assert len(examples()) == 7
+    assert len(examples()) == 8
     for text in examples().values():
         ast.parse(text)
 

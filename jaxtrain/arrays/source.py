@@ -105,7 +105,7 @@ class Source(NamedTuple):
         return {} if self.is_export else stored.read_json(self.path, "data") or {}
 
     def config(self, expected: str = "") -> dict[str, Any]:
-        """Return the run's config. Raises StoredError unless its workload is ``expected``."""
+        """Return the run's config. Raises StoredError unless it is a run of ``expected``."""
         config = self.meta().get("config") or {}
         for name in ("model", "data", "warm_start", "lora", "card"):
             if not isinstance(config.get(name) or {}, dict):
@@ -114,9 +114,11 @@ class Source(NamedTuple):
             raise StoredError(
                 f"{self.path}: its config.workload is {str(config['workload'])[:80]!r}; expected the name of a module"
             )
-        if expected and config.get("workload") != expected:
-            kind = f"a run of {config['workload']}" if config.get("workload") else "not a run of this program"
-            raise StoredError(f"{self.path} is {kind}; expected a run of {expected}")
+        if expected and not workload.is_kind(found := config.get("workload"), expected):
+            kind = f"a run of {found}" if found else "not a run of this program"
+            is_own = found and found not in workload.shipped()
+            hint = f" (if {found} extends it, add --workload {found})" if is_own else ""
+            raise StoredError(f"{self.path} is {kind}; expected a run of {expected}{hint}")
         return config
 
     def damage(self) -> list[str]:

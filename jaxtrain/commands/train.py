@@ -13,6 +13,7 @@ resume.
 
 import errno
 import logging
+import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,13 @@ def last_lines(given: config.Arguments, run: config.Config) -> str:
     for command, why in workload.of(run.workload).next_steps:
         commands.append((" ".join(shlex.quote(word.format(run=folder)) for word in command.split()), why))
     commands.append((f"jaxtrain checkpoint inspect {workdir}", "to see the contents of a checkpoint"))
+    if run.workload not in workload.shipped():
+        place = pathlib.Path(given.source.partition(":")[0]).parent.absolute()  # of the config
+        file = pathlib.Path(str(sys.modules[run.workload].__file__))
+        is_near = place != pathlib.Path.cwd() and file.is_relative_to(place)
+        path = f"PYTHONPATH={shlex.quote(str(place))}:$PYTHONPATH " if is_near else ""
+        own = f"{path}jaxtrain --workload {run.workload}"
+        commands = [(x if x is again else x.replace("jaxtrain", own, 1), why) for x, why in commands]
     files = [f"  {about}: {path}" for path, about in writers.left_behind(run)]
     return "\n".join(["the run has ended; it left", *files, "next", *(f"  {why}: {text}" for text, why in commands)])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain import specs
+from jaxtrain import workload as workload_lib
 from jaxtrain.nn.transformer import Decoder
 from jaxtrain.types import EXPORT_FILE
 from loaders.io import checks, files
@@ -124,7 +125,7 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
         found, model = config["workload"], dict(config["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HuggingFaceError(f"{path} cannot be read as an export of jaxtrain: {error!r}") from error
-    if found != workload:
+    if not workload_lib.is_kind(found, workload):
         raise HuggingFaceError(f"{path}: the export is of a run of {found}; expected one of {workload}")
     # The data decide the number of places, unless they are learned.
     kept = {f.name for f in dataclasses.fields(Decoder)} - ({"context"} if model.get("positions") != "learned" else set())

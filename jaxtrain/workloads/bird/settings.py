@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxtrain import workload
 from jaxtrain.config import ModelSection, Section
 from jaxtrain.types import OF_DATA, OfData
 from jaxtrain.workloads.bird import augment as augment_lib
@@ -83,7 +84,8 @@ class Settings(vit.Encoder, ModelSection):
             yield "front_end", f"is another than the data section's ({unlike}); leave it unset"
 
     def validate_warm_start(self, source: Mapping[str, Any]) -> Iterator[str]:
-        if source.get("workload") != __package__ or not isinstance(data := source.get("data"), Mapping):
+        is_ours = workload.is_kind(source.get("workload"), __package__)
+        if not is_ours or not isinstance(data := source.get("data"), Mapping):
             return
         try:
             if unlike := front_end_lib.saved(data).differences(self.spectrograms):
