@@ -4,10 +4,9 @@
 ``loaders.audio.spectrogram``. Every error of the data is a `DataError`.
 """
 
-import abc
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -63,12 +62,12 @@ class Population(NamedTuple):
     first_rows: np.ndarray  # int64 [shards]: the first row of each shard
 
 
-class Loader(abc.ABC):
+class Loader:
     """An endless (train) or finite (test) stream of batches, a pure function of its position.
 
     A subclass defines `_part` (the rows of one range), or `_batch` if ranges are not made one by
-    one. It also defines `fingerprint` and `order`, by which a checkpoint recognises its data. All
-    else has a default here.
+    one. It also sets `fingerprint` and `order`, by which a checkpoint recognises its data. All else
+    has a default here.
 
     Attributes:
       buckets: the kinds of batches there are, each a mapping name -> Field, the largest last. A
@@ -134,15 +133,15 @@ class Loader(abc.ABC):
         """Return a checkpoint's state, as JSON: position, seed, fingerprints of data and order."""
         return {"position": position, "seed": self._seed, "fingerprint": self.fingerprint, "order": self.order}
 
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """A digest of the data: another one when they change, the same when they move."""
+    if TYPE_CHECKING:  # a subclass has them as attributes or properties
 
-    @property
-    @abc.abstractmethod
-    def order(self) -> dict[str, Any]:
-        """Everything but the seed and the data that decides the order of rows, as JSON."""
+        @property
+        def fingerprint(self) -> str:
+            """A digest of the data: another one when they change, the same when they move."""
+
+        @property
+        def order(self) -> dict[str, Any]:
+            """Everything but the seed and the data that decides the order of rows, as JSON."""
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters: queue depth, bad recordings by id, "slowest" stage if known."""

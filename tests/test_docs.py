@@ -143,12 +143,13 @@ WRONG = (
         "my_loader.py",
         "    return Sums(",
         "    yield Sums(",
-        "whose make_loader gives a generator; expected a loaders.base.Loader",
+        "whose make_loader gives a generator without 'buckets'; expected a loaders.base.Loader",
     ),
+    ("my_loader.py", "self.order = {}", "", "whose make_loader gives a Sums without 'order'; expected a loaders.base.Loader"),
 )
 
 
-@pytest.mark.parametrize(("name", "text", "replacement", "error"), WRONG, ids=("axes", "fields", "generator"))
+@pytest.mark.parametrize(("name", "text", "replacement", "error"), WRONG, ids=("axes", "fields", "generator", "order"))
 def test_an_error_in_a_users_workload_or_loader_is_one_line(tmp_path, name, text, replacement, error):
     for each in ("my_workload.py", "my_config.py", "my_loader.py"):
         (tmp_path / each).write_text(examples()[each])

@@ -49,9 +49,9 @@ class Data:
         self.rows, self.offset = feed.rows_for(abstract.batch), 0
         self.train = module.make_loader(config.data, split="train", rows=self.rows, seed=config.seed)
         self.test = module.make_loader(config.data, split="test", rows=self.rows, seed=config.seed)
-        if not hasattr(self.train, "buckets"):
+        if missing := [name for name in ("buckets", "fingerprint", "order") if not hasattr(self.train, name)]:
             text = f"config.loader is {config.loader!r}, whose make_loader gives a {type(self.train).__name__}"
-            raise base.DataError(f"{text}; expected a loaders.base.Loader, as docs/your-model.md has one")
+            raise base.DataError(f"{text} without {missing[0]!r}; expected a loaders.base.Loader, as in docs/your-model.md")
         if not self.test.n_batches:
             log.warning("the data have no test split: nothing is evaluated (docs/data.md shows how to make one)")
         self.buckets, self.test_buckets = (

@@ -100,12 +100,12 @@ def test_a_field_that_a_loader_does_not_make_is_named():
         next(Short())
 
 
-def test_a_loader_without_a_fingerprint_cannot_be_made():
-    class Nameless(Loader):
-        pass
-
-    with pytest.raises(TypeError, match="fingerprint"):
-        Nameless({"number": SCALAR}, train=True, rows=Rows(1, ((0, 1),)), seed=0, n_batches=1)
+def test_a_loader_may_set_its_fingerprint_and_order_and_lacks_them_by_name():
+    loader = Loader({"number": SCALAR}, train=True, rows=Rows(1, ((0, 1),)), seed=5, n_batches=1)
+    with pytest.raises(AttributeError, match="fingerprint"):
+        loader.state(3)
+    loader.fingerprint, loader.order = "digest", {"batch": 1}
+    assert loader.state(3) == {"position": 3, "seed": 5, "fingerprint": "digest", "order": {"batch": 1}}
 
 
 def test_epochs_draw_each_recording_once_and_once_ends():
