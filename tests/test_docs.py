@@ -160,6 +160,16 @@ def test_an_error_in_a_users_workload_or_loader_is_one_line(tmp_path, name, text
     assert error in output
 
 
+def test_the_pages_count_the_kills_of_the_newest_proof():
+    (kills,) = re.findall(r"^\| kills \| (\d+) kills ", (ROOT / "docs/results/proofs.md").read_text(), re.M)
+    counts = {
+        "README.md": "{} runs on CPUs were killed",
+        "docs/reliability.md": "({} of them, `tests/test_kills.py`)",
+        "docs/results/index.md": "| {} kills and",
+    }
+    assert [page for page, text in counts.items() if text.format(kills) not in (ROOT / page).read_text()] == []
+
+
 def test_examples_parse():
     assert len(examples()) == 8
     for text in examples().values():
