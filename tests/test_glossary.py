@@ -33,3 +33,8 @@ def test_the_letters_of_a_meaning_are_filled_in(name, workload, split, told):
 def test_an_entry_without_a_metric_is_named():
     own = (glossary.Entry("loss", "loss", "…"), glossary.Entry("X_loss", "(?P<X>.+)_loss", "…"))
     assert glossary.without_metric(own, ["loss", "lr"]) == ["X_loss"]
+
+
+def test_an_entry_whose_pattern_is_none_is_refused_by_name():
+    with pytest.raises(workload.WorkloadError, match="Entry 'X_loss' has the pattern '.*', which is no regular expression: "):
+        glossary.Entry("X_loss", "(?P<X>.+_loss", "…")

@@ -1,19 +1,27 @@
 """The meanings of the names in metrics.jsonl: every run's, and a `WORKLOAD.glossary`'s."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jaxtrain import workload as workload_lib
 
 
-class Entry(NamedTuple):
-    """Names of metrics that mean the same."""
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Names of metrics that mean the same. Raises WorkloadError: the pattern is none."""
 
     names: str  # as people read them: X stands for a part of the model, a number or a name
     pattern: str  # regular expression of the whole name, with groups named by their letter
     meaning: str
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            text = f"the glossary's Entry {self.names!r} has the pattern {self.pattern!r}"
+            raise workload_lib.WorkloadError(f"{text}, which is no regular expression: {error}") from error
 
 
 STEP = (
