@@ -27,7 +27,7 @@ CONSOLE = (
     r"generated 80 sudoku4 puzzles in .* s, kept in /.*\.npz",
     r"MFU is of .* TFLOP/s \(measured .* on cpu\)",
     r"compiling; slow programs are cached for the next start",
-    rf"compiled in {NUMBER} s",
+    r"compiled$",
     rf"{NUMBER} s from the command to the first step: .*",
     rf"step \d/4  loss {NUMBER}  {NUMBER} examples/s  MFU {NUMBER}%  waiting for data .*  \d:\d\d:\d\d left",
     rf"step [24] test  accuracy {NUMBER}  exact_accuracy {NUMBER}  .*q_halt_loss {NUMBER}",

@@ -126,6 +126,7 @@ def test_a_run_leaves_its_files_in_the_workdir(folder, corpus):
     for part in ("loss", " = supervised ", " + probe ", "examples/s", "MFU", "waiting for data", "left"):
         assert part in line
     line = next(line for line in output.splitlines() if "from the command to the first step" in line)
+    assert re.search("compiled$", output, re.M), "the seconds of the compilation are in this line alone"
     whole, phases = line.split(" s from the command to the first step: ")
     named = dict(phase.rsplit(" ", 1) for phase in phases.split(", "))
     assert {"imports and config", "compilation", "first step"} <= named.keys()

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import logging
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -106,7 +105,7 @@ class StepCompiler:
 
     def __init__(self, assembly: Assembly, data: Data, clock: goodput.Clock, *, likely: int):
         """``likely``: the number of batches that the restored state will probably have read."""
-        self._assembly, self._data, self._clock, self._began = assembly, data, clock, time.perf_counter()
+        self._assembly, self._data, self._clock = assembly, data, clock
         self._options = assembly.compiler_options()
 
         @functools.cache
@@ -155,7 +154,7 @@ class StepCompiler:
             log.info("%d programs, by (stage, bucket), are compiled ahead; their first steps: %s", len(starts), starts)
         if starts:
             self._steps.at(first)
-        log.info("compiled in %.1f s", time.perf_counter() - self._began)
+        log.info("compiled")
 
     def __enter__(self) -> "StepCompiler":
         return self
