@@ -110,7 +110,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(trained, corpus, tmp_path
     with pytest.raises(OSError, match="gone"):
         made(model, corpus, tmp_path / "parts", views=views)
     monkeypatch.undo()
-    noted = json.loads((tmp_path / "parts" / embed.PROGRESS).read_text())
+    noted = json.loads((tmp_path / "parts" / embed.ABOUT).read_text())
     assert 0 < noted["done"] < N
     assert made(model, corpus, tmp_path / "parts", views=views)["done"] == N == whole["done"]
     for name, x in arrays(tmp_path / "whole").items():
@@ -157,7 +157,7 @@ def test_another_front_end_is_refused_in_one_line(trained, corpus, tmp_path, cap
     assert "sections model and data name different front ends: hop " in told and told.count("error: ") == 1, told
     for name in ("a", "b"):
         made(model, corpus, tmp_path / name)
-    file = tmp_path / "b" / embed.PROGRESS
+    file = tmp_path / "b" / embed.ABOUT
     file.write_text(file.read_text().replace('"n_mels": 64', '"n_mels": 32'))
     folders = ["--train", str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--out", str(tmp_path / "p"), "--draws", "2"]
     assert probe.main(folders) == 2

@@ -197,7 +197,10 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
     meta = tmp_path / "part" / "embeddings.json"
     folder(tmp_path / "part", x, y.argmax(1))
     meta.write_text(meta.read_text().replace('"done": 60', '"done": 8'))
+    later = folder(tmp_path / "later", x, y.argmax(1))
+    (tmp_path / "later" / "embeddings.json").write_text(meta.read_text().replace("{", '{"version": 2, '))
     for arguments, text in (
+        (["--train", later, "--test", good], "is of version 2, and this jaxtrain reads 1; embed again"),
         (["--train", str(tmp_path / "none"), "--test", good], "make them with `jaxtrain embed`"),
         (["--train", str(tmp_path / "part"), "--test", good], "rerun the same `jaxtrain embed` to resume"),
         (["--train", unlabelled, "--test", good], "has no labels"),

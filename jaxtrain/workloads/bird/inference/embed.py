@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from jaxtrain.types import PyTree
 from jaxtrain.workloads.bird.inference import InferenceError, encoder
+from jaxtrain.workloads.bird.inference.embeddings import ABOUT, ROWS, VERSION
 from jaxtrain.workloads.bird.model import Config
 from loaders.audio import shards, spectrogram
 from loaders.audio.front_end import DEFAULT
@@ -29,15 +30,13 @@ from loaders.io import atomic_write, columnar
 from loaders.io import files as files_lib
 
 FLUSH = 20  # [s] between notes of the progress
-PROGRESS = "embeddings.json"
-ROWS = "rows.parquet"
 
 
 def embed(
     model: encoder.Model, data: spectrogram.Config, out: str | pathlib.Path, *, split: str = "train",
     kinds: Sequence[str] = ("mean", "cls"), columns: Sequence[str] = (), batch: int = 64,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write the folder ``out``, or the rest of it. Return the content of `PROGRESS`.
+    """Write the folder ``out``, or the rest of it. Return the content of `ABOUT`.
 
     Raises InferenceError for a folder that was made of something else, DataError for the data.
     """
@@ -48,7 +47,7 @@ def embed(
     loader, batch, n = setup.loader, setup.batch, setup.n
     made_of = {
         "encoder": model.digest, "data": loader.state(0)["fingerprint"], "rows": n, "split": split, "kinds": list(kinds),
-        "columns": list(columns), "views": data.views, "batch": batch,
+        "columns": list(columns), "views": data.views, "batch": batch, "version": VERSION,
     }  # fmt: skip
     made_of |= {"front_end": data.settings} if data.settings != DEFAULT.settings else {}
     made_of |= {"time_expansion": data.time_expansion} if data.time_expansion != 1 else {}
@@ -104,7 +103,7 @@ def refuse_other(path: pathlib.Path, made_of: Mapping[str, Any], what: str) -> d
 
 def _done(out: pathlib.Path, made_of: Mapping[str, Any]) -> int:
     """Return the number of rows that an earlier attempt embedded."""
-    path = out / PROGRESS
+    path = out / ABOUT
     if not path.exists():
         return 0
     done = refuse_other(path, made_of, "embeddings").get("done", 0)
@@ -163,7 +162,7 @@ def _note(out: pathlib.Path, files: Mapping[str, np.memmap], content: Mapping[st
     """First the rows reach the disk, then the note that they are there."""
     for file in files.values():
         file.flush()
-    atomic_write.write(out / PROGRESS, json.dumps(content, indent=2) + "\n")
+    atomic_write.write(out / ABOUT, json.dumps(content, indent=2) + "\n")
 
 
 def features(c: Config, kinds: Sequence[str], views: int) -> encoder.Compute:

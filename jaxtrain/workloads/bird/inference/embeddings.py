@@ -13,6 +13,7 @@ from loaders.audio.front_end import DEFAULT
 from loaders.io import columnar, files
 
 ABOUT, ROWS = "embeddings.json", "rows.parquet"
+VERSION = 1  # of ABOUT
 MAX_CLASSES = 100_000  # of labels without names
 MAX_FEATURE = 1e18  # larger ones have squares that are no numbers of 32 bits
 
@@ -107,6 +108,9 @@ def read(folder: str | pathlib.Path) -> Embeddings:
         about = files.read_json(files.inside(folder, ABOUT))
     except files.FileError as error:
         raise InferenceError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
+    if (version := about.get("version", VERSION)) != VERSION:  # none was stated at first
+        made = f"{folder / ABOUT} is of version {str(version)[:80]}"
+        raise InferenceError(f"{made}, and this jaxtrain reads {VERSION}; embed again")
     names = about.get("class_names")
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
     counts = all(type(about.get(key)) is int for key in ("done", "rows"))
