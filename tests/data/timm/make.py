@@ -1,17 +1,16 @@
-"""Write the golden numbers of timm's vision transformers: python make.py, with timm 1.0.31 and
-torch 2.15.0 (CPU).
+"""Write the golden numbers of timm's vision transformers: python -m tests.data.timm.make, with
+timm 1.0.31 and torch 2.15.0 (CPU).
 
 image/, pooled/    a folder as timm, and one as Bird-MAE is published: model.safetensors,
                    config.json
 image.npz, pooled.npz    x float32 [B, 1, frames, mels]; tokens float32 [B, 1 + registers + N, D],
                          and features [B, D], by timm
-out.npz            of an export by test_timm.py that timm loaded: x, and features and logits by
+out.npz            of tests/support/timm_export.py, which timm loaded: x, and features and logits by
                    timm; also the loaded config.json, and the shapes of its arrays by their names
 """
 
 import json
 import pathlib
-import sys
 import tempfile
 
 import numpy as np
@@ -19,8 +18,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support import timm_export
+
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[2]))
 SIZES = dict(img_size=(64, 32), patch_size=16, in_chans=1, embed_dim=32, depth=2, num_heads=4)
 
 
@@ -61,10 +61,8 @@ def main() -> None:
     write("pooled", state, about)
     np.savez_compressed(HERE / "pooled.npz", x=x.numpy(), tokens=tokens.numpy(), features=features.numpy())
 
-    from tests.workloads.bird import test_timm
-
     with tempfile.TemporaryDirectory() as scratch:
-        folder = test_timm.exported(pathlib.Path(scratch))
+        folder = timm_export.exported(pathlib.Path(scratch))
         model = load(folder)
         shapes = {name: list(x.shape) for name, x in sorted(load_file(folder / "model.safetensors").items())}
         config = (folder / "config.json").read_text()
