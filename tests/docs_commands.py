@@ -260,7 +260,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         r"^jaxtrain generate ",
         Run(says="the wren sings", instead=(("runs/lm", "runs/lm-corpus"), ("--tokens 32", "--tokens 8"))),
     ),
-    (r"^jaxtrain predict ", Why("it needs the mask of real scans; tests/commands/test_predict.py makes one")),
+    (r"^jaxtrain predict ", Why("it needs the mask of real scans; tests/workloads/test_predict.py makes one")),
     (r"^jaxtrain solve .*--curve", Run("--batch 8", says="by_check", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain solve ", Run(says="8 boards", instead=(("runs/trm-sudoku", "runs/trm-files"),))),
     (r"^jaxtrain (export|checkpoint) ", Run()),

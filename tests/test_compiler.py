@@ -1,17 +1,15 @@
 """Options of the compilers: an installed compiler checks them, unknown ones are refused by name,
 and the rest is passed on."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtrain import config, loop, plan
 from jaxtrain.compile import xla_options
+from tests.support import small_runs
 from tests.support.processes import run
 
-ROOT = pathlib.Path(__file__).parent.parent
 SCHEDULER, MERGER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_dot_merger_threshold_mb"
 
 
@@ -81,12 +79,12 @@ def test_an_error_of_compilation_names_the_options():
 
 
 def test_invalid_options_are_reported_before_any_data_are_read(tmp_path):
-    boards = "({'kind': 'sudoku4', 'n_train': 20, 'n_test': 5, 'blanks': (3, 6)},)"
-    overrides = [("data.sources", boards), ("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]
+    small_runs.rows(tmp_path)
+    overrides = [("workdir", str(tmp_path)), ("compiler.xla_cpu_fast", "true")]
     with pytest.raises(
         config.ConfigError, match="config.compiler.xla_cpu_fast is 'true', and the compiler for cpu refuses it: "
     ):
-        loop.run(config.load(f"{ROOT}/configs/trm_sudoku.py:4x4", overrides))
+        loop.run(config.load(f"{tmp_path}/rows.py", overrides))
 
 
 @pytest.mark.slow  # it compiles everything again: programs in the cache leave no dump

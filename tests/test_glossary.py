@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain import workload
 from jaxtrain.telemetry import glossary
+from tests.support import installed
 
 
 def test_a_meaning_stands_alone():
@@ -15,16 +16,18 @@ def test_a_meaning_stands_alone():
         assert not entry.meaning.startswith(("the same", "its ")), entry.names
 
 
+MEANINGS = [
+    ("mae_loss", "bird", "test", "of objective mae, before"),
+    ("grad_norm_encoder", "bird", "train", "below encoder alone"),
+    ("chi2_mod_expected", "bird", "data", "the value of chi2_mod if"),
+    ("perplexity_source_1", "language", "test", "perplexity on source number 1 of"),
+    ("exact_accuracy_difficulty_3", "trm", "test", "difficulty class 3,"),
+    ("audio_7", "audio_language", "test", "codebook 7"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "workload", "split", "told"),
-    [
-        ("mae_loss", "bird", "test", "of objective mae, before"),
-        ("grad_norm_encoder", "bird", "train", "below encoder alone"),
-        ("chi2_mod_expected", "bird", "data", "the value of chi2_mod if"),
-        ("perplexity_source_1", "language", "test", "perplexity on source number 1 of"),
-        ("exact_accuracy_difficulty_3", "trm", "test", "difficulty class 3,"),
-        ("audio_7", "audio_language", "test", "codebook 7"),
-    ],
+    ("name", "workload", "split", "told"), [pytest.param(*each, marks=installed.needs(each[1])) for each in MEANINGS]
 )
 def test_the_letters_of_a_meaning_are_filled_in(name, workload, split, told):
     assert told in glossary.meaning(name, workload=f"jaxtrain.workloads.{workload}", split=split)

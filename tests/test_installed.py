@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.support import installed
 from tests.support.xla import KEEPS_PROGRAMS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -78,6 +79,7 @@ def test_the_namespace_has_no_network(site, tmp_path):
     assert "Network is unreachable" in done.stderr
 
 
+@installed.needs("trm")
 def test_a_run_its_plan_and_its_export_need_no_network_and_say_what_they_should(alone):
     trained = alone("train", *RUN)
     lines = (trained.stdout + trained.stderr).splitlines()

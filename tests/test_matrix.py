@@ -2,45 +2,27 @@
 equal those of one device."""
 
 import functools
+import importlib
 import os
 import pathlib
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from jaxtrain import config as config_lib
 from jaxtrain.parallel import cluster
-from jaxtrain.workloads.bird import masked
-from jaxtrain.workloads.bird.objectives.mae import Mae
-from jaxtrain.workloads.bird.objectives.teacher import Teacher
-from tests.support.cases import Run, assert_alike, audio_language, bird, giblet, language, trm
+from tests.support import installed
+from tests.support.cases import Run, assert_alike
 from tests.support.processes import ROOT, at, free_port, xla_flags
 
 STEPS = 5
-# Eight devices along "model" need eight heads.
-BIRD = replace(bird.EVERY, heads=8, mae=Mae(), teacher=Teacher())
-PREDICTOR = masked.Decoder(16, 1, 8)
-MASKED = replace(BIRD, mae=replace(bird.EVERY.mae, decoder=PREDICTOR), teacher=replace(bird.EVERY.teacher, decoder=PREDICTOR))
+# Each shipped workload has its cases.
 CASES = {
-    # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in
-    # parts.
-    "bird": bird.CASE._replace(model=BIRD),
-    # The same with decoders and a teacher.
-    "bird_masked": bird.CASE._replace(model=MASKED),
-    "language": language.CASE,
-    # Slots that halt, also at random; a table with rows that are updated by signs; an average of
-    # the parameters.
-    "trm": trm.CASE._replace(model=replace(trm.TINY, heads=8)),
-    # Rows that take a random number of steps, with a gradient of the last step only.
-    "trm_last": trm.CASE._replace(model=replace(trm.LAST, heads=8), begin=trm.calm),
-    # A loss with two means.
-    "audio_language": audio_language.CASE,
-    # Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at
-    # an evaluation.
-    "giblet": giblet.CASE,
+    name: case
+    for each in installed.NAMES
+    for name, case in importlib.import_module(f"tests.support.cases.{each}").MATRIX.items()
 }
 SOON = {("bird", (2, 2, 2)), ("giblet", (2, 2, 2))}  # the others run in `make test` in parts, each in a file of its own
 SLOW = pytest.mark.slow

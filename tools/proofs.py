@@ -47,8 +47,8 @@ PARTS = {
     ),
     "faults": Part(
         "signals, stuck processes, hosts off the network, full disks, object stores, leases, the doctor's hosts",
-        "test_reliability.py test_train.py test_hosts.py test_full_disks.py test_object_store.py parallel/test_lease.py "
-        "doctor/test_doctor.py commands/test_launch_slurm.py tools/test_soak.py",
+        "test_reliability.py test_train.py test_hosts.py workloads/test_commands_on_full_disks.py test_object_store.py "
+        "parallel/test_lease.py doctor/test_doctor.py commands/test_launch_slurm.py tools/test_soak.py",
         workers=2,
     ),
     "damage": Part(
@@ -98,7 +98,7 @@ PARTS = {
     ),
     "peers": Part(
         "exports as transformers, peft, timm and onnxruntime load them (pip install --group peers; skipped without)",
-        "commands/test_hugging_face.py test_lora.py workloads/bird/test_onnx.py commands/test_predict.py "
+        "workloads/test_hugging_face.py workloads/test_lora.py workloads/bird/test_onnx.py workloads/test_predict.py "
         "workloads/bird/test_timm.py",
     ),
     "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),

@@ -20,11 +20,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from jaxtrain import specs
 from jaxtrain.arrays import stored
 from jaxtrain.commands import export as tool
-from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird.export import EXPORT
 from tests.support import runs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -311,15 +308,6 @@ def test_impossible_exports_are_reported(saved, tmp_path, capsys):
         call(saved, "--shard-size", "some", "--out", tmp_path / "out")
     with pytest.raises(SystemExit):
         call("--out", tmp_path / "out")
-
-
-def test_the_birds_names_are_one_for_each_layer():
-    c = bird.Config(n_classes=3, embed=32, depth=2, heads=4)
-    table = bird.make_specs(c)
-    names = [EXPORT.names({"depth": 2}, path) for path in specs.paths(table)]
-    flat = [n for name in names for n in ([name] if isinstance(name, str) else name)]
-    assert len(flat) == len(set(flat)) and {"encoder.blocks.1.w_qkv", "encoder.w_patch", "probe.b"} <= set(flat)
-    assert all(len(n) == 2 for n in names if isinstance(n, list))
 
 
 def test_safetensors_of_others_are_read_by_their_dots(tmp_path):

@@ -3,7 +3,6 @@ errors at once."""
 
 import json
 import pathlib
-import runpy
 
 import pytest
 
@@ -276,59 +275,3 @@ def test_a_saved_config_can_be_read_again(here):
     config_lib.save(config, here)
     assert config_lib.from_dict(json.loads((here / "config.json").read_text())) == config
     assert not list(here.glob(".config.json*"))
-
-
-def test_xcl_is_xcm_without_five_recordings(tmp_path):
-    paths = {name: ROOT / "configs" / f"{name}.py" for name in ("xcm", "xcl")}
-    xcm, xcl = (runpy.run_path(str(path))["get_config"](str(tmp_path)) for path in paths.values())
-    assert xcl.data.exclude == (495640, 495763, 497541, 498645, 501254)
-    assert xcl.data.exclude_of == 528_422, "the rows are those of one mirror"
-    del xcl.data.exclude, xcl.data.exclude_of
-    assert xcl == xcm
-
-
-FRAMES = """def get_config():
-    workload, loader = "jaxtrain.workloads.bird", "loaders.audio.spectrogram"
-    return dict(workload=workload, loader=loader, data=dict(train="demo", clip_seconds=2.5))
-"""
-
-
-@pytest.mark.parametrize("given", ["model", "data"])
-def test_frames_and_bands_that_one_side_names_are_the_others_too(given, tmp_path):
-    (tmp_path / "frames.py").write_text(FRAMES)
-    overrides = [(f"{given}.n_frames", "256"), (f"{given}.n_mels", "64")]
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
-    assert (config.model.n_frames, config.data.n_frames, config.model.n_mels, config.data.n_mels) == (256, 256, 64, 64)
-    # The command line overrides the value that the file gives for the other side.
-    text = FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96").replace("data=", "model=dict(n_mels=96), data=")
-    (tmp_path / "frames.py").write_text(text)
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), overrides, make_data=False)
-    assert (config.model.n_mels, config.data.n_mels) == (64, 64)
-    both = [("model.n_frames", "512"), ("data.n_frames", "256")]
-    config, _ = config_lib.read(str(tmp_path / "frames.py"), both, make_data=False)
-    assert (config.model.n_frames, config.data.n_frames) == (512, 256), "two that differ are both kept, and refused"
-
-
-@pytest.mark.parametrize("given", ["model", "data"])
-@pytest.mark.parametrize("of_file", ["", "model", "data"])
-def test_a_value_of_the_wrong_type_is_reported_once_for_the_place_that_set_it(given, of_file, tmp_path):
-    """This holds for any text of the file, on either side."""
-    text = FRAMES if of_file != "data" else FRAMES.replace("clip_seconds=2.5", "clip_seconds=2.5, n_mels=96")
-    text = text if of_file != "model" else text.replace("data=", "model=dict(n_mels=96), data=")
-    (tmp_path / "frames.py").write_text(text)
-    _, [(path, problem)] = config_lib.read(str(tmp_path / "frames.py"), [(f"{given}.n_mels", "x")], make_data=False)
-    assert path == f"{given}.n_mels" and "is 'x'" in problem
-
-
-@pytest.mark.parametrize(
-    ("rows", "loss", "multilabel"), [({}, "softmax", False), ({"rows_of_no_class": 3}, "asymmetric", True)]
-)
-def test_the_folders_config_takes_the_loss_from_the_index(rows, loss, multilabel, tmp_path):
-    split = {"rows": 9, "rows_of_several_classes": 0, "median_seconds": 3.0, **rows}
-    (tmp_path / "index.json").write_text(json.dumps({"classes": ["a"], "splits": {"train": split, "test": split}}))
-    found = runpy.run_path(str(ROOT / "configs" / "folder.py"))["get_config"](str(tmp_path))
-    assert (found.model.supervised.get("loss", "softmax"), found.data.multilabel, found.data.clip_seconds) == (
-        loss,
-        multilabel,
-        3.0,
-    )

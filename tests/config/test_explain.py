@@ -104,22 +104,6 @@ def test_nothing_is_made_to_explain_a_config(here, capsys):
     assert (here / "made").exists(), "a run makes them"
 
 
-def test_a_shipped_config_without_its_data_is_explained_too(capsys, monkeypatch):
-    from jaxtrain.commands import explain
-
-    monkeypatch.delenv("JAXTRAIN_XCL", raising=False)
-    assert explain.main(["--config=xcl"]) == 2
-    told = capsys.readouterr()
-    assert "config.data.exclude" in told.out and "(495640, 495763," in told.out
-    assert "config.data.train is empty; name a folder" in told.err
-    assert explain.main(["--config=folder"]) == 2, "what it takes from an index has values, too"
-    told = capsys.readouterr()
-    assert "config.data.clip_seconds" in told.out and "config.data.train is empty; name a folder" in told.err
-    assert explain.main(["--config=esc10_folds"]) == 2, "which takes three things"
-    told = capsys.readouterr()
-    assert "config.model.mask.ratio" in told.out and "config.data.train is empty; name a folder" in told.err
-
-
 def test_a_config_that_needs_an_argument_is_explained_as_far_as_it_goes_without(here, capsys):
     from jaxtrain.commands import explain
 

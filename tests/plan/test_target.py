@@ -1,15 +1,13 @@
 """Names of targets."""
 
 import os
-import pathlib
 
 import pytest
 
 from jaxtrain import cli, plan
 from jaxtrain.parallel import chips
 from loaders.io import machine
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.support import small_runs
 
 
 def test_a_target_that_is_unknown_names_those_that_are():
@@ -38,9 +36,9 @@ def test_targets_know_their_devices():
 
 
 def test_a_misspelt_target_is_reported_before_any_data_are_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("loaders.sudoku.sudoku.generate", lambda *a: pytest.fail("puzzles are generated"))
-    assert cli.main(["plan", f"--config={ROOT}/configs/trm_sudoku.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]) == 2
+    small_runs.rows(tmp_path)
+    monkeypatch.setattr("tests.support.toy_rows.dataset_info", lambda *a: pytest.fail("data are made"))
+    assert cli.main(["plan", f"--config={tmp_path}/rows.py", f"--config.workdir={tmp_path}", "gpu:h1000x8"]) == 2
     assert "--plan=gpu:h1000x8 is unknown" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 IMPORTS = (
     "jax", "jax.experimental.multihost_utils", "orbax.checkpoint", "optax", "jaxtrain.loop", "jaxtrain.commands.train",
-    "jaxtrain.commands.explain", "jaxtrain.plan.summary", "jaxtrain.workloads.bird", "loaders.audio.spectrogram",
+    "jaxtrain.commands.explain", "jaxtrain.plan.summary", "loaders.audio.spectrogram",
 )  # fmt: skip
 OWN = ("LD_", "MALLOC_", "PYTHON")  # variables that must be set when a process starts
 SIZE = 1 << 20

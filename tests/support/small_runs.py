@@ -37,6 +37,8 @@ def get_config():
         metrics=dict(every=1),
     )
 """
+# Without the proxy, for a run in the test's own process, which may have imported another one.
+ROWS = TOY[TOY.index("def get_config") :].replace("tests.support.proxy_loader", "tests.support.toy_rows")
 QWEN = pathlib.Path(__file__).parents[1] / "data" / "lm" / "qwen2"
 LANGUAGE = f"""
 from ml_collections import ConfigDict
@@ -124,6 +126,11 @@ def tiny(folder):
 
 def toy(folder):
     (folder / "toy.py").write_text(TOY)
+    return folder
+
+
+def rows(folder):
+    (folder / "rows.py").write_text(ROWS)
     return folder
 
 

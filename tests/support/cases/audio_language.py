@@ -60,3 +60,4 @@ def rows_of_all(seed):
 
 
 CASE = Case(audio_loss, TINY, OPTIM, rows_of_all)
+MATRIX = {"audio_language": CASE}  # a loss with two means

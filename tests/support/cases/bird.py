@@ -38,3 +38,14 @@ def every_batch(seed, rows=ROWS):
 
 
 CASE = Case(bird, EVERY, config_lib.Optim(lr=0.01, schedule="constant", eps=1e-3), every_batch)
+# Eight devices along "model" need eight heads.
+WIDE = replace(EVERY, heads=8, mae=Mae(), teacher=Teacher())
+PREDICTOR = masked.Decoder(16, 1, 8)
+MASKED = replace(WIDE, mae=replace(EVERY.mae, decoder=PREDICTOR), teacher=replace(EVERY.teacher, decoder=PREDICTOR))
+MATRIX = {
+    # SIGReg and batch norm over the global batch, mixup, masks, dropped layers, recordings in
+    # parts.
+    "bird": CASE._replace(model=WIDE),
+    # The same with decoders and a teacher.
+    "bird_masked": CASE._replace(model=MASKED),
+}

@@ -31,3 +31,6 @@ def random_batch(c, seed):
 
 
 CASE = Case(giblet_loss, SMALL, config_lib.Optim(lr=1e-3, eps=1e-3), functools.partial(random_batch, SMALL))
+# Dropout, batch statistics, losses that are normalised over the batch, moments of each voxel at an
+# evaluation.
+MATRIX = {"giblet": CASE}

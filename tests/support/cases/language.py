@@ -93,3 +93,4 @@ def packed_batch(seed, vocab=64):
 
 
 CASE = Case(language_loss, TINY, OPTIM, packed_batch)
+MATRIX = {"language": CASE}

@@ -50,3 +50,10 @@ def random_batch(seed):
 
 
 CASE = Case(trm_loss, TINY, OPTIM, random_batch, ema=0.9, begin=awake, steps=20)
+MATRIX = {
+    # Slots that halt, also at random; a table with rows that are updated by signs; an average of
+    # the parameters.
+    "trm": CASE._replace(model=replace(TINY, heads=8)),
+    # Rows that take a random number of steps, with a gradient of the last step only.
+    "trm_last": CASE._replace(model=replace(LAST, heads=8), begin=calm),
+}

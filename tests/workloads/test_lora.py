@@ -34,7 +34,7 @@ from tests.support import runs
 from tests.support.cases import initial
 from tests.support.cases import language as language_case
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 RANK4 = Lora(rank=4, alpha=8.0)
 
 
