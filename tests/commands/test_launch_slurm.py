@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxtrain import config as config_lib
-from tests.support import small_runs
+from tests.support import installed, small_runs
 from tests.support.processes import ROOT, cluster, hashes, records, step_of, xla_flags
 from tests.support.xla import KEEPS_PROGRAMS
 
@@ -24,13 +24,13 @@ SWEEPS = """
 def sweeps():
     for lr in (1e-3, 3e-4):
         yield {"optim.lr": lr, "metrics.wandb_project": ""}
-    yield {"train.steps": 7, "model.patch": (16, 16), "workdir": "elsewhere"}
+    yield {"train.steps": 7, "model.depth": 3, "workdir": "elsewhere"}
 """
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "tiny.py").write_text(small_runs.TINY + SWEEPS)
+    (tmp_path / "tiny.py").write_text(small_runs.TOY_AT + SWEEPS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -188,9 +188,7 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):
     script = launch(capsys, f"--config=tiny.py:{corpus}", "--sweep", "--parallel=2", "--dry-run")
     assert options(script)["array"] == "0-2%2" and "%A_%a_%t_log.out" in script
     points = [config for config, _ in config_lib.sweeps(f"tiny.py:{corpus}")]
-    assert [(c.optim.lr, c.train.steps, c.model.patch) for c in points] == [
-        (1e-3, 20, (32, 32)), (3e-4, 20, (32, 32)), (1e-3, 7, (16, 16))
-    ]  # fmt: skip
+    assert [(c.optim.lr, c.train.steps, c.model.depth) for c in points] == [(1e-3, 20, 2), (3e-4, 20, 2), (1e-3, 7, 3)]
     base = folder / "runs" / "tiny"
     assert [c.workdir for c in points] == [str(base / "000"), str(base / "001"), "elsewhere"]
 
@@ -198,7 +196,7 @@ def test_a_sweep_is_an_array_of_checked_points(folder, corpus, capsys):
 def test_errors_in_any_point_of_a_sweep_are_reported_before_submission(folder, corpus, capsys, monkeypatch):
     monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", None)  # submitting would fail
     points = ("{'optim.lr': 1e-3}", "{'optim.leraning_rate': 1}", "{'train.batch': 7.5}")
-    stale = small_runs.TINY + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
+    stale = small_runs.TOY_AT + "\ndef sweeps():\n" + "".join(f"    yield {point}\n" for point in points)
     (folder / "stale.py").write_text(stale)
     told = launch(capsys, f"--config=stale.py:{corpus}", "--sweep", code=2)
     assert "config.optim.leraning_rate does not exist" in told and "(sweep 1)" in told
@@ -212,7 +210,7 @@ def test_errors_in_any_point_of_a_sweep_are_reported_before_submission(folder, c
         ("\ndef sweeps():\n    yield 3\n", "expected a dictionary"),
         ("\ndef sweeps():\n    yield {'workdir': 'a'}\n    yield {'workdir': './a'}\n", "in more than one sweep"),
     ):
-        (folder / "other.py").write_text(small_runs.TINY + body)
+        (folder / "other.py").write_text(small_runs.TOY_AT + body)
         assert reason in launch(capsys, f"--config=other.py:{corpus}", "--sweep", code=2)
     with pytest.raises(SystemExit, match="2"):
         launch(capsys, f"--config=tiny.py:{corpus}", "--nodse=2")
@@ -357,7 +355,7 @@ def test_a_job_that_reaches_its_time_limit_resumes_and_a_cancelled_one_does_not(
 @pytest.mark.slow
 def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
     sweeps = "\ndef sweeps():\n    yield {'optim.lr': 1e-3}\n    yield {'optim.lr': 2e-3}\n"
-    (folder / "tiny.py").write_text(small_runs.TINY + sweeps)
+    (folder / "tiny.py").write_text(small_runs.TOY_AT + sweeps)
     job = slurm(f"--config=tiny.py:{corpus}", "--sweep", "--parallel=1", "--config.train.steps=2", pause=0)
     until(lambda: launch_command.state_of(job)["JobState"] == "COMPLETED", folder, job, seconds=400)
     assert {launch_command.state_of(j["job"])["JobState"] for j in launch_command._jobs("runs/tiny")} == {"COMPLETED"}
@@ -370,9 +368,11 @@ def test_a_sweep_runs_as_an_array(folder, corpus, capsys, slurm):
 
 @ON_SLURM
 @pytest.mark.slow
+@installed.needs("bird")
 def test_the_doctor_under_srun_gives_one_report(folder, corpus):
     if reason := slurm_of_one():
         pytest.skip(reason)
+    small_runs.tiny(folder)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "SLURM"))}
     environment |= {"JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true", "PYTHONPATH": f"{ROOT}:{folder}"}
     environment |= {"JAXTRAIN_CACHE": str(folder / "cache")}

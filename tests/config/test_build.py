@@ -9,6 +9,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError, Group
 from tests.config.toys import FILE, errors, load
+from tests.support import installed
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -179,6 +180,7 @@ def test_a_missing_file_is_reported_with_those_that_exist():
         config_lib.parse_args(["--explain"])
 
 
+@installed.needs("trm")
 def test_a_shipped_config_is_found_by_its_name_anywhere(here):
     config = config_lib.load("trm_sudoku:4x4", [("workdir", str(here))])
     assert config.workload == "jaxtrain.workloads.trm" and config.train.steps == 600
@@ -189,6 +191,7 @@ def test_a_shipped_config_is_found_by_its_name_anywhere(here):
     assert errors(source="text")[""] == "file text is no config; its name must end in .py"
 
 
+@installed.needs("trm")
 def test_a_users_config_can_change_a_shipped_one(here):
     own = "from jaxtrain.configs import trm_sudoku\n\n\ndef get_config():\n    config = trm_sudoku.get_config('4x4')\n"
     (here / "mine.py").write_text(f"{own}    config.train.steps = 70\n    return config\n")

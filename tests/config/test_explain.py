@@ -1,30 +1,32 @@
 """Every field has a unit, a meaning, and a valid default."""
 
 import dataclasses
+import typing
 
 import pytest
 
 from jaxtrain import config as config_lib
+from jaxtrain import workload
 from jaxtrain.config import Config, Group
-from jaxtrain.nn.layers import Rope
-from jaxtrain.workloads.bird import augment, masked
-from jaxtrain.workloads.bird import model as bird
-from jaxtrain.workloads.bird.objectives.diet import Diet
-from jaxtrain.workloads.bird.objectives.lejepa import Lejepa
-from jaxtrain.workloads.bird.objectives.mae import Mae
-from jaxtrain.workloads.bird.objectives.supervised import Supervised
-from jaxtrain.workloads.bird.objectives.teacher import Teacher
-from jaxtrain.workloads.bird.settings import Mask
-from jaxtrain.workloads.language import model as language
 from loaders.audio import spectrogram
 from tests.config.toys import load
 
 
+def parts(hint):
+    """Every dataclass in a type: itself, its arguments, and the types of its fields."""
+    for each in typing.get_args(hint):
+        yield from parts(each)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        yield hint
+        for each in typing.get_type_hints(hint).values():
+            yield from parts(each)
+
+
 def sections():
-    """Every dataclass in the config of a real run."""
+    """Every dataclass in the config of a real run, of each installed workload."""
     own = [f.default_factory for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)]
-    parts = [Supervised, Mask, Mae, Lejepa, Diet, Teacher, augment.Augment, masked.Decoder]
-    return [Config, Group, bird.Config, *parts, language.Config, Rope, spectrogram.Config, *own]
+    models = [workload.of(name).get("config") for name in workload.shipped()]
+    return list(dict.fromkeys(each for cls in (Config, Group, spectrogram.Config, *own, *models) for each in parts(cls)))
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda c: f"{c.__module__}.{c.__name__}")

@@ -22,9 +22,10 @@ from jaxtrain.doctor.check import FAIL, OK, WARN, fail, ok
 from loaders.audio import demo, remote, spectrogram
 from loaders.film import demo_film, multimodal
 from loaders.io import machine
+from tests.support import installed, small_runs
 from tests.support.processes import ROOT, at, free_port
 
-NAMED = {"workload": "jaxtrain.workloads.giblet", "loader": "loaders.film.multimodal"}  # data that are not generated
+NAMED = {"workload": "tests.support.toy", "loader": "loaders.film.multimodal"}  # data that are not generated
 
 
 def start(folder, *arguments, inside=(), limits=None, **environment):
@@ -92,7 +93,8 @@ def test_a_pair_with_faults_gets_one_report_that_names_them(folder):
 
 def tiny(folder, corpus, process=0, processes=1, wanted=0.0):
     """The arguments of the group `data`."""
-    overrides = [["loader", "loaders.audio.spectrogram"], ["data.threads", "1"]]
+    (folder / "tiny.py").write_text(small_runs.SOUNDS)
+    overrides = []
     given = {"source": f"{folder}/tiny.py:{corpus}", "overrides": overrides}
     return given | {"process": process, "processes": processes, "wanted": wanted}
 
@@ -179,12 +181,11 @@ def test_a_loader_that_fails_is_not_blamed_on_the_file_system(folder, corpus, mo
     assert "file system" not in wrong.remedy and "report it" in wrong.remedy
 
 
-def test_folders_are_known_where_a_plan_cannot_be_made(folder, corpus):
-    given = {name: tiny(folder, corpus)[name] for name in ("source", "overrides")}
-    given["overrides"].append(["mesh.data", "8"])
+def test_folders_are_known_where_a_plan_cannot_be_made(folder):
+    given = {"source": f"{small_runs.rows(folder)}/rows.py", "overrides": [["mesh.data", "8"]]}
     (_, wrong), facts = config.examine(**given, count=2, kind="cpu")
     assert wrong.verdict == FAIL and wrong.name == "plan" and "2 devices" in wrong.text
-    assert facts["workdir"].endswith("runs/tiny") and "checkpoints" not in facts
+    assert facts["workdir"].endswith("runs/rows") and "checkpoints" not in facts
     given["overrides"][-1] = ["checkpoint.folder", "~/saves"]
     _, facts = config.examine(**given, count=2, kind="cpu")
     assert facts["folder"] == os.path.expanduser("~/saves")
@@ -444,6 +445,7 @@ def test_findings_of_many_processes_are_one_line_where_they_are_the_same():
 
 
 @pytest.mark.slow
+@installed.needs("bird")
 def test_a_healthy_pair(folder, corpus):
     port = free_port()
     config = (f"--config=tiny.py:{corpus}", "--config.loader=loaders.audio.spectrogram")
@@ -528,6 +530,7 @@ def test_a_taken_port_is_named_with_how_to_see_who_has_it(folder):
 
 
 @pytest.mark.slow
+@installed.needs("bird")
 def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corpus):
     """The config's workdir is relative, so another folder gives another workdir. A run refuses
     that."""
@@ -547,6 +550,7 @@ def test_a_process_without_the_config_and_one_that_stands_elsewhere(folder, corp
 
 
 @pytest.mark.slow
+@installed.needs("bird")
 def test_a_workdir_that_the_other_host_does_not_see(folder, corpus):
     """Process 1 has another file system at the folder of the runs, like nodes without a shared
     one."""

@@ -37,6 +37,15 @@ def get_config():
         metrics=dict(every=1),
     )
 """
+TOY_AT = TOY.replace("get_config()", "get_config(path)")  # for commands on a config with an argument
+# Recordings for a workload of other rows: a config whose step is never traced.
+SOUNDS = """
+def get_config(path):
+    return dict(
+        workload="tests.support.toy", loader="loaders.audio.spectrogram",
+        data=dict(train=path, threads=1), train=dict(steps=20, batch=8), checkpoint=dict(every=10),
+    )
+"""
 # Without the proxy, for a run in the test's own process, which may have imported another one.
 ROWS = TOY[TOY.index("def get_config") :].replace("tests.support.proxy_loader", "tests.support.toy_rows")
 QWEN = pathlib.Path(__file__).parents[1] / "data" / "lm" / "qwen2"

@@ -18,6 +18,7 @@ class Config(checks.DataSection):
     n_train: int = 24  # [rows] to train on
     n_test: int = 13  # [rows] to test on
     exclude: tuple[int, ...] = ()  # [rows] of the training split that are never read
+    threads: int = 2  # [threads] as loaders have that decode files; nothing reads it here
 
 
 def element_spec(config):

@@ -12,6 +12,9 @@ from jaxtrain import config as config_lib
 from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.workloads.language import hugging_face as language_files
+from jaxtrain.workloads.language import model as language
+from loaders.io.checks import FUNCTION
+from loaders.text import tokens
 from tests.support import processes, small_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,3 +82,19 @@ def test_an_export_is_trained_on_and_exported_again(folder, monkeypatch):
     for key, x in made[0].items():
         np.testing.assert_array_equal(made[1][key], x, err_msg=key)
     assert language_files.read_config(folder / "second-out") == language_files.read_config(DATA / "qwen2")
+
+
+def test_a_tokenizer_is_compared_by_its_content(tmp_path):
+    def config(name, text):
+        (tmp_path / name).write_text(text)
+        return config_lib.Config(model=language.Config(tokenizer=str(tmp_path / name)), data=tokens.Config())
+
+    def changes(now, digests):
+        return config_lib.compare(json.loads(config_lib.to_json(before)), now, digests)
+
+    before = config("a.json", "1")
+    digests = config_lib.digests_of(before)
+    assert changes(config("b.json", "1"), digests) == [], "it was moved"
+    assert [change.path for change in changes(config("b.json", "2"), digests)] == ["model.tokenizer"]
+    (change,) = changes(config("a.json", "2"), digests)
+    assert str(change).endswith("a.json' now with other content") and change.kind == FUNCTION

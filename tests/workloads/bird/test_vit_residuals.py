@@ -1,0 +1,44 @@
+"""The arrays that a vision transformer's training step keeps for its backward pass."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.workloads.bird import vit
+from tests.support.residuals import ONE, WIDE, D, L, M, T, depth, gradient, kept, shard_on
+
+VIT = vit.Stack(embed=D, depth=L, heads=4, hidden=M)
+STACKS = {
+    "gelu": VIT,
+    "swiglu, norms and rotation of q and k": VIT._replace(gated=True, qk_norm=True, layer_scale=0.1),
+}
+
+
+def of(stack, dtype, word="none"):
+    """The jaxpr of a stack's gradient."""
+    stack, shard = stack._replace(dtype=dtype, remat=word), shard_on(1, 1, 1)
+    turns = (jnp.ones((1, T, 1, 8)), jnp.zeros((1, T, 1, 8))) if stack.qk_norm else None
+    return gradient(lambda params, x: vit.run_stack(stack, params, x, shard, turns=turns), vit.stack_specs(stack), dtype)
+
+
+# The inputs of both parts, q, k and v as attention reads them, its output, and the input of the
+# activation.
+KEPT = {
+    "gelu": [WIDE, *[ONE] * 6],
+    # In addition q and k before their norms, and both parts before they are scaled.
+    "swiglu, norms and rotation of q and k": [WIDE, WIDE, *[ONE] * 10],
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_loop_of_16_bit_layers_keeps_what_norms_and_activations_read_and_nothing_in_float32(name):
+    assert kept(of(STACKS[name], "bfloat16")) == sorted(KEPT[name])
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_float32_layers_and_those_that_are_recomputed_whole_are_as_they_were(name):
+    """Their numbers are compared bit by bit. A layer that is recomputed twice gathers its matrices
+    once more."""
+    assert depth(of(STACKS[name], "float32")) == 0
+    assert depth(of(STACKS[name], "bfloat16")) == 1
+    for word in ("full", "save mlp"):
+        assert depth(of(STACKS[name], "bfloat16", word)) == 1, word
