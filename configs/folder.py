@@ -11,15 +11,16 @@ of windows of one recording, some would otherwise be trained and others tested o
 
 import json
 import math
-import pathlib
 
 from ml_collections import config_dict
+
+from loaders.io import files
 
 
 def get_config(path: str = "") -> config_dict.ConfigDict:
     if not path:  # to read the fields; for a run, data.train is reported as empty
         return recipe("", several=False, seconds=5.0)
-    folder = pathlib.Path(path).expanduser()
+    folder = files.expanded(path)
     try:
         found = json.loads((folder / "index.json").read_text())
         splits = found["splits"]
@@ -43,7 +44,7 @@ def recipe(path: str, *, several: bool, seconds: float) -> config_dict.ConfigDic
     return config_dict.create(
         workload="jaxtrain.workloads.bird",
         loader="loaders.audio.spectrogram",
-        workdir=f"runs/folder-{pathlib.Path(path).expanduser().resolve().name}" if path else "runs/folder",
+        workdir=f"runs/folder-{files.expanded(path).resolve().name}" if path else "runs/folder",
         model=dict(
             embed=128,
             depth=3,

@@ -20,13 +20,12 @@ device are split over the mesh axis fsdp by "--config.mesh.axis_rules={'batch': 
 'fsdp'}".
 """
 
-import pathlib
 from typing import Any
 
 from ml_collections import config_dict
 
 from jaxtrain.workloads.language import hugging_face as language_files
-from loaders.io import checks
+from loaders.io import checks, files
 
 
 def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
@@ -34,7 +33,7 @@ def get_config(argument: str = "qwen3-0.6b") -> config_dict.ConfigDict:
     if argument in language_files.PRESETS:
         warm_start: dict[str, Any] = {}
         model, lr = language_files.PRESETS[argument], 6e-4
-    elif not pathlib.Path(argument).expanduser().exists():
+    elif not files.expanded(argument).exists():
         raise ValueError(f"{argument} is no folder and no size; {checks.expected(argument, language_files.PRESETS)}")
     else:
         (model, warm_start), lr = language_files.from_hugging_face(argument), 3e-5

@@ -22,7 +22,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.commands import arguments, installation, train
 from jaxtrain.parallel import cluster
 from jaxtrain.parallel.cluster import processes, watchdog
-from loaders.io import machine
+from loaders.io import checks, machine
 from tests.support import small_runs
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -414,10 +414,19 @@ def test_a_cache_that_cannot_be_written_is_reported_before_jax_is_imported(argv,
     assert run_in(tmp_path, argv[0], "--help", JAXTRAIN_CACHE=str(tmp_path / "file" / "cache"))[0] == 0
 
 
-@pytest.mark.parametrize("argv", there([["fit", "~no-such-user/x", "--out", "y"], ["train", "--config=xcm:~no-such-user/x"]]))
+HOMELESS = "~no-such-user/x: there is no such home on this machine; write the path out"
+OUT = ["~no-such-user/x", "--out", "y"]
+
+
+@pytest.mark.parametrize("argv", there([["fit", *OUT], ["export", *OUT], ["train", "--config=xcm:~no-such-user/x"]]))
 def test_a_path_without_a_home_folder_is_reported(argv, capsys):
     assert cli.main(argv) == 2
-    assert capsys.readouterr().err == "error: ~no-such-user/x: there is no such home on this machine; write the path out\n"
+    assert capsys.readouterr().err == f"error: {HOMELESS}\n"
+
+
+def test_a_path_without_a_home_folder_is_an_error_of_python_code(tmp_path):
+    with pytest.raises(checks.UserError, match=re.escape(HOMELESS)):
+        config_lib.load(str(small_runs.rows(tmp_path) / "rows.py"), [("workdir", "~no-such-user/x")])
 
 
 def test_a_cache_without_a_home_folder_is_reported(monkeypatch):

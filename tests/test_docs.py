@@ -15,6 +15,7 @@ import pytest
 
 from tests import docs_data
 from tests.support import processes
+from tests.support.installed import needs
 from tests.support.pages import examples
 from tools import write_reference
 
@@ -109,6 +110,7 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     assert "print the newest records of a run" in output and "squared error of the sum" in output
 
 
+@needs("language")
 def test_a_shipped_workload_with_one_more_metric_keeps_its_commands(tmp_path):
     """The run's last lines are commands that work as they are printed."""
     (tmp_path / "my_language.py").write_text(examples()["my_language.py"])

@@ -5,7 +5,6 @@ Of workloads whose matrices are exported as (out, in) under names that end in ".
 
 import json
 import math
-import pathlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxtrain.arrays import source as source_lib
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.nn import lora
 from jaxtrain.workload import Workload
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 SIDES = {lora.A: "lora_A", lora.B: "lora_B"}
 
@@ -66,7 +65,7 @@ def export(run: str, out: str, *, step: int | None = None, ema: bool = False, na
     tensors |= {copy: tensors[of] for copy, of in contract.tied(model).items() if of in tensors}
     about = _config(run_workload.with_base(source, config, base), tensors, _names(workload, config, contract.names))
     about["task_type"] = contract.peft_task
-    target = pathlib.Path(out).expanduser().absolute()
+    target = files.expanded(out).absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")
     tensors = {f"base_model.model.{name}": x for name, x in sorted(tensors.items())}
@@ -122,7 +121,7 @@ def _config(config: Mapping[str, Any], tensors: Collection[str], everything: Col
 
 def _place(source: str) -> str | None:
     """Return a place that means the same in every folder: an existing path becomes absolute."""
-    path = pathlib.Path(source).expanduser()
+    path = files.expanded(source)
     return str(path.absolute()) if source and path.exists() else source or None
 
 

@@ -36,7 +36,7 @@ from jaxtrain.checkpoint import checksums, warm_start
 from jaxtrain.nn import lora
 from jaxtrain.types import Export, Format, Hub
 from jaxtrain.workload import resolved
-from loaders.io import atomic_write, checks
+from loaders.io import atomic_write, checks, files
 
 SHORT = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 PATTERNS = 60.0  # [s] that the patterns of a run's config may take; 10,000 parameters with 100 patterns take 1 s
@@ -127,11 +127,11 @@ def export(
             f"the names {', '.join(twice)} are given twice, by EXPORT.names of {config.get('workload')}; make them differ there"
         )
     shards = _split(flat, shard_size)
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = files if len(files) > 1 else [stored.WHOLE]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = names if len(names) > 1 else [stored.WHOLE]
 
     # 2. Everything goes into a folder of another name, which is renamed when it is whole.
-    target = pathlib.Path(out).expanduser().absolute()
+    target = files.expanded(out).absolute()
     if target.exists() and any(target.iterdir()):
         raise StoredError(f"{target} is not empty; choose another --out")
     with atomic_write.folder(target) as partial:
@@ -148,12 +148,12 @@ def export(
                     hub = hub._replace(example=f"{hub.example}\n{other.example}")
         # transformers needs a config.json of its own, and arrays marked as PyTorch's.
         sums = _write_shards(
-            partial, files, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
+            partial, names, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
         )
 
         # 3. The files that make arrays a model: their index, config and card, and the way back.
         total = sum(entry.n_bytes for entry in flat)
-        where = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        where = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
         first = {path: entries[path][0] for path in order}  # of a stack, or the only one
         folded = {p for p, e in first.items() if e.shape != arrays[p].shape[1 if e.path.endswith("]") else 0 :]}
         export = {
@@ -174,7 +174,7 @@ def export(
             (partial / name).write_bytes(content)
             sums[name] = hashlib.sha256(content).hexdigest()
         (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    size = f"{len(flat)} arrays, {total / 1e6:.1f} MB in {len(files)} file(s)"
+    size = f"{len(flat)} arrays, {total / 1e6:.1f} MB in {len(names)} file(s)"
     use = f"a part of the model (--only={only}), for warm starts" if is_part else f"loaded by {hub.library}"
     return f"{target}: {group} of step {step}, {size}, {use}"
 

@@ -27,6 +27,7 @@ from jaxtrain.telemetry import console
 from jaxtrain.telemetry.report import step_differences
 from jaxtrain.telemetry.report.run import RunError, open_run
 from jaxtrain.telemetry.report.step_differences import digest_text
+from loaders.io import files
 from loaders.io.checks import first_line
 from loaders.io.files import FileError
 
@@ -218,7 +219,7 @@ def save_weights(
     """
     if why := consistency.unusable(out):
         raise stored.StoredError(f"{out} {why}; choose another --out")
-    folder = pathlib.Path(out).expanduser().absolute() / "checkpoints"
+    folder = files.expanded(out).absolute() / "checkpoints"
     if (folder / str(step)).exists():
         raise stored.StoredError(f"{folder / str(step)} exists already; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)

@@ -407,7 +407,7 @@ def place_of(path: epath.PathLike) -> epath.Path:
         raise StoredError(f"{path} {why}")
     if "://" in text:
         _ask(text.rstrip("/") + "/")
-    return epath.Path(path).expanduser()
+    return epath.Path(path if "://" in text else files.expanded(path))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from jaxtrain.arrays import stored
 from jaxtrain.arrays.stored import StoredError
 from jaxtrain.checkpoint import warm_start
 from jaxtrain.config import WarmStart
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 FOLDER = "base"  # in a workdir
 FICLONE = 0x40049409  # of Linux: both files share their blocks until one is written
@@ -143,4 +143,4 @@ def _copy(source: epath.Path, target: pathlib.Path) -> None:
 
 
 def _whole(path: str) -> str:
-    return path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return path.rstrip("/") if "://" in path else os.path.abspath(files.expanded(path))

@@ -43,6 +43,7 @@ from jaxtrain.checkpoint.history import CheckpointError, History, Scores
 from jaxtrain.parallel import cluster
 from jaxtrain.schedule import is_save_due
 from jaxtrain.types import Task
+from loaders.io import files
 from loaders.io.checks import FREE, first_line
 
 if TYPE_CHECKING:  # a state is rebuilt from the abstract one, so that reading a step imports no trainer
@@ -360,7 +361,7 @@ class Checkpointer:
 
 
 def _folder(path: str) -> epath.Path:
-    return epath.Path(path) if "://" in path else epath.Path(path).expanduser().absolute()
+    return epath.Path(path) if "://" in path else epath.Path(files.expanded(path).absolute())
 
 
 def _manager(path: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:

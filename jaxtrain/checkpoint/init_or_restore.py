@@ -23,6 +23,7 @@ from jaxtrain.parallel import cluster
 from jaxtrain.step import state as state_lib
 from jaxtrain.step.state import TrainState
 from jaxtrain.types import PyTree
+from loaders.io import files
 
 log = logging.getLogger("jaxtrain")
 
@@ -164,7 +165,7 @@ def _exact(rules: WarmStart) -> WarmStart:
 def _record(rules: WarmStart, named: str) -> dict[str, str]:
     """Return the record of frozen weights for the checkpoints, which process 0 writes."""
     digest = base_weights.digest(rules) if rules.source and cluster.is_main() else ""
-    source = os.path.abspath(os.path.expanduser(rules.source)) if rules.source and "://" not in rules.source else rules.source
+    source = os.path.abspath(files.expanded(rules.source)) if rules.source and "://" not in rules.source else rules.source
     return base_weights.Base(source, named, digest)._asdict()
 
 

@@ -22,7 +22,6 @@ import math
 import os
 import pathlib
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec
 
@@ -167,15 +166,6 @@ def report(text: object) -> None:
     print(f"error: {text}", file=sys.stderr)
 
 
-def homeless(error: Exception) -> str:
-    """Say that a path begins with an unknown user's home, if that is it: pathlib hides it."""
-    if not isinstance(error, RuntimeError):
-        return ""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    path = next((str(frame.f_locals.get("self")) for frame in frames if frame.f_code.co_name == "expanduser"), "")
-    return path and f"{path}: there is no such home on this machine; write the path out"
-
-
 def run(action: Callable[[], int], *, errors: tuple[type[Exception], ...] = ()) -> int:
     """Call ``action`` and return its exit code.
 
@@ -204,8 +194,6 @@ def run(action: Callable[[], int], *, errors: tuple[type[Exception], ...] = ()) 
             report(f"{path or 'a file'} could not be written: {why}; free some space, then rerun the command")
         elif is_expected:
             report(error)
-        elif reason := homeless(error):
-            report(reason)
         elif isinstance(error, OSError) and path is not None and (isinstance(error, PATHS) or error.errno in NUMBERS):
             report(f"{path}: {error.strerror}; name another path, or change its permissions")
         else:

@@ -102,12 +102,10 @@ def _train(given: config.Arguments) -> int:
         arguments.report(f"{where}; free some space, then rerun the same command to resume")
         return arguments.USER_ERROR
     except RuntimeError as error:
-        reason = arguments.homeless(error)
-        if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it
-            reason = f"a device has too little memory: {first_line(error)}; the same command with --plan names remedies"
-        if not reason:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # JAX has no type of its own for it
             raise
-        arguments.report(reason)
+        reason = f"a device has too little memory: {first_line(error)}"
+        arguments.report(f"{reason}; the same command with --plan names remedies")
         return arguments.USER_ERROR
     except KeyboardInterrupt:
         print("stopped; rerun the same command to resume from the last checkpoint", file=sys.stderr)

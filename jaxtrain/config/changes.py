@@ -8,12 +8,11 @@ import dataclasses
 import hashlib
 import json
 import operator
-import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.config.schema import Config
-from loaders.io import checks
+from loaders.io import checks, files
 from loaders.io.checks import FUNCTION
 
 SHOWN = 120  # [characters] of a value in a message
@@ -64,7 +63,7 @@ def digests_of(config: Config) -> dict[str, str]:
         for f in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
             declared = checks.declared(type(section), f.name)
             path = getattr(section, f.name)
-            if declared and f.name in declared.files and path and (file := pathlib.Path(path).expanduser()).is_file():
+            if declared and f.name in declared.files and path and (file := files.expanded(path)).is_file():
                 with file.open("rb") as opened:
                     found[f"{name}.{f.name}"] = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     return found

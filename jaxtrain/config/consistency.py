@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.config import changes, factories
 from jaxtrain.config.schema import AXIS_RULES, OF_SCHEDULE, ONLY_BUILT_IN, Config, Optim, Train
-from loaders.io import checks
+from loaders.io import checks, files
 from loaders.io.checks import Problems
 
 
@@ -159,10 +159,10 @@ def on_this_machine(config: Config) -> Problems:
     for name, place in (("checkpoint.folder", folder), ("resume.path", path), ("warm_start.source", source)):
         if why := unreachable(place):
             yield name, f"is {place!r}, which {why}"
-    if path and "://" not in path and not (pathlib.Path(path).expanduser() / "checkpoints").is_dir():
+    if path and "://" not in path and not (files.expanded(path) / "checkpoints").is_dir():
         yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
-    kept = [pathlib.Path(folder).expanduser() / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
-    there = [*kept, pathlib.Path(source).expanduser()]
+    kept = [files.expanded(folder) / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
+    there = [*kept, files.expanded(source)]
     if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
     packages = {"tensorboard": "tensorboardX", "wandb_project": "wandb",
@@ -203,7 +203,7 @@ def _workdir_problems(workdir: str) -> Iterator[tuple[str, str]]:
 
 def unusable(folder: str) -> str:
     """Why Orbax cannot keep checkpoints below a folder, or read them again. Empty if it can."""
-    path = os.path.abspath(os.path.expanduser(folder))
+    path = os.path.abspath(files.expanded(folder))
     if "\\" in path:
         return "has a backslash in its path, behind which Orbax finds no file again"
     if found := re.match(r"/(gs|s3|az|hf)(/|$)", path) or re.search(r"/(gs|s3|az|hf):(/|$)", path):

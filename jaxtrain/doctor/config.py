@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.checkpoint import disk_usage
 from jaxtrain.config import ConfigError
 from jaxtrain.doctor.check import Check, Found, fail, ok, raised
+from loaders.io import files
 
 GROUP = "config"
 FIELD = "correct it as it says: jaxtrain explain lists every field"
@@ -30,7 +31,7 @@ def examine(*, source: str, overrides: Any, count: int, kind: str) -> Found:
     facts: dict[str, Any] = {
         "config": json.loads(config_lib.to_json(config)),
         "workdir": os.path.abspath(config.workdir),
-        "folder": folder if "://" in folder or not folder else os.path.abspath(os.path.expanduser(folder)),
+        "folder": folder if "://" in folder or not folder else os.path.abspath(files.expanded(folder)),
     }
     if count and config.data.exists():  # else the fields that the data decide are unknown
         try:

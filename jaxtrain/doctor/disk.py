@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtrain.doctor.check import FAIL, Check, Found, fail, ok, warn
 from jaxtrain.telemetry.console import in_bytes
+from loaders.io import files
 
 GROUP = "disk"
 WRITTEN = 64 << 20  # [bytes]
@@ -82,7 +83,7 @@ def _write(path: str) -> float:
 
 def nearest(folder: str) -> str:
     """Return the folder, or the first above it that exists. Raises OSError if that is a file."""
-    path = pathlib.Path(folder).expanduser().absolute()
+    path = files.expanded(folder).absolute()
     found = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if found != path and not found.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{found} is not a folder")

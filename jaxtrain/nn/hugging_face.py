@@ -117,7 +117,7 @@ def own_export(folder: str | pathlib.Path, workload: str, names: Sequence[str]) 
 
     Raises HuggingFaceError for an export of another workload, and for a damaged one.
     """
-    path = pathlib.Path(folder).expanduser() / EXPORT_FILE
+    path = files.expanded(folder) / EXPORT_FILE
     if not path.is_file():
         return None
     try:
@@ -168,7 +168,7 @@ def tokenizer_files(
         return (of_base, True) if vocab in (None, theirs) else ({}, False)
     if own == "bytes":
         return {}, False
-    found = read(pathlib.Path(own).expanduser())
+    found = read(files.expanded(own))
     if "tokenizer.json" not in found:
         print(f"warning: the run's tokenizer, {own}, is gone, and the export has none", file=sys.stderr)
         return {}, not of_base

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 from loaders.io.checks import UserError
 
 log = logging.getLogger("jaxtrain")
@@ -218,7 +218,7 @@ class Lease:
 
     def __init__(self, folders: Sequence[str], *, leave: Callable[[], Any] = lambda: None, choose: str = "config.workdir"):
         me, self._leave, self._closed = this_process(), leave, threading.Event()
-        paths = [f if "://" in f else os.path.realpath(os.path.expanduser(f)) for f in folders]
+        paths = [f if "://" in f else os.path.realpath(files.expanded(f)) for f in folders]
         self._folders = [Folder(path, me, choose) for path in dict.fromkeys(paths)]
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 

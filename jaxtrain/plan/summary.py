@@ -1,6 +1,5 @@
 """The whole plan of a run, for a person."""
 
-import pathlib
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from jaxtrain.plan.remedies import ways
 from jaxtrain.plan.target import GPUS_PER_NODE, Target, abstractly, parse_target
 from jaxtrain.step import state as state_lib
 from loaders import base
-from loaders.io import machine
+from loaders.io import files, machine
 
 SECOND = "second state of verified steps"  # of config.guard.verify_every
 MFU = 0.4  # share of the peak that hours are projected with
@@ -192,7 +191,7 @@ def free_space(place: str, keep: int, saved: int) -> tuple[str, bool]:
     text = f"{keep} checkpoints of {in_bytes(saved)} need {in_bytes(keep * saved)}"
     if "://" in place:
         return f"{text} in {place}, whose free space is not known", True
-    folder = pathlib.Path(place).expanduser().absolute()
+    folder = files.expanded(place).absolute()
     folder = next(p for p in (folder, *folder.parents) if p.exists())
     there, free = disk_usage.held(place, keep - 1, saved), shutil.disk_usage(folder).free
     text += f", of which {in_bytes(there)} are there" if there else ""

@@ -76,7 +76,7 @@ class _Item(NamedTuple):
 
 def problem(path: str, config: Any) -> str:
     """Return why a prepared folder ``path`` cannot be read with a loader's config, else ""."""
-    place = pathlib.Path(path).expanduser()
+    place = files.expanded(path)
     folder = next((folder for folder in (place, place.parent) if (folder / NAME).is_file()), None)
     if folder is None:
         return ""
@@ -117,7 +117,7 @@ def prepare(
     Raises DataError: a source that is none, or an ``out`` that holds other things. Raises OSError,
     with the name of a file that could not be written.
     """
-    found = pathlib.Path(shards.resolve(source)).expanduser()
+    found = files.expanded(shards.resolve(source))
     if any((at / NAME).is_file() for at in (found, found.parent)):
         raise DataError(f"{source} is prepared already; name the data that it was made from")
     is_index = (found / "index.json").is_file()

@@ -60,7 +60,7 @@ def find_shards(path: str, split: str, *, links: bool = False) -> list[pathlib.P
 
     Raises DataError: there are none, or one is no regular file, or lies outside of its folder.
     """
-    folder = pathlib.Path(path).expanduser()
+    folder = files.expanded(path)
     if folder.is_file():
         return [folder]
     if folder.is_dir():

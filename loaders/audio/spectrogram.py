@@ -132,7 +132,7 @@ class Config(FrontEnd, checks.DataSection):
                         yield from _events(field, shards)
                 except DataError as error:
                     yield field, str(error)
-        if not self.test and self.train != "demo" and (folder := pathlib.Path(self.train).expanduser()).is_dir():
+        if not self.test and self.train != "demo" and (folder := files.expanded(self.train)).is_dir():
             with contextlib.suppress(DataError):  # an error of train's
                 if has_split(folder, self.test_split):
                     yield from _events("train", shards_of_split(folder, self.test_split))
@@ -161,11 +161,11 @@ class Config(FrontEnd, checks.DataSection):
             yield from checks.choice(self, allowed, name)
         if self.form == "waveform" and self.dtype != "float32":
             yield "dtype", f"is {self.dtype!r}, which a spectrogram may have; form='waveform' has rows of int16: unset it"
-        if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
-            hint = nearest(pathlib.Path(self.audio_root).expanduser())
+        if self.audio_root and not files.expanded(self.audio_root).is_dir():
+            hint = nearest(files.expanded(self.audio_root))
             yield "audio_root", f"is {self.audio_root!r}, which is not a folder{hint}"
         for name in self.exclude_paths:
-            if name.startswith("@") and not pathlib.Path(name[1:]).expanduser().is_file():
+            if name.startswith("@") and not files.expanded(name[1:]).is_file():
                 yield "exclude_paths", f"names the list {name[1:]!r}, which is not a file{nearest(pathlib.Path(name[1:]))}"
         yield from checks.threads(self, least=0)
         yield from checks.at_least(self, 1, "depth", "views", "block_rows", "block_window")
@@ -427,7 +427,7 @@ def _splits(config: Config, *, make: bool = True) -> dict[str, Split]:
             raise DataError(f"exclude_paths names {missing!r}, which is not an audio.path in {train_path}, nor an id of one")
         rows = np.setdiff1d(rows, excluded_rows)
 
-    folder = pathlib.Path(train_path).expanduser()
+    folder = files.expanded(train_path)
     test_shards: list[pathlib.Path] = []
     if test_path:
         test_shards = find_shards(test_path, config.test_split, links=config.follow_links)
@@ -458,7 +458,7 @@ def _excluded_names(names: Sequence[str]) -> set[str]:
             excluded.add(name)
             continue
         try:
-            lines = files.lines(files.read_text(pathlib.Path(name[1:]).expanduser(), most=files.MAX_JSON))
+            lines = files.lines(files.read_text(files.expanded(name[1:]), most=files.MAX_JSON))
         except (OSError, files.FileError) as error:
             raise DataError(f"exclude_paths: cannot read the list {name[1:]}: {error}") from error
         excluded.update(line.strip() for line in lines if line.strip())

@@ -66,7 +66,7 @@ class Config(checks.DataSection):
                 yield name, "is empty; name a file"
         for name in ("manifest", "test", "tokenizer", "codes"):
             path = getattr(self, name)
-            if path and not pathlib.Path(path).expanduser().is_file():
+            if path and not files.expanded(path).is_file():
                 yield name, f"is {path!r}, which is not a file"
         if not self.codec and not self.codes:
             yield (
@@ -78,7 +78,7 @@ class Config(checks.DataSection):
                 open_codec(self)
             except DataError as error:
                 yield "codec", str(error)
-        if self.audio_root and not pathlib.Path(self.audio_root).expanduser().is_dir():
+        if self.audio_root and not files.expanded(self.audio_root).is_dir():
             yield "audio_root", f"is {self.audio_root!r}, which is not a folder"
         yield from checks.at_least(self, 1, "codebooks", "codebook_size", "buckets", "longest")
         yield from checks.threads(self, least=0)
@@ -183,7 +183,7 @@ def source_of(clip: chatml.Clip, root: pathlib.Path, *, links: bool = False) -> 
 
 def root_of(config: Config, manifest: str) -> pathlib.Path:
     """Return the folder that the recordings' paths are relative to."""
-    return pathlib.Path(config.audio_root or pathlib.Path(manifest).expanduser().parent).expanduser()
+    return files.expanded(config.audio_root or files.expanded(manifest).parent)
 
 
 def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str, str]]]:
@@ -214,7 +214,7 @@ def encode_all(config: Config, manifest: str) -> tuple[int, int, list[tuple[str,
     if not missing():
         return 0, len(sources), sorted(bad)
     done = 0
-    with codec_lib.only_one([pathlib.Path(config.cache).expanduser() if config.cache else root, machine.cache_folder("codes")]):
+    with codec_lib.only_one([files.expanded(config.cache) if config.cache else root, machine.cache_folder("codes")]):
         todo = missing()
         if todo:
             log.info("encoding %d recordings of %s with %s", len(todo), manifest, codec.name)

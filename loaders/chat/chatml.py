@@ -81,7 +81,7 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Read the examples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
-        return files.read_json(pathlib.Path(path).expanduser(), kind=list, most=MAX_MANIFEST)
+        return files.read_json(files.expanded(path), kind=list, most=MAX_MANIFEST)
     except files.FileError as error:
         raise DataError(f"{path} cannot be read as a manifest, a JSON list of examples: {error}") from error
 

@@ -115,7 +115,7 @@ Codec = Rvq | Function
 
 def open_codec(text: str, *, codebooks: int, size: int, frame_rate: float) -> Codec:
     """Open a codec.npz, or a user's "module:function", never a checkpoint's. Raises DataError."""
-    path = pathlib.Path(text).expanduser()
+    path = files.expanded(text)
     if path.is_file():
         try:
             content = files.read(path, most=MAX_CODEC)
@@ -296,7 +296,7 @@ class Source(NamedTuple):
         if self.path and not cache:
             return self.path.with_name(f"{self.path.name}.{codec.name}.npy")
         key = hashlib.sha256((str(self.path.absolute()) if self.path else self.raw).encode()).hexdigest()[:24]
-        folder = pathlib.Path(cache).expanduser() if cache else machine.cache_folder("codes")
+        folder = files.expanded(cache) if cache else machine.cache_folder("codes")
         return folder / f"{key}.{codec.name}.npy"
 
     def is_kept(self, codes: pathlib.Path) -> bool:
@@ -349,7 +349,7 @@ def read_many(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     An .npz has an array for each name. Arrow IPC (.arrow, .feather) and .parquet have the columns
     audio_url (string) and codes (a list of K lists of T integers). Raises DataError.
     """
-    path = pathlib.Path(path).expanduser()
+    path = files.expanded(path)
     try:
         if path.suffix == ".npz":
             table: dict[str, Any] = dict(files.arrays(path, most=MAX_RECORDING))

@@ -97,7 +97,7 @@ def open_folder(path: str | os.PathLike[str], subjects: tuple[str, ...] = (), *,
     may lead out of it. Raises DataError: files that are missing, or do not fit together.
     """
     try:
-        folder = pathlib.Path(path).expanduser().absolute()
+        folder = files.expanded(path).absolute()
         stat = (folder / "dataset.json").stat()
         return _open_once(str(folder), subjects, (stat.st_ino, stat.st_mtime_ns), links)
     except OSError as error:

@@ -24,7 +24,6 @@ import concurrent.futures
 import hashlib
 import json
 import math
-import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows
 from loaders.film import demo_film, film_files
 from loaders.film.film_files import Film, Windows, windows
 from loaders.film.hrf import glover
-from loaders.io import checks, machine
+from loaders.io import checks, files, machine
 
 VERSION = 1  # changes whenever the same (seed, position, row) would give another row
 PADDINGS = ("edge", "zero")
@@ -65,7 +64,7 @@ class Config(checks.DataSection):
     threads: int = 0  # [threads] that cut windows; 0 = one for each core this process may use
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.path not in BUILT_IN and not (pathlib.Path(self.path).expanduser() / "dataset.json").is_file():
+        if self.path not in BUILT_IN and not (files.expanded(self.path) / "dataset.json").is_file():
             yield "path", f"is {self.path!r}, which holds no dataset.json; `jaxtrain prepare-giblet` makes such a folder"
         yield from checks.at_least(self, 1, "frame_skip")
         yield from checks.choice(self, PADDINGS, "padding")

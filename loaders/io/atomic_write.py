@@ -21,6 +21,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from loaders.io import files
+
 log = logging.getLogger("jaxtrain")
 NAME_MAX = 255  # [bytes] of a file's name
 PATH_MAX = 4000  # [bytes] of a path, with some for files in it
@@ -96,7 +98,7 @@ def shared(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def refuse_unwritable(path: str | os.PathLike[str], *, folder: bool) -> None:
     """Raise OSError if a folder, or a file, ``path`` could not be made, before any work."""
-    whole = above = pathlib.Path(os.path.abspath(pathlib.Path(path).expanduser()))
+    whole = above = pathlib.Path(os.path.abspath(files.expanded(path)))
     while not os.path.lexists(above) and above != above.parent:
         above = above.parent
     if not folder and whole.is_dir():

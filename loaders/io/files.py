@@ -62,6 +62,14 @@ def home(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Return a user's path with the home that ~ or ~NAME stands for. Raises FileError: no home."""
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise FileError(f"{path}: there is no such home on this machine; write the path out") from error
+
+
 def inside(folder: pathlib.Path, name: Any, *, links: bool = False, remedy: str = "") -> pathlib.Path:
     """Return the path of the file ``name`` in ``folder``, which need not exist.
 
@@ -339,7 +347,7 @@ def stamps(paths: Iterable[str | os.PathLike[str]]) -> Stamps:
     found = []
     for path in paths:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, a null, no such user's home
-            place = pathlib.Path(path).expanduser()
+            place = expanded(path)
             status = place.stat()
             if stat.S_ISREG(status.st_mode):
                 found.append((str(place), status.st_size, status.st_mtime_ns))

@@ -23,7 +23,6 @@ order that is always the same and mixed: its first batches are a fair sample.
 import functools
 import hashlib
 import logging
-import pathlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class Config(checks.DataSection):
             if s.kind == "lights" and not s.path and 5 <= s.side <= MAX_SIDE and not kinds.has_one_answer(s.side):
                 near = [side for side in range(5, MAX_SIDE + 1) if kinds.has_one_answer(side)]
                 yield f"{where}.side", f"is {s.side}, at which lights have no answer or several; expected one of {near}"
-            if s.path and not pathlib.Path(s.path).expanduser().is_dir():
+            if s.path and not files.expanded(s.path).is_dir():
                 yield f"{where}.path", f"is {s.path!r}, which is no folder; leave it empty to generate puzzles"
 
 
@@ -227,14 +226,14 @@ def _split(source: Source, seed: int, split: str) -> Puzzles:
     """Return a split, read once in a process, and again when a file has changed."""
     if not source.path:
         return _kept(source, seed)[split]
-    folder = pathlib.Path(source.path).expanduser()
+    folder = files.expanded(source.path)
     places = [folder / f"{split}.csv", *sorted((folder / split).glob("*"))]
     return _split_once(source, seed, split, files.stamps(places))
 
 
 @functools.lru_cache(maxsize=16)
 def _split_once(source: Source, seed: int, split: str, _: files.Stamps) -> Puzzles:
-    folder = pathlib.Path(source.path).expanduser()
+    folder = files.expanded(source.path)
     if (folder / f"{split}.csv").is_file():
         return read_csv(folder / f"{split}.csv", source, seed, draw=source.n_train if split == "train" else 0)
     if (folder / split / "all__inputs.npy").is_file():

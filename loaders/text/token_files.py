@@ -78,7 +78,7 @@ def open_splits(path: str, test: str, *, text: str, test_share: float, links: bo
     ``links``: whether links in a folder may lead out of it. Raises DataError: files that cannot be
     read, or do not fit together.
     """
-    places = [pathlib.Path(p).expanduser() / name for p in (path, test) for name in ("", *ABOUTS) if p]
+    places = [files.expanded(p) / name for p in (path, test) for name in ("", *ABOUTS) if p]
     return _open_once(path, test, text, test_share, links, files.stamps(places))
 
 
@@ -86,7 +86,7 @@ def open_splits(path: str, test: str, *, text: str, test_share: float, links: bo
 def _open_once(
     path_name: str, test_name: str, text: str, test_share: float, links: bool, _: files.Stamps
 ) -> dict[str, Documents]:
-    path, test = (pathlib.Path(name).expanduser() for name in (path_name, test_name))
+    path, test = (files.expanded(name) for name in (path_name, test_name))
     inner_test = path / "test" if (path / "test" / "tokens.json").is_file() else None
     held_out = test if test_name else inner_test
     vocabulary = symbols(path) if path.is_file() and text == "characters" else ""

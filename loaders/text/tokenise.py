@@ -72,7 +72,7 @@ def make(out: pathlib.Path, inputs: Sequence[str], options: Options, *, workers:
     encoder = _tokenizer(options)
     parts = [part for path in files for part in _parts(path)]
     own = options.tokenizer != "bytes"
-    companions = tokenizer_lib.read_files(pathlib.Path(options.tokenizer).expanduser(), links=True) if own else {}
+    companions = tokenizer_lib.read_files(files_lib.expanded(options.tokenizer), links=True) if own else {}
     plan = _digest(files, options, encoder.ends, companions)
     if (out / "tokens.json").exists() and not (out / PARTIAL).exists():
         if (out / MADE_OF).exists() and (out / MADE_OF).read_text() == plan:
@@ -148,7 +148,7 @@ def _summary(shards: Sequence[dict[str, Any]]) -> str:
 def _files(inputs: Sequence[str]) -> list[pathlib.Path]:
     known, every_file = (*TEXT, *LINES, *PARQUET, *ARROW), []
     for name in inputs:
-        path = pathlib.Path(name).expanduser()
+        path = files_lib.expanded(name)
         if path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file())
             inside = [p for p in below if _ending(p) in known and not _is_hidden(p, path)]
@@ -311,7 +311,7 @@ def _tokenizer(options: Options) -> _Encoder:
         if options.eos:
             raise TokensError(f"--eos is {options.eos!r}, and bytes have no such token; omit it")
         return _Encoder(256, None, (), {}, [], lambda texts: [(list(text.encode()), min(len(text), 1)) for text in texts])
-    path = pathlib.Path(options.tokenizer).expanduser()
+    path = files_lib.expanded(options.tokenizer)
     if not path.is_file():
         inner = path / "tokenizer.json"
         remedy = f"give {inner}" if inner.is_file() else "give the path of a tokenizer.json of Hugging Face, or bytes"

@@ -91,7 +91,7 @@ def open_tokenizer(path: str | os.PathLike[str], *, specials: bool = True) -> To
 
     ``specials``: whether the names of special tokens inside texts become these tokens.
     """
-    place = pathlib.Path(path).expanduser()
+    place = files.expanded(path)
     content = files.read(place, most=files.MAX_JSON)
     return _opened(place, content, specials, () if _is_beside_another(place) else tuple(_listed(place.parent)))
 

@@ -34,7 +34,6 @@ Shakespeare as characters (python -m tools.packing_report input.txt --context 64
 """
 
 import hashlib
-import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ import numpy as np
 
 from loaders import mixture, order
 from loaders.base import DataError, DatasetInfo, Field, HostBatch, Loader, Rows, refuse_invalid
-from loaders.io import checks
+from loaders.io import checks, files
 from loaders.text.packing import Packed, Windows
 from loaders.text.token_files import Documents, open_splits, symbols
 from loaders.text.tokenizer import open_tokenizer
@@ -84,7 +83,7 @@ class Config(checks.DataSection):
         for i, source in enumerate(self.sources):
             for name in ("path", "test"):
                 path = getattr(source, name)
-                if (path or name == "path") and not pathlib.Path(path).expanduser().exists():
+                if (path or name == "path") and not files.expanded(path).exists():
                     yield f"sources[{i}].{name}", f"is {path!r}, which does not exist; `jaxtrain tokens` makes token files"
             yield from checks.under(f"sources[{i}]", checks.positive(source, "share"))
         yield from checks.choice(self, PACKINGS, "packing")
@@ -225,7 +224,7 @@ def dataset_info(config: Config) -> DatasetInfo:
     """
     splits = [_open(source, config) for source in config.sources]
     measured = [s["test"] for s in splits if len(s["test"].length)] or [s["train"] for s in splits]
-    first = pathlib.Path(config.sources[0].path).expanduser()
+    first = files.expanded(config.sources[0].path)
     folder = first / "train" if (first / "train").is_dir() else first
     vocabs = {s["train"].vocab for s in splits}
     if len(vocabs) > 1:
@@ -248,7 +247,7 @@ def dataset_info(config: Config) -> DatasetInfo:
 
 def _table(source: Source, config: Config) -> str:
     """Return a digest of the token of each id of a source, or "" if nothing tells it."""
-    path = pathlib.Path(source.path).expanduser()
+    path = files.expanded(source.path)
     if path.is_file():
         return symbols(path) if config.text == "characters" else ""
     found = [place / "tokenizer.json" for place in (path, path / "train") if (place / "tokenizer.json").is_file()]

@@ -13,7 +13,7 @@ from jaxtrain import loop
 from jaxtrain.commands import export, lora_to_peft
 from jaxtrain.workloads.language import hugging_face as language_files
 from jaxtrain.workloads.language import model as language
-from loaders.io.checks import FUNCTION
+from loaders.io.checks import FUNCTION, UserError
 from loaders.text import tokens
 from tests.support import processes, small_runs
 
@@ -24,6 +24,12 @@ DATA = ROOT / "tests" / "data" / "lm"
 @pytest.fixture
 def folder(tmp_path):
     return small_runs.lm(tmp_path)
+
+
+def test_a_tokenizer_below_a_home_that_does_not_exist_is_refused_by_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="~no-such-user/x: there is no such home on this machine; write the path out"):
+        config_lib.load("lm.py", [("model.tokenizer", "~no-such-user/x")])
 
 
 def test_adapters_on_weights_from_elsewhere_stopped_and_resumed(folder):

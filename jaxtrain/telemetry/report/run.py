@@ -66,7 +66,7 @@ class Run:
                 f"{self.path}: its checkpoints are in {folder}; copy those that are needed into a folder of this machine, and "
                 "name it as checkpoint.folder in the run's config.json"
             )
-        saved = pathlib.Path(folder).expanduser() if folder else self.path / "checkpoints"
+        saved = files.expanded(folder) if folder else self.path / "checkpoints"
         return {int(path.name): path for path in saved.glob("*") if path.name.isdecimal()} if saved.is_dir() else {}
 
     @property

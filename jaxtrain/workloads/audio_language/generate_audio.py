@@ -19,7 +19,7 @@ from jaxtrain.workloads.audio_language import decoding
 from jaxtrain.workloads.audio_language.model import Config, make_specs
 from loaders.base import narrowed
 from loaders.chat import chat_audio, chat_examples, chatml, codec
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 
 class Speaker(NamedTuple):
@@ -53,7 +53,7 @@ def load(run: str, *, step: int | None = None, ema: bool = False, tokenizer: str
     run_data = run_config.get("data") or {}
     theirs = run_data.get("codec")
     # module:function would be imported, and the run may be anyone's.
-    if not codec_path and isinstance(theirs, str) and theirs and not pathlib.Path(theirs).expanduser().is_file():
+    if not codec_path and isinstance(theirs, str) and theirs and not files.expanded(theirs).is_file():
         raise StoredError(
             f"{source.path}: the run's codec is {theirs!r}, which is no file here; name a codec.npz, or that function if you "
             "trust its code, with --codec"

@@ -78,7 +78,7 @@ def export_shape(config: Mapping[str, Any], path: str, shape: tuple[int, ...]) -
 
 def export_files(config: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     """Return the tokenizer of the whole run's ``config``, and config.json of its first weights."""
-    source = pathlib.Path(config["warm_start"]["source"] or "?").expanduser()
+    source = files.expanded(config["warm_start"]["source"] or "?")
     found, _ = hugging_face.tokenizer_files(
         (config["data"].get("tokenizer"),), source, config["model"].get("vocab"), tokenizer.read_files
     )
@@ -114,7 +114,7 @@ def from_hugging_face(folder: str | pathlib.Path) -> tuple[dict[str, Any], dict[
     own = ("vocab", "codebooks", "codebook_size", "average_codes", "audio_attention")
     if exported := hugging_face.own_export(folder, __package__, own):
         return exported, dict(source=str(folder))
-    path = pathlib.Path(folder).expanduser() / "config.json"
+    path = files.expanded(folder) / "config.json"
     with hugging_face.reading(path):
         h = files.read_json(path)
         if _is_of_transformers(h):

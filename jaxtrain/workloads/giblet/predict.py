@@ -111,7 +111,7 @@ class Brain(NamedTuple):
 
 def read_brain(folder: str, n_voxels: int, *, links: bool = False) -> Brain:
     """Return the mask of `jaxtrain prepare-giblet`. Raises DataError: none, or another."""
-    place = files.inside(pathlib.Path(folder).expanduser(), MASK, links=links)
+    place = files.inside(files.expanded(folder), MASK, links=links)
     with files.reading(place):
         image = foreign_files.nifti(place)
         if len(image.shape) != 3 or not 0 < int(np.prod(image.shape, dtype=np.float64)) <= MAX_VOXELS:

@@ -1,6 +1,5 @@
 """Continuations of prompts by a trained language model, many at a time."""
 
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,7 +62,7 @@ def read_prompts(path: str) -> list[str]:
 
     A line of .jsonl may be a string, too. Raises DataError.
     """
-    place = pathlib.Path(path).expanduser()
+    place = files.expanded(path)
     found = []
     for number, line in enumerate(files.lines(files.read_text(place, most=MAX_BYTES)), 1):
         if line.strip() and place.suffix != ".jsonl":

@@ -125,7 +125,7 @@ def _folder(place: Any) -> pathlib.Path | None:
     """Return the folder of a path in a config, which may be a file in it."""
     if not place:
         return None
-    path = pathlib.Path(str(place)).expanduser()
+    path = files.expanded(str(place))
     return path if path.is_dir() else path.parent
 
 
@@ -220,7 +220,7 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
       HuggingFaceError: an architecture, an activation, biases, rotary positions or a sliding window
       that this model lacks.
     """
-    path = pathlib.Path(path).expanduser()
+    path = files.expanded(path)
     path = path / "config.json" if path.is_dir() else path
     with hugging_face.reading(path):
         return _read_fields(files.read_json(path), path)

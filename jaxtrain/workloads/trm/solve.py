@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ def read_puzzles(path: str, kind: str, side: int) -> list[Puzzle]:
 
 def _rows(path: str) -> list[tuple[int, list[str]]]:
     """Return the rows of a table that are not blank, each with its line."""
-    text = files.read_text(pathlib.Path(path).expanduser(), most=MAX_BYTES)
+    text = files.read_text(files.expanded(path), most=MAX_BYTES)
     rows = csv.reader(io.StringIO(text, newline=None))
     try:
         stripped = [(rows.line_num, [field.strip() for field in row]) for row in rows]

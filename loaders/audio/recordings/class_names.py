@@ -1,6 +1,5 @@
 """The names of classes, their order, and other names for them."""
 
-import pathlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ def read(path: str) -> Classes:
 
     Raises DataError: the file cannot be read, holds no class, or gives one name to two classes.
     """
-    file = pathlib.Path(path).expanduser()
+    file = files.expanded(path)
     names: list[str] = []
     known: dict[str, str] = {}
     for number, line in enumerate(files.lines(unicodedata.normalize("NFC", tables.text_of(file))), 1):

@@ -148,7 +148,7 @@ def _check(options: Options) -> None:
 
 def _root(given: Sequence[str], reading: columns.Options, root: str, paths: set[str]) -> str:
     if named := root or reading.audio:
-        return os.path.abspath(os.path.expanduser(named))
+        return os.path.abspath(files.expanded(named))
     if len(given) == 1 and os.path.isdir(folder := os.path.expanduser(given[0])):
         return os.path.abspath(sources.root_of(pathlib.Path(folder)) or folder)
     return os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else os.getcwd()

@@ -53,11 +53,11 @@ def read(source: str, options: Options, errors: Errors, note: Note = lambda text
 
 
 def _annotations(source: str, options: Options, errors: Errors, note: Note) -> Iterator[Annotation]:
-    path = pathlib.Path(source).expanduser()
-    if options.audio and not (named := pathlib.Path(options.audio).expanduser()).is_dir():
+    path = files.expanded(source)
+    if options.audio and not (named := files.expanded(options.audio)).is_dir():
         raise DataError(f"--audio={options.audio} is not a folder; name the folder of the recordings{shards.nearest(named)}")
     audio = options.audio or root_of(path)
-    finder = Finder(pathlib.Path(audio).expanduser() if audio else None, errors)
+    finder = Finder(files.expanded(audio) if audio else None, errors)
     if path.is_dir():
         yield from _of_folder(path, options, errors, finder, note)
     elif not path.exists():
@@ -115,7 +115,7 @@ def unnamed(given: Iterable[str], options: Options, named: Collection[str], erro
     if all(os.path.isdir(path) or is_audio(path) for path in map(os.path.expanduser, given)):
         return
     if options.audio:
-        near = list(walk(pathlib.Path(options.audio).expanduser(), Errors()))
+        near = list(walk(files.expanded(options.audio), Errors()))
     else:
         near = [entry.path for folder in {os.path.dirname(path) for path in named} for entry in os.scandir(folder)]
     for path in sorted(near):

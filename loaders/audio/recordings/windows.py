@@ -124,7 +124,7 @@ def cut(
         paths |= found
         roots.append(folder)
     common = root or (roots[0] if len(roots) == 1 else "") or os.path.commonpath([os.path.dirname(p) for p in paths] or ["/"])
-    root = os.path.abspath(os.path.expanduser(common))
+    root = os.path.abspath(files.expanded(common))
     for path in sorted(paths):
         if not path.startswith(os.path.join(root, "")):
             errors.add("outside-root", f"{path} is not below {root}")
@@ -155,7 +155,7 @@ def _recordings_of(
     given: str, root: str, known: dict[str, Header], reading: columns.Options, errors: Errors
 ) -> tuple[str, set[str]]:
     """Return the folder of a source, or "", and its recordings. Add to the ``known`` headers."""
-    path = pathlib.Path(given).expanduser()
+    path = files.expanded(given)
     if (path / "index.json").is_file():
         of_index: Mapping[str, Header] = store.read_recordings(path)
         if not of_index:

@@ -14,7 +14,6 @@ codebook, two, and so on. Of ESC-10 with the defaults, 5.43 with none, then 1.61
 """
 
 import argparse
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -82,7 +81,7 @@ def sources(paths: Sequence[str]) -> list[codec.Source]:
     """Find recordings of files, folders, manifests, each once. Raises DataError: none."""
     by_name: dict[str, codec.Source] = {}
     for text in paths:
-        path = pathlib.Path(text).expanduser()
+        path = files_lib.expanded(text)
         if path.suffix == ".json":
             root = path.parent
             for example in chatml.read_manifest(path):

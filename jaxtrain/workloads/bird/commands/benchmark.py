@@ -18,11 +18,11 @@ DIR gets results.json and the embeddings, from which the same command resumes. E
 scikit-learn: pip install 'jaxtrain[probe]'.
 """
 
-import pathlib
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
+from loaders.io import files
 
 ACTIONS = {"birdset": "the segments of 5 s of a set", "esc10": "five folds", "esc50": "five folds"}
 SETS = ("POW", "PER", "NES", "UHH", "HSN", "NBP", "SSW", "SNE")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrain.workloads.bird.inference import benchmark, detect, encoder
 
     commands.prepare_process()
-    model, out = encoder.load(args.run, step=args.step, ema=args.ema), pathlib.Path(args.out).expanduser()
+    model, out = encoder.load(args.run, step=args.step, ema=args.ema), files.expanded(args.out)
     options = {"draws": args.draws, "batch": args.batch}
     if args.name == "birdset":
         names = detect.read_classes(args.names) if args.names else ()

@@ -34,7 +34,7 @@ from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 KINDS = ("mean", "cls", "patches")
 
@@ -81,7 +81,7 @@ def _embed(args: argparse.Namespace) -> int:
     changes |= {"train": args.data, "test": ""} if args.data else {}
     columns = [name for name in args.columns.split(",") if name]
     options: dict[str, Any] = {"split": args.split, "kinds": args.kinds, "columns": columns, "batch": args.batch}
-    out = pathlib.Path(args.out).expanduser()
+    out = files.expanded(args.out)
     code, counts = 0, ""
     with atomic_write.alone(out):
         if args.recordings:

@@ -30,7 +30,7 @@ from typing import Any
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
 from loaders.audio.recordings.annotations import Errors
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 METHODS = ("linear", "prototypes", "patches")
 
@@ -107,7 +107,7 @@ def _embedded(args: argparse.Namespace) -> list[pathlib.Path]:
     from jaxtrain.workloads.bird.inference import InferenceError, embed, encoder
     from loaders.audio.recordings import store
 
-    given = [pathlib.Path(each).expanduser() for each in args.embeddings]
+    given = [files.expanded(each) for each in args.embeddings]
     indexes = [folder for folder in given if (folder / "index.json").is_file()]
     if indexes and not args.run:
         raise InferenceError(f"{indexes[0]} is an index of recordings; name the run that embeds it: --run RUN")

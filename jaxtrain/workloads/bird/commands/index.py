@@ -32,6 +32,7 @@ from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
+from loaders.io import files
 
 ROWS = 5  # annotations that a dry run prints
 
@@ -143,7 +144,7 @@ def _unpack(given: Sequence[str], folder: pathlib.Path) -> list[str]:
     archives: list[str] = []
     rest: list[str] = []
     for each in given:
-        path = pathlib.Path(each).expanduser()
+        path = files.expanded(each)
         if path.is_file() and ".tar" in path.name:
             archives.append(str(path))
         else:

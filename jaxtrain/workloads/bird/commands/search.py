@@ -14,12 +14,12 @@ exact. --approximate, for many millions of rows, makes an index once (of usearch
 
 import argparse
 import functools
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
+from loaders.io import files
 
 COLUMNS = ("file", "start", "end", "clock", "score", "query", "embeddings", "row")
 MANY = 5_000_000  # rows beyond which an index is advised
@@ -65,7 +65,7 @@ def _search(args: argparse.Namespace) -> int:
         queries, encoder = [], None
         for text in args.like:
             name, number = search.split_query(text)
-            if pathlib.Path(name).expanduser().is_dir():
+            if files.expanded(name).is_dir():
                 if number is None:
                     raise InferenceError(f"the query {text!r} is a folder; name a row of it: {text}@0")
                 queries.append(search.of_row(embeddings.read(name), number, args.kind))

@@ -137,7 +137,7 @@ def _own(model: encoder.Model, test: Embeddings, names: Sequence[str]) -> tuple[
 
 def _archive(name: str, data: str, out: pathlib.Path, *, splits: Sequence[str]) -> str:
     """Return the data that the loader reads: ``data`` itself, or an index of the archive."""
-    folder = pathlib.Path(data).expanduser()
+    folder = files.expanded(data)
     tables = sorted(path for path in folder.glob(f"{name}_metadata_*") if path.suffix in (".parquet", ".csv"))
     if not tables:
         others = sorted(folder.glob("*_metadata_*")) if folder.is_dir() else []
@@ -186,7 +186,7 @@ def esc(
     """Score frozen features in the five folds of ESC, as `birdset` does."""
     from jaxtrain.workloads.bird.inference import probe  # which needs scikit-learn
 
-    folder = pathlib.Path(data).expanduser()
+    folder = files.expanded(data)
     about = folder / "meta" / "esc50.csv"
     pool = encoder.pool_of(model)
     place, columns = data, ["fold"]

@@ -129,7 +129,7 @@ def class_names(model: encoder.Model) -> tuple[str, ...]:
 
 def read_classes(given: str) -> tuple[str, ...]:
     """Names of classes: those of a file, a class a line, or between commas. Raises DataError."""
-    if pathlib.Path(given).expanduser().is_file():
+    if files.expanded(given).is_file():
         return tuple(class_files.read(given).names)
     return tuple(name for name in (name.strip() for name in given.split(",")) if name)
 

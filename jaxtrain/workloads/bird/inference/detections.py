@@ -19,7 +19,7 @@ from jaxtrain.workloads.bird.inference.heads import read_names
 from loaders.audio.recordings import headers, tables, values
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.windows import Recording
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 FORMATS = ("raven", "audacity", "csv")
 THRESHOLD = 0.5
@@ -62,7 +62,7 @@ def thresholds(given: str, names: Sequence[str], fitted: np.ndarray | None) -> n
     found = np.full(len(names), THRESHOLD, np.float32) if fitted is None else np.array(fitted, np.float32)
     if not given:
         return found
-    path = pathlib.Path(given).expanduser()
+    path = files.expanded(given)
     if not path.is_file():
         try:
             value = float(given)

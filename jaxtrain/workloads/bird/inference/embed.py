@@ -40,7 +40,7 @@ def embed(
 
     Raises InferenceError for a folder that was made of something else, DataError for the data.
     """
-    out = pathlib.Path(out).expanduser()
+    out = files_lib.expanded(out)
     out.mkdir(parents=True, exist_ok=True)
     compute = features(model.config, kinds, data.views)
     setup = encoder.set_up(model, data, compute, model.head, split=split, batch=batch)
@@ -198,7 +198,7 @@ def _places(data: spectrogram.Config, split: str) -> tuple[str, pa.Table]:
     root = data.audio_root or (str(shards.index_root(of_index)) if of_index else "")
     times = {name: pa.array(x, pa.float64()) for name, x in (("start", start), ("end", end))}
     table = pa.table({"path": pa.array(index.paths(), pa.string()), **times, "clock": pa.array(clocks, pa.string())})
-    return str(pathlib.Path(root).expanduser().absolute()) if root else "", table
+    return str(files_lib.expanded(root).absolute()) if root else "", table
 
 
 def _column(data: spectrogram.Config, split: str, name: str) -> np.ndarray:

@@ -103,7 +103,7 @@ class Embeddings(NamedTuple):
 
 def read(folder: str | pathlib.Path) -> Embeddings:
     """Open a folder of `jaxtrain embed`. Raises InferenceError: it is none, or is not finished."""
-    folder = pathlib.Path(folder).expanduser()
+    folder = files.expanded(folder)
     try:
         about = files.read_json(files.inside(folder, ABOUT))
     except files.FileError as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from loaders.audio.front_end import FrontEnd
 from loaders.audio.recordings import windows
 from loaders.audio.recordings.annotations import Errors
 from loaders.base import DataError, Rows
-from loaders.io import checks
+from loaders.io import checks, files
 
 AHEAD = 3  # [batches] that the loader may have on the device before it computes them
 # Fields of a run's data section that decide how a recording reaches the encoder.
@@ -120,7 +119,7 @@ def of_split(data: spectrogram.Config, split: str) -> spectrogram.Config:
     name = {"train": data.train_split, "test": data.test_split}.get(split, split)
     path = data.test if data.test and split in ("test", data.test_split) else data.train
     # Shards that lie side by side are no splits by name: their test split is a share of them.
-    folder = pathlib.Path(path).expanduser()
+    folder = files.expanded(path)
     other = "test" if folder.is_dir() and not shards.has_split(folder, name) else name
     return dataclasses.replace(data, train=path, test="", train_split=name, test_split=other)
 

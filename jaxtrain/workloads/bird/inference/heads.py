@@ -99,7 +99,7 @@ def save(path: str | os.PathLike[str], head: Head) -> None:
 
 def read(path: str | os.PathLike[str]) -> Head:
     """Read a file of `save`. Raises InferenceError: it is none."""
-    path = pathlib.Path(path).expanduser()
+    path = files.expanded(path)
     try:
         arrays = files.arrays(path)
         about = files.parse(bytes(arrays.pop("json")).decode(), str(path))

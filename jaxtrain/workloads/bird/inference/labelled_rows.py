@@ -8,7 +8,6 @@ classes, says that its part has none. Of an example with denials alone, nothing 
 """
 
 import os
-import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from jaxtrain.workloads.bird.inference.embeddings import Embeddings, Places
 from loaders.audio.recordings import class_names, columns, lines, tables
 from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.find import Names
+from loaders.io import files
 
 OVERLAP = 0.25  # [s]
 ANSWERS = {"yes": 1, "": 1, "no": 0, "skip": -1}
@@ -127,7 +127,7 @@ def refuse_one_sided(given: Examples) -> None:
 
 def _read(path: str, reading: columns.Options, errors: Errors) -> list[Part]:
     """Return the labels of each line. Raises InferenceError: a line that cannot be understood."""
-    place = pathlib.Path(path).expanduser()
+    place = files.expanded(path)
     table = tables.Table(place, *tables.read_text(place, reading.encoding))
     layout = columns.find(table, reading)
     if not layout.used["file"] or not (layout.used["label"] or layout.classes or layout.used.get("genus")):

@@ -13,7 +13,7 @@ from sklearn.neighbors import KNeighborsRegressor
 from jaxtrain.workloads.bird.inference import InferenceError, embeddings, logistic, measures
 from jaxtrain.workloads.bird.inference.measures import MEASURES
 from loaders.audio.front_end import DEFAULT
-from loaders.io import atomic_write
+from loaders.io import atomic_write, files
 
 TEMPERATURE = 0.07
 
@@ -231,7 +231,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], out: pathlib.Path) -> list[pa
 
 def report(results: Mapping[str, Mapping[str, Any]], out: str | pathlib.Path) -> str:
     """Write results.json, results.md and the pictures. Return the table."""
-    out = pathlib.Path(out).expanduser()
+    out = files.expanded(out)
     out.mkdir(parents=True, exist_ok=True)
     text = table(results)
     atomic_write.write(out / "results.json", json.dumps(results, indent=2) + "\n")

@@ -146,7 +146,7 @@ def read(
     of a table without labels. ``errors`` takes lines without a window. Raises InferenceError: a
     table without the columns, or that names recordings that are not there or not below the root.
     """
-    path = pathlib.Path(given).expanduser()
+    path = files.expanded(given)
     if path.is_dir():
         root = root or sources.root_of(path)
         path = path / "detections.csv"
@@ -181,7 +181,7 @@ def read(
     if not rows:
         raise InferenceError(f"{path} has no line{f' of the class {label!r}' if label else ''} to review")
     tops = set(roots.values()) - {""}
-    top = os.path.abspath(os.path.expanduser(root or (tops.pop() if len(tops) == 1 else "")) or ".")
+    top = os.path.abspath(files.expanded(root or (tops.pop() if len(tops) == 1 else "")) or ".")
     if not root and not roots:
         top = os.path.commonpath([os.path.dirname(row[0]) for row in rows])
     for place in sorted({row[0] for row in rows}):

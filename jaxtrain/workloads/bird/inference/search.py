@@ -5,7 +5,6 @@ The result is exact, but for `nearest_by_index`, which asks usearch for candidat
 
 import hashlib
 import heapq
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from jaxtrain.workloads.bird.inference.embeddings import Embeddings
 from jaxtrain.workloads.bird.inference.heads import Head
 from loaders.audio import spectrogram
 from loaders.base import DataError
-from loaders.io import atomic_write, machine
+from loaders.io import atomic_write, files, machine
 
 CHUNK = 1 << 26  # [values] of embeddings that are looked at together
 
@@ -139,7 +138,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 def split_query(text: str) -> tuple[str, float | None]:
     """Return a query's file or folder, and the number after its last @. Raises InferenceError."""
     name, at, number = text.rpartition("@")
-    if not at or pathlib.Path(text).expanduser().exists():
+    if not at or files.expanded(text).exists():
         return text, None
     try:
         value = float(number)
@@ -189,7 +188,7 @@ class Encoder:
         Raises DataError: the file cannot be read, or ends before.
         """
         try:
-            content = pathlib.Path(path).expanduser().read_bytes()
+            content = files.expanded(path).read_bytes()
             _, rate, frames = spectrogram.decode(content, 0, 0)
             rate = round(rate * self._data.time_expansion)
             length = round(self._data.clip_seconds * rate)
