@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.workloads.bird import augment as lib
 
 ROWS = 6
-ALL = lib.Config(
+ALL = lib.Augment(
     crop=0.3, shift=20, background=0.5, mixup=0.4, gain=0.2, noise=0.05, time_masks=2, time_mask=20, mel_masks=1, mel_mask=8
 )
 # Machine code that compiles quickly rather than runs fast.
@@ -60,13 +60,13 @@ def test_views_of_a_row_are_augmented_each_for_itself(batch):
 
 
 def test_nothing_by_default(batch):
-    np.testing.assert_array_equal(augment(lib.Config(), 0, batch).x, batch["spectrogram"])
+    np.testing.assert_array_equal(augment(lib.Augment(), 0, batch).x, batch["spectrogram"])
 
 
 @pytest.mark.parametrize(("kind", "axis", "longest"), [("time", 1, 20), ("mel", 2, 8)])
 def test_masks_lie_on_their_axis(batch, kind, axis, longest):
     """Time is the first axis of a spectrogram and mel the second. The original swaps them."""
-    before, after = many(batch, 400, lib.Config(**{f"{kind}_masks": 1, f"{kind}_mask": longest}))
+    before, after = many(batch, 400, lib.Augment(**{f"{kind}_masks": 1, f"{kind}_mask": longest}))
     different = before[None] != after
     changed = different.all(axis=3 - axis)  # a whole frame, or a whole band
     np.testing.assert_array_equal(different.sum((1, 2)), changed.sum(1) * after.shape[3 - axis])
@@ -77,13 +77,13 @@ def test_masks_lie_on_their_axis(batch, kind, axis, longest):
 
 
 def test_shift_rotates_in_time_gain_is_one_number_and_noise_is_new_everywhere(batch):
-    x, shifted = many(batch, 200, lib.Config(shift=3))
+    x, shifted = many(batch, 200, lib.Augment(shift=3))
     by = [next(s for s in range(-3, 4) if (np.roll(x, s, 0) == y).all()) for y in shifted]
     assert set(by) == set(range(-3, 4))
-    gains = many(batch, 200, lib.Config(gain=0.5))[1] - x
+    gains = many(batch, 200, lib.Augment(gain=0.5))[1] - x
     assert np.ptp(gains, axis=(1, 2)).max() < 1e-6
     assert -0.5 <= gains.min() < -0.4 and 0.4 < gains.max() <= 0.5
-    noise = many(batch, 200, lib.Config(noise=0.1))[1] - x
+    noise = many(batch, 200, lib.Augment(noise=0.1))[1] - x
     assert noise.std() == pytest.approx(0.1, rel=0.01) and abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 0.1
 
 
@@ -94,7 +94,7 @@ def test_a_crop_is_a_box_stretched_to_the_whole(batch):
     crops = []
     for plane in (t, w):
         rows = {**batch, "spectrogram": jnp.broadcast_to(jnp.asarray(plane, jnp.float32), (ROWS, 2, 64, 32))}
-        crops.append(many(rows, 300, lib.Config(crop=0.25, crop_ratio=(0.5, 2.0)))[1])
+        crops.append(many(rows, 300, lib.Augment(crop=0.25, crop_ratio=(0.5, 2.0)))[1])
     middle = np.stack([crops[0][:, 20:44, 16], crops[0][:, 20:44, 3]])  # away from the edges, at which values are repeated
     steps_t, steps_w = np.diff(middle[0], axis=1), np.diff(crops[1][:, 32, 8:24], axis=1)
     np.testing.assert_allclose(middle[0], middle[1], atol=1e-3)
@@ -108,7 +108,7 @@ def test_a_crop_is_a_box_stretched_to_the_whole(batch):
 
 
 def test_mixup_adds_energies_by_the_share_that_labels_get(batch):
-    found = augment(lib.Config(mixup=0.4), 0, batch)
+    found = augment(lib.Augment(mixup=0.4), 0, batch)
     e = np.exp(np.asarray(batch["spectrogram"], np.float64) * 8.86 - 7.2)
     own = np.asarray(found.own)[:, :, None, None]
     other = e[[1, 0, 3, 2, 5, 4]]
@@ -120,7 +120,7 @@ def test_mixup_adds_energies_by_the_share_that_labels_get(batch):
 
 
 def test_a_background_is_weaker_by_so_many_decibels(batch):
-    c = lib.Config(background=0.5, background_snr=(3.0, 9.0))
+    c = lib.Augment(background=0.5, background_snr=(3.0, 9.0))
     x, after = many(batch, 300, c)
     y = np.asarray(batch["background"][0, 0])
     energy = lambda z: np.exp(z.astype(np.float64) * 8.86 - 7.2)  # noqa: E731
