@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 def train(config: Config | Mapping[str, Any] | str, overrides: Mapping[str, Any] | None = None) -> Trained:
-    """Trains a config to its last step, resuming from its workdir, as the command does.
+    """Train a config to its last step, resuming from its workdir, as the command does.
 
     Ctrl-C interrupts it.
 

@@ -31,8 +31,11 @@ def env(folder):
 
 def test_every_public_name_is_documented():
     assert 15 <= len(jaxtrain.__all__) <= 25
+    page = (ROOT / "docs" / "api.md").read_text()
     for name in jaxtrain.__all__:
-        assert getattr(jaxtrain, name).__doc__ and f" {name}" in jaxtrain.__doc__.replace(",", " ,"), name
+        meaning = getattr(jaxtrain, name).__doc__.splitlines()[0]
+        assert meaning and f" {name}" in jaxtrain.__doc__.replace(",", " ,"), name
+        assert f"| `{name}` | {meaning} |" in page, f"docs/api.md has another meaning of {name}"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = jaxtrain.nothing
 
