@@ -143,7 +143,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"launch.* --(status|tail)=", Why("it is of a job; tests/commands/test_launch_slurm.py asks a real SLURM")),
     (r"--config=…|higgs_demo(\.py)?:", Why("it stands for any config, or for what tools/demo_higgs.py fills in")),
     (r"RUN|DIR|FILE|NAME=VALUE", Why("a pattern; an example of it is in another row")),
-    (r"my_config\.py|my_language", Why("tests/test_docs.py trains and reads the files of docs/your-model.md")),
+    (r"my_config\.py|my_language|my_best", Why("tests/test_docs.py runs the files of these pages")),
     (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of CONTRIBUTING")),
     (r"^tests/slurm_up\.sh$", Why("it starts a SLURM as root; the gate does so")),
     # Mentions of a command, without arguments or with only a flag.

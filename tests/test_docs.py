@@ -110,6 +110,17 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     assert "print the newest records of a run" in output and "squared error of the sum" in output
 
 
+def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
+    shutil.copy(MODEL, tmp_path)
+    (tmp_path / "my_best.py").write_text(examples()["my_best.py"])
+    records = [{"split": "test", "accuracy": accuracy} for accuracy in (0.25, 0.75, 0.5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    program = "import sys; from jaxtrain import cli; sys.exit(any([cli.main(x.split()) for x in sys.argv[1:]]))"
+    explain = "explain --config=my_model.py --config.workload=my_best"
+    output = python(tmp_path, "-c", program, "--workload my_best best .", explain)
+    assert output.split()[0] == "0.75" and "share of recordings whose class was the likeliest" in output
+
+
 @needs("language")
 def test_a_shipped_workload_with_one_more_metric_keeps_its_commands(tmp_path):
     """The run's last lines are commands that work as they are printed."""
@@ -173,7 +184,7 @@ def test_the_pages_count_the_kills_of_the_newest_proof():
 
 
 def test_examples_parse():
-    assert len(examples()) == 8
+    assert len(examples()) == 9
     for text in examples().values():
         ast.parse(text)
 

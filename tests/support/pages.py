@@ -1,11 +1,13 @@
-"""The files that docs/your-model.md shows."""
+"""The files that docs/your-model.md and CONTRIBUTING.md show."""
 
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "your-model.md"
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = (ROOT / "docs" / "your-model.md", ROOT / "CONTRIBUTING.md")
 
 
 def examples() -> dict[str, str]:
     """Maps a file name to its content: the first line of each block of Python names the file."""
-    return dict(re.findall(r"^```python\n# (\S+\.py)[^\n]*\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+    text = "\n".join(page.read_text() for page in PAGES)
+    return dict(re.findall(r"^```python\n# (\S+\.py)[^\n]*\n(.*?)^```", text, re.M | re.S))
