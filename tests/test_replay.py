@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -290,7 +289,7 @@ def test_a_checkpoint_that_is_deleted_during_the_replay_is_passed_over(runs, cap
 
 def test_a_refusal_of_process_0_ends_every_process_at_once_with_the_same_line(runs):
     (runs / "there").mkdir()
-    port, began = processes.free_port(), time.monotonic()
+    port = processes.free_port()
     command = [sys.executable, "-m", "jaxtrain", "replay", "run", "--step", "10", "--no-page", "--out", "there", *MINE]
     env = os.environ | {"PYTHONPATH": f"{runs}:{ROOT}"}
     started = [
@@ -299,7 +298,7 @@ def test_a_refusal_of_process_0_ends_every_process_at_once_with_the_same_line(ru
     lines = [process.communicate(timeout=200)[1].splitlines()[-1] for process in started]
     assert [process.returncode for process in started] == [2, 2]
     assert lines == ["error: there exists; remove it, or choose another --out"] * 2
-    assert time.monotonic() - began < 200 and not list((runs / "there").iterdir())
+    assert not list((runs / "there").iterdir())
 
 
 def test_a_run_in_an_object_store_is_refused_with_the_remedy(runs, capsys):
