@@ -81,6 +81,13 @@ def python(folder: pathlib.Path, *arguments: str, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
+def jaxtrain(folder: pathlib.Path, *commands: str, code: int = 0) -> str:
+    """Run commands as they are typed, in one process. Each has to exit with ``code``."""
+    codes = "[cli.main(shlex.split(x)[1:]) for x in sys.argv[2:]]"
+    program = f"import shlex, sys; from jaxtrain import cli; sys.exit(set({codes}) != {{int(sys.argv[1])}})"
+    return python(folder, "-c", program, str(code), *commands)
+
+
 @pytest.mark.parametrize("optim", [(), ("name=my_optim:optimizer", "arguments.weight_decay=0.2", "schedule=my_optim:triangle")])
 def test_the_workload_the_loader_and_the_optimizer_of_your_model_train(tmp_path, optim):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_optim.py"):
@@ -103,9 +110,8 @@ def test_the_workload_of_your_model_has_a_command_and_a_glossary(tmp_path):
     for name in ("my_workload.py", "my_config.py", "my_loader.py", "my_command.py"):
         (tmp_path / name).write_text(examples()[name])
     (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
-    program = "import sys; from jaxtrain import cli; sys.exit(any([cli.main(x.split()) for x in sys.argv[1:]]))"
-    shown = ("--workload my_workload show-metrics . --last 2", "--workload my_workload", "explain --config=my_config.py")
-    output = python(tmp_path, "-c", program, *shown)
+    own = "jaxtrain --workload my_workload"
+    output = jaxtrain(tmp_path, f"{own} show-metrics . --last 2", own, "jaxtrain explain --config=my_config.py")
     assert output.split()[:2] == ["2", "3"]
     assert "print the newest records of a run" in output and "squared error of the sum" in output
 
@@ -115,9 +121,8 @@ def test_the_workload_of_contributing_has_a_command_and_a_glossary(tmp_path):
     (tmp_path / "my_best.py").write_text(examples()["my_best.py"])
     records = [{"split": "test", "accuracy": accuracy} for accuracy in (0.25, 0.75, 0.5)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    program = "import sys; from jaxtrain import cli; sys.exit(any([cli.main(x.split()) for x in sys.argv[1:]]))"
-    explain = "explain --config=my_model.py --config.workload=my_best"
-    output = python(tmp_path, "-c", program, "--workload my_best best .", explain)
+    explain = "jaxtrain explain --config=my_model.py --config.workload=my_best"
+    output = jaxtrain(tmp_path, "jaxtrain --workload my_best best .", explain)
     assert output.split()[0] == "0.75" and "share of recordings whose class was the likeliest" in output
 
 
@@ -130,18 +135,15 @@ def test_a_shipped_workload_with_one_more_metric_keeps_its_commands(tmp_path):
     small = [*(f"--config.model.{size}" for size in sizes), "--config.train.steps=2", "--config.train.eval_batches=1"]
     own = ("--config.workload=my_language", "--config.workdir=runs/bits")
     output = processes.run(tmp_path, "shakespeare_char:input.txt", *own, *small)
-    records = [json.loads(line) for line in (tmp_path / "runs" / "bits" / "metrics.jsonl").read_text().splitlines()]
-    last = records[-1]
+    last = json.loads((tmp_path / "runs/bits/metrics.jsonl").read_text().splitlines()[-1])
     assert last["bits_per_token"] == pytest.approx(last["cross_entropy"] / math.log(2))
     page, _, export, inspect = re.findall(r": (jaxtrain .*)", output.partition("\nnext\n")[2])
-    program = "import shlex, sys; from jaxtrain import cli; sys.exit(any([cli.main(shlex.split(x)[1:]) for x in sys.argv[1:]]))"
     generate = 'jaxtrain --workload my_language generate runs/bits "one " --tokens 4'
-    output = python(tmp_path, "-c", program, page, export, inspect, generate)
-    assert "have no meanings here" not in output and "cross_entropy in bits" in (tmp_path / "runs/bits/report.html").read_text()
-    assert "exponential of cross_entropy" in (tmp_path / "runs" / "bits-weights" / "README.md").read_text()
-    refused = "import sys; from jaxtrain import cli; sys.exit(cli.main(sys.argv[1:]) - 2)"
-    why = "is a run of my_language; expected a run of jaxtrain.workloads.language (if my_language extends it, add --workload"
-    assert why in python(tmp_path, "-c", refused, "generate", "runs/bits", "one ")
+    assert "have no meanings here" not in jaxtrain(tmp_path, page, export, inspect, generate)
+    assert "cross_entropy in bits" in (tmp_path / "runs/bits/report.html").read_text()
+    assert "exponential of cross_entropy" in (tmp_path / "runs/bits-weights/README.md").read_text()
+    refused = jaxtrain(tmp_path, "jaxtrain generate runs/bits one", code=2)
+    assert "is a run of my_language; expected a run of jaxtrain.workloads.language (if my_l" in refused
 
 
 WRONG = (
