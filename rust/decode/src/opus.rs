@@ -9,7 +9,10 @@
 //!
 //! One or two channels (mapping family 0) and up to eight in the orders of Vorbis (family 1).
 
-use opus_pure::{OpusDecoder, OpusMSDecoder};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use opus_pure::packet::{mode, samples_48k};
+use opus_pure::{ChannelLayout, OpusMSDecoder, OpusMode};
 
 use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
@@ -28,8 +31,7 @@ const NAME: &str = "OGG Opus";
 /// Decoders by their number of channels, and their memory.
 #[derive(Default)]
 pub(super) struct Opus {
-    plain: [Option<Box<OpusDecoder>>; 2],
-    surround: Option<Box<OpusMSDecoder>>,
+    decoders: [Option<OpusMSDecoder>; 8],
     samples: Vec<f32>,
     pieces: Vec<u8>,
 }
@@ -37,7 +39,6 @@ pub(super) struct Opus {
 /// The identification header.
 struct Head {
     channels: usize,
-    surround: bool,
     skip: i64,
     gain: f32,
 }
@@ -57,56 +58,27 @@ impl Head {
         refuse!(packet.len() < 19, corrupt(NAME, "the identification header is cut off"));
         refuse!(packet[8] >> 4 != 0, unsupported("a later version of the format"));
         let channels = usize::from(packet[9]);
-        let surround = match (packet[18], channels) {
-            (0, 1..=2) => false,
+        match (packet[18], channels) {
+            (0, 1..=2) => {}
             (1, 1..=8) => {
                 // Streams, pairs among them, and where each channel comes from (RFC 7845, 5.1.1.2).
-                let usual: &[u8] = match channels {
-                    1 => &[1, 0, 0],
-                    2 => &[1, 1, 0, 1],
-                    3 => &[2, 1, 0, 2, 1],
-                    4 => &[2, 2, 0, 1, 2, 3],
-                    5 => &[3, 2, 0, 4, 1, 2, 3],
-                    6 => &[4, 2, 0, 4, 1, 2, 3, 5],
-                    7 => &[4, 3, 0, 4, 1, 2, 3, 5, 6],
-                    _ => &[5, 3, 0, 6, 1, 2, 3, 4, 5, 7],
-                };
-                refuse!(packet.get(19..21 + channels) != Some(usual), unsupported("an unusual order of channels"));
-                true
+                let usual = ChannelLayout::surround(channels, 1).map(|usual| {
+                    [&[usual.nb_streams as u8, usual.nb_coupled_streams as u8], &usual.mapping[..]].concat()
+                });
+                let stated = packet.get(19..21 + channels);
+                refuse!(stated != usual.ok().as_deref(), unsupported("an unusual order of channels"));
             }
             (0 | 1, _) => return corrupt(NAME, "the identification header is not valid"),
             _ => return unsupported("a channel mapping other than 0 and 1"),
-        };
+        }
         let gain = i16::from_le_bytes([packet[16], packet[17]]);
         Ok(Self {
             channels,
-            surround,
             skip: u16::from_le_bytes([packet[10], packet[11]]).into(),
             // In dB, with eight fractional bits.
             gain: 10f32.powf(f32::from(gain) / (20.0 * 256.0)),
         })
     }
-}
-
-/// Samples that a packet holds (RFC 6716, 3.1 and 3.2); None for an invalid packet.
-fn samples(packet: &[u8]) -> Option<usize> {
-    let toc = *packet.first()?;
-    let frame = match toc >> 3 {
-        config @ 0..=11 => [480, 960, 1920, 2880][usize::from(config & 3)],
-        config @ 12..=15 => [480, 960][usize::from(config & 1)],
-        config => 120 << (config & 3),
-    };
-    let frames = match toc & 3 {
-        0 => 1,
-        1 | 2 => 2,
-        _ => usize::from(*packet.get(1)? & 63),
-    };
-    (1..=LONGEST).contains(&(frame * frames)).then_some(frame * frames)
-}
-
-/// Whether a packet uses SILK (RFC 6716, 3.1).
-fn is_speech(packet: &[u8]) -> bool {
-    packet.first().is_some_and(|toc| toc >> 3 < 16)
 }
 
 impl Opus {
@@ -141,7 +113,7 @@ impl Opus {
         let mut n = 0;
         let first = loop {
             let Some(packet) = packets.next()? else { return Err(Error::NoAudio { format: NAME }) };
-            n += samples(packet.data).unwrap_or(0) as i64;
+            n += samples_48k(packet.data).unwrap_or(0) as i64;
             if let Some(granule) = packet.granule {
                 break granule;
             }
@@ -158,7 +130,13 @@ impl Opus {
         if begin.saturating_add_unsigned(out.len() as u64) > end {
             return corrupt(NAME, "the pages end before the stated length");
         }
-        self.reset(&head)?;
+        // Put back if all goes well: damaged bytes may leave it in any state.
+        let kept = self.decoders[head.channels - 1].take();
+        let kept = kept.and_then(|mut decoder| decoder.reset_state().ok().map(|()| decoder));
+        let Some(mut decoder) = kept.or_else(|| OpusMSDecoder::new(RATE as i32, head.channels, 1).ok()) else {
+            return corrupt(NAME, "there is no decoder for its channels");
+        };
+        self.samples.resize(LONGEST * head.channels, 0.0);
         let mut ahead = begin.saturating_sub(AHEAD);
         let seek = |ahead| match ogg::seek(bytes, audio, serial, ahead) {
             Some(page) => (page.at, page.granule.unwrap_or(origin), true),
@@ -174,9 +152,12 @@ impl Opus {
                 seeking = packet.granule.is_none();
                 continue;
             }
-            let Some(n) = samples(packet.data) else { return corrupt(NAME, "a packet is not valid") };
+            let Some(n) = samples_48k(packet.data).ok().filter(|&n| n > 0) else {
+                return corrupt(NAME, "a packet is not valid");
+            };
             let after = position.saturating_add(n as i64);
-            if after > ahead && !begun && is_speech(packet.data) && ahead > begin.saturating_sub(AHEAD_SPEECH) {
+            let is_speech = mode(packet.data).is_ok_and(|mode| mode != OpusMode::CeltOnly);
+            if after > ahead && !begun && is_speech && ahead > begin.saturating_sub(AHEAD_SPEECH) {
                 ahead = begin.saturating_sub(AHEAD_SPEECH);
                 let at;
                 (at, position, seeking) = seek(ahead);
@@ -185,15 +166,9 @@ impl Opus {
             }
             if after > ahead {
                 begun = true;
-                let decoder = match head.surround {
-                    true => Kind::Surround(self.surround.as_mut()),
-                    false => Kind::Plain(self.plain[head.channels - 1].as_mut()),
-                };
-                self.samples.resize(LONGEST * head.channels, 0.0);
-                if !decoder.decode(packet.data, n, &mut self.samples) {
-                    // The decoder's state is invalid now.
-                    self.plain = Default::default();
-                    self.surround = None;
+                // A panic would be a bug of the decoder, met on damaged bytes.
+                let decoded = catch_unwind(AssertUnwindSafe(|| decoder.decode(packet.data, n, &mut self.samples)));
+                if !matches!(decoded, Ok(Ok(decoded)) if decoded == n) {
                     return corrupt(NAME, "a packet cannot be decoded");
                 }
                 let skip = (begin + done as i64 - position).clamp(0, n as i64) as usize;
@@ -217,52 +192,7 @@ impl Opus {
                 }
             }
         }
+        self.decoders[head.channels - 1] = Some(decoder);
         Ok(())
-    }
-
-    /// Provides a decoder for these channels in its initial state.
-    fn reset(&mut self, head: &Head) -> Result<(), Error> {
-        let channels = head.channels;
-        let ready = if head.surround {
-            match &mut self.surround {
-                Some(decoder) if decoder.channels() == channels => decoder.reset_state().is_ok(),
-                place => {
-                    *place = OpusMSDecoder::new(RATE as i32, channels, 1).ok().map(Box::new);
-                    place.is_some()
-                }
-            }
-        } else {
-            match &mut self.plain[channels - 1] {
-                Some(decoder) => decoder.reset_state().is_ok(),
-                place => {
-                    *place = OpusDecoder::new(RATE as i32, channels).ok().map(Box::new);
-                    place.is_some()
-                }
-            }
-        };
-        if ready {
-            Ok(())
-        } else {
-            corrupt(NAME, "there is no decoder for its channels")
-        }
-    }
-}
-
-enum Kind<'a> {
-    Plain(Option<&'a mut Box<OpusDecoder>>),
-    Surround(Option<&'a mut Box<OpusMSDecoder>>),
-}
-
-impl Kind<'_> {
-    /// Decodes a packet; whether it gave `n` samples of each channel.
-    fn decode(self, packet: &[u8], n: usize, out: &mut [f32]) -> bool {
-        // A panic would be a bug of the decoder, met on damaged bytes.
-        let decoded = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match self {
-            Self::Plain(decoder) => decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n)),
-            Self::Surround(decoder) => {
-                decoder.is_some_and(|d| d.decode(packet, n, out).is_ok_and(|decoded| decoded == n))
-            }
-        }));
-        decoded.unwrap_or(false)
     }
 }
