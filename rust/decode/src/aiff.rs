@@ -13,20 +13,18 @@ fn chunk(bytes: &[u8]) -> Option<usize> {
 
 pub(super) fn aiff(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let (mut common, mut data) = (None, None);
-    let mut at = 12usize;
-    while let (Some(name), Some(size)) = (bytes.get(at..at + 4), u32_at(bytes, at + 4)) {
-        let body = &bytes[at + 8..];
-        match name {
+    for (head, size, at) in riff::chunks(bytes, 12, 2, |head: &[u8; 8]| Some(u32_at(head, 4)?.into())) {
+        let body = &bytes[at..];
+        match &head[..4] {
             b"COMM" => common = body.get(..size as usize),
             b"SSND" => {
                 let Some(offset) = u32_at(body, 0) else { break };
                 let whole = riff::whole(body, size as usize, chunk);
                 let before = 8usize.saturating_add(offset as usize);
-                data = Some((whole.get(before..).unwrap_or(&[]), u64::from(size).saturating_sub(before as u64)));
+                data = Some((whole.get(before..).unwrap_or(&[]), size.saturating_sub(before as u64)));
             }
             _ => {}
         }
-        at = at.saturating_add(8 + size as usize + (size & 1) as usize);
     }
     let (Some(common), Some((data, stated))) = (common.filter(|common| common.len() >= 18), data) else {
         return corrupt("AIFF", "there is no chunk of samples, or none that describes them");
@@ -62,25 +60,26 @@ fn extended(bytes: &[u8]) -> f64 {
     (mantissa as f64 * f64::from(exponent).exp2()).round()
 }
 
+/// The chunks of a CAF. The last one may state -1, up to the end of the file, which is more than any other does.
+pub(super) fn caf_chunks(bytes: &[u8]) -> impl Iterator<Item = (&[u8; 12], u64, usize)> {
+    riff::chunks(bytes, 8, 1, |head| Some(u64::from_be_bytes(*head.last_chunk()?)))
+}
+
 /// The samples of a CAF; None if they are of a codec.
 pub(super) fn caf(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let mut format: Option<&[u8]> = None;
-    let mut at = 8usize;
-    while let Some(header) = bytes.get(at..at.saturating_add(12)) {
-        let size = i64::from_be_bytes(header[4..].try_into().expect("8 bytes"));
-        let body = &bytes[at + 12..];
-        // The last chunk may state -1: up to the end of the file.
-        let length = usize::try_from(size).unwrap_or(body.len());
-        match &header[..4] {
+    for (head, size, at) in caf_chunks(bytes) {
+        let body = &bytes[at..];
+        match &head[..4] {
             b"desc" => format = body.get(..32),
             b"data" => {
                 let Some(format) = format else { break };
-                let data = body.get(4..length.min(body.len())).unwrap_or(&[]);
-                return Ok(described(format, data, u64::try_from(size).unwrap_or(0).saturating_sub(4)));
+                let data = body.get(4..size.min(body.len() as u64) as usize).unwrap_or(&[]);
+                let stated = if size > i64::MAX as u64 { 0 } else { size };
+                return Ok(described(format, data, stated.saturating_sub(4)));
             }
             _ => {}
         }
-        at = at.saturating_add(12).saturating_add(length);
     }
     corrupt("CAF", "there is no chunk of samples, or none that describes them")
 }

@@ -214,76 +214,54 @@ impl<'a> Lsb<'a> {
     }
 }
 
-/// Tables for a cyclic redundancy check of `BITS` bits, most significant bit first, eight bytes at a time: table i
-/// holds the remainder of a byte that is followed by i zero bytes.
-const fn crc_tables<const BITS: u32>(polynomial: u32) -> [[u32; 256]; 8] {
-    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
+/// Tables for a cyclic redundancy check, most significant bit first, eight bytes at a time: table i holds the remainder of a
+/// byte that is followed by i zero bytes. The polynomial and the remainders lie in the highest bits.
+const fn crc_tables(polynomial: u32) -> [[u32; 256]; 8] {
     let mut tables = [[0u32; 256]; 8];
-    let mut byte = 0;
-    while byte < 256 {
-        let mut crc = (byte as u32) << (BITS - 8);
+    let mut i = 0;
+    while i < 8 * 256 {
+        let (table, byte) = (i / 256, i % 256);
+        let mut crc = if table == 0 { (byte as u32) << 24 } else { tables[table - 1][byte] };
         let mut bit = 0;
         while bit < 8 {
-            let carry = crc >> (BITS - 1) & 1 == 1;
-            crc = (crc << 1) & mask;
-            if carry {
-                crc ^= polynomial;
-            }
+            crc = crc << 1 ^ if crc >> 31 == 1 { polynomial } else { 0 };
             bit += 1;
         }
-        tables[0][byte] = crc;
-        byte += 1;
-    }
-    let mut i = 1;
-    while i < 8 {
-        let mut byte = 0;
-        while byte < 256 {
-            let crc = tables[i - 1][byte];
-            tables[i][byte] = (crc << 8) & mask ^ tables[0][(crc >> (BITS - 8)) as usize];
-            byte += 1;
-        }
+        tables[table][byte] = crc;
         i += 1;
     }
     tables
 }
 
 #[inline(always)]
-fn crc<const BITS: u32>(tables: &[[u32; 256]; 8], mut crc: u32, data: &[u8]) -> u32 {
-    let mask = if BITS == 32 { u32::MAX } else { (1 << BITS) - 1 };
-    let mut eights = data.chunks_exact(8);
-    for x in &mut eights {
-        let head = (crc << (32 - BITS)) ^ u32::from_be_bytes([x[0], x[1], x[2], x[3]]);
-        crc = tables[7][(head >> 24) as usize]
-            ^ tables[6][(head >> 16 & 255) as usize]
-            ^ tables[5][(head >> 8 & 255) as usize]
-            ^ tables[4][(head & 255) as usize]
-            ^ tables[3][usize::from(x[4])]
-            ^ tables[2][usize::from(x[5])]
-            ^ tables[1][usize::from(x[6])]
-            ^ tables[0][usize::from(x[7])];
+fn crc(tables: &[[u32; 256]; 8], mut crc: u32, data: &[u8]) -> u32 {
+    let (eights, rest) = data.as_chunks();
+    for eight in eights {
+        let bytes = (u64::from_be_bytes(*eight) ^ u64::from(crc) << 32).to_be_bytes();
+        crc = bytes.iter().zip(tables.iter().rev()).fold(0, |crc, (&byte, table)| crc ^ table[usize::from(byte)]);
     }
-    for byte in eights.remainder() {
-        crc = (crc << 8) & mask ^ tables[0][((crc >> (BITS - 8)) as u8 ^ byte) as usize];
+    for byte in rest {
+        crc = crc << 8 ^ tables[0][usize::from((crc >> 24) as u8 ^ byte)];
     }
     crc
 }
 
 /// FLAC's frame header checksum: x^8 + x^2 + x + 1.
 pub(super) fn crc8(data: &[u8]) -> u8 {
-    static TABLES: [[u32; 256]; 8] = crc_tables::<8>(0x07);
-    crc::<8>(&TABLES, 0, data) as u8
+    static TABLES: [[u32; 256]; 8] = crc_tables(0x07 << 24);
+    (crc(&TABLES, 0, data) >> 24) as u8
 }
 
 /// FLAC's frame checksum: x^16 + x^15 + x^2 + 1.
 pub(super) fn crc16(data: &[u8]) -> u16 {
-    static TABLES: [[u32; 256]; 8] = crc_tables::<16>(CRC16);
+    static TABLES: [[u32; 256]; 8] = crc_tables(CRC16 << 16);
     #[cfg(target_arch = "x86_64")]
     if data.len() >= 256 && simd::polynomials() {
         // SAFETY: the instruction set was just checked, and there are 64 bytes.
         let (folded, rest) = unsafe { fold_16(data) };
-        return crc::<16>(&TABLES, crc::<16>(&TABLES, 0, &folded), rest) as u16;
+        return (crc(&TABLES, crc(&TABLES, 0, &folded), rest) >> 16) as u16;
     }
-    crc::<16>(&TABLES, 0, data) as u16
+    (crc(&TABLES, 0, data) >> 16) as u16
 }
 
 const CRC16: u32 = 0x8005;
@@ -333,8 +311,8 @@ unsafe fn fold_16(data: &[u8]) -> ([u8; 64], &[u8]) {
 
 /// OGG's page checksum; `so_far` is that of the part before.
 pub(super) fn crc32(so_far: u32, data: &[u8]) -> u32 {
-    static TABLES: [[u32; 256]; 8] = crc_tables::<32>(0x04c1_1db7);
-    crc::<32>(&TABLES, so_far, data)
+    static TABLES: [[u32; 256]; 8] = crc_tables(0x04c1_1db7);
+    crc(&TABLES, so_far, data)
 }
 
 #[cfg(test)]

@@ -196,12 +196,8 @@ impl Decoder {
     /// with nothing read, for any other.
     /// Errors: A range that is not in the recording, or damage in it.
     pub fn read_16(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16]) -> Result<bool, Error> {
-        if info.channels != 1 {
-            return Ok(false);
-        }
-        if start.checked_add(out.len() as u64).is_none_or(|end| end > info.frames) {
-            return Err(Error::Range { start, length: out.len(), frames: info.frames });
-        }
+        refuse!(info.channels != 1, Ok(false));
+        check_range(info, start, out.len())?;
         match format(bytes)? {
             (Format::Pcm(pcm), _) => Ok(pcm.read_16(start, out).is_some()),
             (Format::Flac, bytes) => self.flac.read_16(bytes, start, out),
@@ -248,9 +244,7 @@ impl Decoder {
             return Err(Error::Channel { channel, channels: info.channels });
         }
         let channel = channel.filter(|_| info.channels > 1);
-        if start.checked_add(out.len() as u64).is_none_or(|end| end > info.frames) {
-            return Err(Error::Range { start, length: out.len(), frames: info.frames });
-        }
+        check_range(info, start, out.len())?;
         if out.is_empty() {
             return Ok(());
         }
@@ -277,6 +271,11 @@ impl Decoder {
         }
         Ok(())
     }
+}
+
+fn check_range(info: &Info, start: u64, length: usize) -> Result<(), Error> {
+    let inside = start.checked_add(length as u64).is_some_and(|end| end <= info.frames);
+    inside.then_some(()).ok_or(Error::Range { start, length, frames: info.frames })
 }
 
 /// Reads parts of a recording, for fuzzers: arbitrary bytes may cause nothing worse than an error.

@@ -18,7 +18,7 @@ use symphonia::core::meta::MetadataOptions;
 use symphonia::core::units::{TimeBase, Timestamp};
 
 use super::mp4::{self, Edit};
-use super::{aac, corrupt, riff, Error, Info};
+use super::{aac, aiff, corrupt, riff, Error, Info};
 
 /// Samples that are decoded before the crop.
 const AHEAD: u64 = 4096;
@@ -55,23 +55,22 @@ struct Blocks {
 /// The blocks of a WAV with ADPCM (Microsoft's or IMA); None for any other.
 fn blocks(bytes: &[u8]) -> Option<Blocks> {
     let word = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
-    let (mut at, mut found) = (12, None);
-    loop {
-        let size = u32::from_le_bytes(bytes.get(at + 4..at + 8)?.try_into().ok()?) as usize;
-        match &bytes[at..at + 4] {
-            b"fmt " if matches!(word(at + 8)?, 2 | 0x11) => {
-                found = Some((usize::from(word(at + 20)?), u64::from(word(at + 26)?)));
+    let mut found = None;
+    for (head, size, at) in riff::riff_chunks(bytes) {
+        match &head[..4] {
+            b"fmt " if matches!(word(at)?, 2 | 0x11) => {
+                found = Some((usize::from(word(at + 12)?), u64::from(word(at + 18)?)));
             }
             b"data" => {
                 let (bytes_of_block, samples) = found.filter(|&(bytes, samples)| bytes > 0 && samples > 0)?;
-                let data = riff::whole(&bytes[at + 8..], size, riff::chunk).len();
-                let stated = if size == u32::MAX as usize { 0 } else { (size / bytes_of_block) as u64 * samples };
-                return Some(Blocks { data: at + 8..at + 8 + data, bytes: bytes_of_block, samples, stated });
+                let data = riff::whole(&bytes[at..], size as usize, riff::chunk).len();
+                let stated = if size == u32::MAX.into() { 0 } else { size / bytes_of_block as u64 * samples };
+                return Some(Blocks { data: at..at + data, bytes: bytes_of_block, samples, stated });
             }
             _ => {}
         }
-        at = at.checked_add(8 + size + (size & 1))?;
     }
+    None
 }
 
 /// An opened container, and its first track of audio.
@@ -125,26 +124,15 @@ fn open<'a>(bytes: &'a [u8]) -> Result<Opened<'a>, Error> {
 
 /// Whether a chunk of a CAF states more bytes than there are, as in a file that was cut short.
 fn ends_early(bytes: &[u8]) -> bool {
-    let mut at = 8usize;
-    while let Some(size) = bytes.get(at..).and_then(|rest| rest.get(4..)).and_then(|rest| rest.first_chunk()) {
-        let Ok(size) = usize::try_from(i64::from_be_bytes(*size)) else { return false };
-        at = at.saturating_add(12).saturating_add(size);
-    }
-    at > bytes.len()
+    aiff::caf_chunks(bytes).any(|(_, size, at)| size <= i64::MAX as u64 && at as u64 + size > bytes.len() as u64)
 }
 
 /// The samples in the packets of a CAF that are the recording, by its packet table.
 fn trimmed(bytes: &[u8]) -> Option<Edit> {
-    let mut at = 8usize;
-    loop {
-        let size = i64::from_be_bytes(*bytes.get(at + 4..)?.first_chunk()?);
-        if &bytes[at..at + 4] == b"pakt" {
-            let frames = i64::from_be_bytes(*bytes.get(at + 20..)?.first_chunk()?);
-            let skip = i32::from_be_bytes(*bytes.get(at + 28..)?.first_chunk()?);
-            return Some(Edit { skip: skip.try_into().ok()?, frames: Some(frames.try_into().ok()?) });
-        }
-        at = at.checked_add(12)?.checked_add(usize::try_from(size).ok()?)?;
-    }
+    let (.., at) = aiff::caf_chunks(bytes).find(|(head, ..)| head.starts_with(b"pakt"))?;
+    let frames = i64::from_be_bytes(*bytes.get(at + 8..)?.first_chunk()?);
+    let skip = i32::from_be_bytes(*bytes.get(at + 16..)?.first_chunk()?);
+    Some(Edit { skip: skip.try_into().ok()?, frames: Some(frames.try_into().ok()?) })
 }
 
 fn decoder(parameters: &AudioCodecParameters) -> Option<Box<dyn AudioDecoder>> {
@@ -309,7 +297,6 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
     }
     let of_microsoft = parameters.codec == CODEC_ID_ADPCM_MS;
     let mut done = 0;
-    let mut mono = Vec::new();
     while done < out.len() {
         let packet = match reader.next_packet() {
             Ok(Some(packet)) if packet.track_id == track => packet,
@@ -324,7 +311,6 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         }
         let Ok(decoded) = decoder.decode(&packet) else { return corrupt(format, "a packet cannot be decoded") };
         let n = decoded.frames();
-        let channels = decoded.num_planes();
         // The presentation time is that of the packet's first sample, those of the encoder's delay included: they are cut.
         let first = packet.pts.get().saturating_add_unsigned(packet.trim_start.get()).max(0) as u64;
         let position = scaled(first, base, info.rate);
@@ -333,26 +319,22 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
             continue;
         }
         refuse!(position > wanted, corrupt(format, "a packet is missing"));
-        let planes: Vec<Vec<f32>> = {
-            let mut planes: Vec<Vec<f32>> = Vec::new();
-            decoded.copy_to_vecs_planar(&mut planes);
-            planes
-        };
-        mono.clear();
-        mono.resize(n, 0.0f32);
+        let mut planes = Vec::<Vec<f32>>::new();
+        decoded.copy_to_vecs_planar(&mut planes);
+        let skip = (wanted - position) as usize;
+        let take = (n - skip).min(out.len() - done);
+        let mono = &mut out[done..done + take];
         match channel.and_then(|channel| planes.get(usize::from(channel))) {
-            Some(plane) => mono.copy_from_slice(&plane[..n]),
+            Some(plane) => mono.copy_from_slice(&plane[skip..skip + take]),
             None => {
+                mono.fill(0.0);
                 for plane in &planes {
-                    mono.iter_mut().zip(plane).for_each(|(y, x)| *y += x);
+                    mono.iter_mut().zip(&plane[skip..]).for_each(|(y, x)| *y += x);
                 }
-                let gain = 1.0 / channels.max(1) as f32;
+                let gain = 1.0 / planes.len().max(1) as f32;
                 mono.iter_mut().for_each(|y| *y *= gain);
             }
         }
-        let skip = (wanted - position) as usize;
-        let take = (n - skip).min(out.len() - done);
-        out[done..done + take].copy_from_slice(&mono[skip..skip + take]);
         done += take;
     }
     refuse!(out.len() - done > MISSING, corrupt(format, "it ends before its stated length"));

@@ -48,17 +48,32 @@ pub(super) fn chunk(bytes: &[u8]) -> Option<usize> {
     sound.then_some(8 + size + (size & 1))
 }
 
-/// Walks the chunks up to the data.
+/// The chunks from `at` on, whose first bytes are a name and a size, by `size`, of what follows. After it comes padding up to a
+/// multiple of `align`. Returns these first bytes, the size, and where the content begins.
+pub(super) fn chunks<const HEAD: usize>(
+    bytes: &[u8], mut at: usize, align: usize, size: impl Fn(&[u8; HEAD]) -> Option<u64>,
+) -> impl Iterator<Item = (&[u8; HEAD], u64, usize)> {
+    std::iter::from_fn(move || {
+        let head = bytes.get(at..)?.first_chunk()?;
+        let (size, body) = (size(head)?, at + HEAD);
+        let length = usize::try_from(size).ok().and_then(|size| size.checked_next_multiple_of(align));
+        at = body.saturating_add(length.unwrap_or(usize::MAX));
+        Some((head, size, body))
+    })
+}
+
+/// The chunks of a RIFF file.
+pub(super) fn riff_chunks(bytes: &[u8]) -> impl Iterator<Item = (&[u8; 8], u64, usize)> {
+    chunks(bytes, 12, 2, |head| Some(u32_at(head, 4).into()))
+}
+
 pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let long_format = !bytes.starts_with(b"RIFF");
     let mut long_size = None;
     let mut format = None;
-    let mut at = 12;
-    while let Some(header) = bytes.get(at..at + 8) {
-        let size = u32_at(header, 4);
-        let body = &bytes[at + 8..];
-        let content = body.get(..size as usize);
-        match (&header[..4], content) {
+    for (head, size, at) in riff_chunks(bytes) {
+        let (size, body) = (size as u32, &bytes[at..]);
+        match (&head[..4], body.get(..size as usize)) {
             (b"ds64", Some(body)) if body.len() >= 16 => {
                 long_size = Some(u64::from_le_bytes(body[8..16].try_into().expect("8 bytes")));
             }
@@ -84,11 +99,6 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
             }
             _ => {}
         }
-        // Chunks begin at even offsets.
-        at = match at.checked_add(8 + size as usize + (size & 1) as usize) {
-            Some(at) => at,
-            None => break,
-        };
     }
     corrupt("WAV", "there is no data chunk")
 }
@@ -109,20 +119,14 @@ fn long_chunk(bytes: &[u8]) -> Option<usize> {
 
 pub(super) fn w64(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let mut format = None;
-    let mut at = 40;
-    while let Some(header) = bytes.get(at..at + 24) {
-        let size = usize::try_from(u64::from_le_bytes(header[16..].try_into().expect("8 bytes"))).unwrap_or(usize::MAX);
-        let Some(length) = size.checked_sub(24) else { break };
-        let body = &bytes[at + 24..];
-        match (&header[..4], &header[4..16] == W64_END.as_slice()) {
+    let size = |head: &[u8; 24]| u64::from_le_bytes(*head.last_chunk()?).checked_sub(24);
+    for (head, size, at) in chunks(bytes, 40, 8, size) {
+        let (body, length) = (&bytes[at..], size as usize);
+        match (&head[..4], head[4..16] == W64_END) {
             (b"fmt ", true) => format = body.get(..length),
-            (b"data", true) => return with_format("W64", format, whole(body, length, long_chunk), length as u64),
+            (b"data", true) => return with_format("W64", format, whole(body, length, long_chunk), size),
             _ => {}
         }
-        at = match at.checked_add(size).and_then(|at| at.checked_next_multiple_of(8)) {
-            Some(at) => at,
-            None => break,
-        };
     }
     corrupt("W64", "there is no data chunk")
 }

@@ -92,18 +92,15 @@ impl Stream<'_> {
             number = number << 6 | u64::from(byte & 0x3f);
         }
         let mut size = 5 + more;
+        let mut bytes = |n: usize| {
+            size += n;
+            Some(b.get(size - n..size)?.iter().fold(0, |number, &byte| number << 8 | u32::from(byte)))
+        };
         let block = match sizes >> 4 {
             0 => return None,
             1 => 192,
             code @ 2..=5 => 144 << code,
-            6 => {
-                size += 1;
-                u32::from(*b.get(size - 1)?) + 1
-            }
-            7 => {
-                size += 2;
-                u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?])) + 1
-            }
+            code @ 6..=7 => bytes(usize::from(code) - 5)? + 1,
             code => 1 << code,
         };
         let rate = match sizes & 15 {
@@ -111,19 +108,9 @@ impl Stream<'_> {
             code @ 1..=11 => {
                 [88200, 176400, 192000, 8000, 16000, 22050, 24000, 32000, 44100, 48000, 96000][code as usize - 1]
             }
-            12 => {
-                size += 1;
-                u32::from(*b.get(size - 1)?) * 1000
-            }
-            code @ 13..=14 => {
-                size += 2;
-                let rate = u32::from(u16::from_be_bytes([*b.get(size - 2)?, *b.get(size - 1)?]));
-                if code == 13 {
-                    rate
-                } else {
-                    rate * 10
-                }
-            }
+            12 => bytes(1)? * 1000,
+            13 => bytes(2)?,
+            14 => bytes(2)? * 10,
             _ => return None,
         };
         let (stereo, channels) = match form >> 4 {

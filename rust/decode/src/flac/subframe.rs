@@ -4,10 +4,8 @@ use super::super::bits::{unfold, Msb};
 use crate::simd;
 
 /// The integers that samples are decoded in; arithmetic wraps, since only damaged frames overflow.
-pub(super) trait Int: Copy + Default {
+pub(super) trait Int: Copy + Into<i64> {
     fn wrap(x: i64) -> Self;
-    fn wide(self) -> i64;
-    fn shl(self, n: u32) -> Self;
     /// The samples after the first `weights.len()` ones, which have `depth` bits: each is its residual + (sum of
     /// weights\[j\] x\[i - 1 - j\]) >> shift.
     fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()>;
@@ -18,16 +16,9 @@ impl Int for i64 {
     fn wrap(x: i64) -> Self {
         x
     }
-    #[inline(always)]
-    fn wide(self) -> i64 {
-        self
-    }
-    fn shl(self, n: u32) -> Self {
-        self << n
-    }
     // Only for the side channel of 32-bit stereo, which is not worth specialised loops.
     fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, _depth: u32, out: &mut [Self]) -> Option<()> {
-        residual(bits, out, &Any { weights, shift })
+        residual(bits, out, weights, shift, &Any { weights, shift })
     }
 }
 
@@ -37,21 +28,14 @@ impl Int for i32 {
         x as i32
     }
     #[inline(always)]
-    fn wide(self) -> i64 {
-        i64::from(self)
-    }
-    fn shl(self, n: u32) -> Self {
-        self << n
-    }
-    #[inline(always)]
     fn predicted(bits: &mut Msb, weights: &[i32], shift: u32, depth: u32, out: &mut [Self]) -> Option<()> {
         let largest = weights.iter().map(|w| u64::from(w.unsigned_abs())).sum::<u64>() << (depth - 1);
         // Whether no sum can overflow i32.
         let narrow = largest <= i32::MAX as u64;
         if let (1..=2, true, 0) = (weights.len(), narrow, shift) {
             match weights {
-                [1] => return residual(bits, out, &First),
-                [2, -1] => return residual(bits, out, &Second),
+                [1] => return residual(bits, out, weights, shift, &First),
+                [2, -1] => return residual(bits, out, weights, shift, &Second),
                 _ => {}
             }
         }
@@ -59,9 +43,9 @@ impl Int for i32 {
         macro_rules! of_order {
             ($($n:literal)*) => {
                 match weights.len() {
-                    $($n if narrow => residual(bits, out, &Linear::<$n, true>::new(weights, shift)),
-                    $n => residual(bits, out, &Linear::<$n, false>::new(weights, shift)),)*
-                    _ => residual(bits, out, &Any { weights, shift }),
+                    $($n if narrow => residual(bits, out, weights, shift, &Linear::<$n, true>::new(weights, shift)),
+                    $n => residual(bits, out, weights, shift, &Linear::<$n, false>::new(weights, shift)),)*
+                    _ => residual(bits, out, weights, shift, &Any { weights, shift }),
                 }
             };
         }
@@ -112,7 +96,7 @@ pub(super) fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) ->
     }
     if wasted > 0 {
         for x in out.iter_mut() {
-            *x = x.shl(wasted);
+            *x = T::wrap((*x).into() << wasted);
         }
     }
     Some(())
@@ -128,8 +112,6 @@ fn warm_up<T: Int>(bits: &mut Msb, depth: u32, order: usize, out: &mut [T]) -> O
 
 /// A linear predictor.
 trait Predictor<T> {
-    /// The weights of the preceding samples, the newest first, and the shift.
-    fn weights(&self) -> (&[i32], u32);
     /// Restores samples \[at, at + residuals.len()) from those before.
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize);
 }
@@ -148,11 +130,6 @@ impl<const N: usize, const NARROW: bool> Linear<N, NARROW> {
 
 impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARROW> {
     #[inline(always)]
-    fn weights(&self) -> (&[i32], u32) {
-        (&self.weights, self.shift)
-    }
-
-    #[inline(always)]
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
         let x = &mut x[at - N..at + M];
         for m in 0..M {
@@ -160,7 +137,7 @@ impl<T: Int, const N: usize, const NARROW: bool> Predictor<T> for Linear<N, NARR
             let mut narrow = 0i32;
             let mut wide = 0i64;
             for j in (0..N).rev() {
-                let (w, x) = (self.weights[j], x[m + N - 1 - j].wide());
+                let (w, x): (_, i64) = (self.weights[j], x[m + N - 1 - j].into());
                 if NARROW {
                     narrow = narrow.wrapping_add(w.wrapping_mul(x as i32));
                 } else {
@@ -182,14 +159,9 @@ struct Second;
 // Without products the sums of a sample take a third of the time, in a chain in which each waits for the one before.
 impl<T: Int> Predictor<T> for First {
     #[inline(always)]
-    fn weights(&self) -> (&[i32], u32) {
-        (&[1], 0)
-    }
-
-    #[inline(always)]
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
         let x = &mut x[at - 1..at + M];
-        let mut last = x[0].wide() as i32;
+        let mut last = x[0].into() as i32;
         for m in 0..M {
             last = last.wrapping_add(residuals[m]);
             x[m + 1] = T::wrap(i64::from(last));
@@ -199,15 +171,10 @@ impl<T: Int> Predictor<T> for First {
 
 impl<T: Int> Predictor<T> for Second {
     #[inline(always)]
-    fn weights(&self) -> (&[i32], u32) {
-        (&[2, -1], 0)
-    }
-
-    #[inline(always)]
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
         let x = &mut x[at - 2..at + M];
-        let mut last = x[1].wide() as i32;
-        let mut step = last.wrapping_sub(x[0].wide() as i32);
+        let mut last = x[1].into() as i32;
+        let mut step = last.wrapping_sub(x[0].into() as i32);
         for m in 0..M {
             step = step.wrapping_add(residuals[m]);
             last = last.wrapping_add(step);
@@ -222,10 +189,6 @@ struct Any<'a> {
 }
 
 impl<T: Int> Predictor<T> for Any<'_> {
-    fn weights(&self) -> (&[i32], u32) {
-        (self.weights, self.shift)
-    }
-
     #[inline(always)]
     fn restore<const M: usize>(&self, residuals: &[i32; M], x: &mut [T], at: usize) {
         for (i, &residual) in (at..).zip(residuals) {
@@ -239,14 +202,17 @@ impl<T: Int> Predictor<T> for Any<'_> {
 fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], at: usize) {
     let before = x[at - weights.len()..at].iter().rev();
     let sum =
-        weights.iter().zip(before).fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.wide())));
+        weights.iter().zip(before).fold(0i64, |sum, (&w, &x)| sum.wrapping_add(i64::from(w).wrapping_mul(x.into())));
     x[at] = T::wrap((sum >> shift).wrapping_add(i64::from(residual)));
 }
 
 /// Decodes the Rice-coded residuals of the samples after the warm-up, and restores those samples. Both happen in one loop:
-/// finding the next code and predicting the next sample are each a chain of dependent steps, and the two overlap.
+/// finding the next code and predicting the next sample are each a chain of dependent steps, and the two overlap. `weights`:
+/// those of the preceding samples, the newest first.
 #[inline(always)]
-fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>) -> Option<()> {
+fn residual<T: Int>(
+    bits: &mut Msb, out: &mut [T], weights: &[i32], shift: u32, predictor: &impl Predictor<T>,
+) -> Option<()> {
     let width = match bits.read(2) {
         0 => 4,
         1 => 5,
@@ -255,7 +221,6 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
     let partitions = 1usize << bits.read(4);
     refuse!(!out.len().is_multiple_of(partitions), None);
     let size = out.len() / partitions;
-    let (weights, shift) = predictor.weights();
     let mut first = weights.len();
     for partition in 0..partitions {
         let end = (partition + 1) * size;
@@ -283,11 +248,11 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
             // As many codes from one window as usually fit.
             if k < 11 {
                 while at + 4 <= end {
-                    at += restore_some::<T, 4>(bits, k, out, at, predictor)?;
+                    at += restore_some::<T, 4>(bits, k, out, at, weights, shift, predictor)?;
                 }
             }
             while at + 2 <= end {
-                at += restore_some::<T, 2>(bits, k, out, at, predictor)?;
+                at += restore_some::<T, 2>(bits, k, out, at, weights, shift, predictor)?;
             }
             if at < end {
                 restore_one(weights, shift, bits.rice(k)?, out, at);
@@ -303,7 +268,7 @@ fn residual<T: Int>(bits: &mut Msb, out: &mut [T], predictor: &impl Predictor<T>
 /// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns how many.
 #[inline(always)]
 fn restore_some<T: Int, const M: usize>(
-    bits: &mut Msb, k: u32, out: &mut [T], at: usize, predictor: &impl Predictor<T>,
+    bits: &mut Msb, k: u32, out: &mut [T], at: usize, weights: &[i32], shift: u32, predictor: &impl Predictor<T>,
 ) -> Option<usize> {
     let mut window = bits.window();
     let mut residuals = [0; M];
@@ -323,7 +288,6 @@ fn restore_some<T: Int, const M: usize>(
         predictor.restore(&residuals, out, at);
         Some(M)
     } else {
-        let (weights, shift) = predictor.weights();
         restore_one(weights, shift, bits.rice(k)?, out, at);
         Some(1)
     }

@@ -33,25 +33,9 @@ fn tables() -> &'static Tables {
     TABLES.get_or_init(|| {
         let mut nodes = Vec::new();
         let mut pairs = [None; 32];
-        let trees: [(usize, &[u16]); 15] = [
-            (1, &facts::PAIRS_1),
-            (2, &facts::PAIRS_2),
-            (3, &facts::PAIRS_3),
-            (5, &facts::PAIRS_5),
-            (6, &facts::PAIRS_6),
-            (7, &facts::PAIRS_7),
-            (8, &facts::PAIRS_8),
-            (9, &facts::PAIRS_9),
-            (10, &facts::PAIRS_10),
-            (11, &facts::PAIRS_11),
-            (12, &facts::PAIRS_12),
-            (13, &facts::PAIRS_13),
-            (15, &facts::PAIRS_15),
-            (16, &facts::PAIRS_16),
-            (24, &facts::PAIRS_24),
-        ];
-        for (table, leaves) in trees {
-            pairs[table] = Some(grow(&mut nodes, leaves, facts::LINBITS[table] > 0));
+        let mut leaves = &facts::PAIRS[..];
+        for table in [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 24] {
+            pairs[table] = Some(grow(&mut nodes, &mut leaves, facts::LINBITS[table] > 0));
         }
         for table in 17..32 {
             pairs[table] = pairs[if table < 24 { 16 } else { 24 }];
@@ -90,37 +74,37 @@ fn leaf(code: u16, larger: bool) -> u32 {
     escape | set[0] << 24 | (length + set[0] + set[1]) << 16 | u32::from(code)
 }
 
-/// Appends the look-up tables of a code to `nodes`, and returns where they begin. `larger`: 15 stands for larger values.
-fn grow(nodes: &mut Vec<u32>, leaves: &[u16], larger: bool) -> u32 {
+/// Appends the look-up tables of the code that comes first in `leaves` to `nodes`, and returns where they begin. `larger`: 15
+/// stands for larger values.
+fn grow(nodes: &mut Vec<u32>, leaves: &mut &[u16], larger: bool) -> u32 {
     let root = nodes.len();
     nodes.resize(root + (1 << FIRST), 0);
     // The next leaf's code, left-aligned in 32 bits.
     let mut code = 0u64;
-    let mut i = 0;
-    while i < leaves.len() {
-        let length = u32::from(leaves[i] >> 8);
+    while code < 1 << 32 {
+        let length = u32::from(leaves[0] >> 8);
         let at = root + (code >> (32 - FIRST)) as usize;
         if length <= FIRST {
-            nodes[at..at + (1 << (FIRST - length))].fill(leaf(leaves[i], larger));
+            nodes[at..at + (1 << (FIRST - length))].fill(leaf(leaves[0], larger));
             code += 1 << (32 - length);
-            i += 1;
+            *leaves = &leaves[1..];
             continue;
         }
         // All leaves under this prefix.
         let end = code + (1 << (32 - FIRST));
-        let (mut n, mut reach, mut longest) = (i, code, 0);
-        while reach < end {
+        let (mut n, mut longest) = (0, 0);
+        while code < end {
             let length = u32::from(leaves[n] >> 8);
             longest = longest.max(length);
-            reach += 1 << (32 - length);
+            code += 1 << (32 - length);
             n += 1;
         }
         nodes[at] = LINK | (longest - FIRST) << 16 | nodes.len() as u32;
-        for code in &leaves[i..n] {
+        for code in &leaves[..n] {
             let span = 1 << (longest - u32::from(code >> 8));
             nodes.resize(nodes.len() + span, leaf(*code, larger));
         }
-        (i, code) = (n, end);
+        *leaves = &leaves[n..];
     }
     root as u32
 }

@@ -33,16 +33,11 @@ pub(super) fn is_mp3(bytes: &[u8]) -> bool {
 }
 
 /// The decoder, and an index of the recording that was read last.
+#[derive(Default)]
 pub(super) struct Mp3 {
     index: Index,
     decoder: Layer3,
-    samples: [f32; 1152],
-}
-
-impl Default for Mp3 {
-    fn default() -> Self {
-        Self { index: Index::default(), decoder: Layer3::default(), samples: [0.0; 1152] }
-    }
+    samples: Vec<f32>,
 }
 
 impl Mp3 {
@@ -79,6 +74,7 @@ impl Mp3 {
             reservoir += self.frame(bytes, begin).map_or(0, |(data, h)| data.len().saturating_sub(h.before_data()));
         }
         self.decoder.reset(channel);
+        self.samples.resize(per_frame, 0.0);
         let mut done = 0;
         let mut skip = (first % per_frame as u64) as usize;
         for frame in begin..frames {
@@ -92,7 +88,7 @@ impl Mp3 {
                 self.decoder.skip(data, header);
                 continue;
             }
-            self.decoder.decode(data, header, &mut self.samples[..per_frame]);
+            self.decoder.decode(data, header, &mut self.samples);
             if frame >= target {
                 let n = (per_frame - skip).min(out.len() - done);
                 out[done..done + n].copy_from_slice(&self.samples[skip..skip + n]);

@@ -22,51 +22,34 @@ impl Table {
         let i = k / STRIDE;
         (k < self.n).then(|| self.offsets.get(i).map(|&at| (i * STRIDE, at as usize)))?
     }
-
-    fn bytes(&self) -> usize {
-        64 + 4 * self.offsets.len()
-    }
 }
 
-#[derive(Default)]
-struct Tables {
-    by_key: HashMap<u128, (u64, Arc<Table>)>, // and when it was last used
-    clock: u64,
-    bytes: usize,
-}
+/// The tables by recording, and their bytes. There may be 200,000 of the shortest recordings that get one: a list would be
+/// searched for each crop, under the lock.
+type Tables = (HashMap<u128, Arc<Table>>, usize);
 
-/// There may be 200,000 of the shortest recordings that get one: a list would be searched for each crop, under the lock.
 static TABLES: Mutex<Option<Tables>> = Mutex::new(None);
 
 /// The table of a recording that was walked before.
 pub fn find(bytes: &[u8]) -> Option<Arc<Table>> {
     let key = key(bytes); // before the lock: the file may have to be read for it
-    let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    let tables = tables.as_mut()?;
-    tables.clock += 1;
-    let (used, table) = tables.by_key.get_mut(&key)?;
-    *used = tables.clock;
-    Some(table.clone())
+    TABLES.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.0.get(&key).cloned()
 }
 
-/// Keeps the table of a recording with these frames; the one that was not used for longest makes room.
+/// Keeps the table of a recording with these frames; all others make room if it takes too much.
 pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
     let offsets = frames.iter().step_by(STRIDE).copied().collect();
     let table = Arc::new(Table { n: frames.len(), offsets });
     let key = key(bytes);
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
-    let tables = tables.get_or_insert_with(Tables::default);
-    tables.clock += 1;
-    tables.bytes += table.bytes();
-    if let Some((_, old)) = tables.by_key.insert(key, (tables.clock, table.clone())) {
-        tables.bytes -= old.bytes();
+    let (by_key, size) = tables.get_or_insert_default();
+    let more = 64 + 4 * table.offsets.len();
+    if *size + more > KEPT {
+        by_key.clear();
+        *size = 0;
     }
-    while tables.bytes > KEPT {
-        let Some(oldest) = tables.by_key.iter().min_by_key(|(_, (used, _))| *used).map(|(key, _)| *key) else { break };
-        if let Some((_, old)) = tables.by_key.remove(&oldest) {
-            tables.bytes -= old.bytes();
-        }
-    }
+    *size += more;
+    by_key.insert(key, table.clone());
     table
 }
 
