@@ -48,7 +48,6 @@ macro_rules! inlined {
         $($(#[$meta])* #[inline(always)] $vis unsafe fn $name $arguments $(-> $out)? $body)*
     };
 }
-pub(crate) use inlined;
 pub use kernel;
 
 /// `N` float32 values that are processed together.
@@ -91,6 +90,47 @@ pub trait Shuffle: Lanes {
     unsafe fn deinterleave(self, b: Self) -> [Self; 2];
     /// The entries of a table at the lanes' integer parts, and its first or last entry for those beyond its ends.
     unsafe fn look_up(self, table: &[f32; 256]) -> Self;
+}
+
+/// Complex values.
+#[derive(Clone, Copy)]
+pub struct Complex<V> {
+    pub re: V,
+    pub im: V,
+}
+
+#[allow(clippy::missing_safety_doc)] // the section of `Lanes` holds for each method
+impl<V: Lanes> Complex<V> {
+    inlined! {
+        pub fn load(planes: [*const f32; 2], at: usize) -> Self {
+            Self { re: V::load(planes[0].add(at)), im: V::load(planes[1].add(at)) }
+        }
+        pub fn store(self, planes: [*mut f32; 2], at: usize) {
+            self.re.store(planes[0].add(at));
+            self.im.store(planes[1].add(at));
+        }
+        pub fn add(self, b: Self) -> Self { Self { re: self.re.add(b.re), im: self.im.add(b.im) } }
+        pub fn sub(self, b: Self) -> Self { Self { re: self.re.sub(b.re), im: self.im.sub(b.im) } }
+        pub fn mul(self, b: Self) -> Self {
+            Self { re: self.im.neg_mul_add(b.im, self.re.mul(b.re)), im: self.re.mul_add(b.im, self.im.mul(b.re)) }
+        }
+        /// self + i b
+        pub fn add_turned(self, b: Self) -> Self { Self { re: self.re.sub(b.im), im: self.im.add(b.re) } }
+        /// self - i b
+        pub fn sub_turned(self, b: Self) -> Self { Self { re: self.re.add(b.im), im: self.im.sub(b.re) } }
+        /// The square of its length.
+        pub fn power(self) -> V { self.re.mul_add(self.re, self.im.mul(self.im)) }
+    }
+}
+
+/// The Fourier transform of four points.
+///
+/// # Safety
+/// As for [`Lanes`].
+#[inline(always)]
+pub unsafe fn four<V: Lanes>([a, b, c, d]: [Complex<V>; 4]) -> [Complex<V>; 4] {
+    let (sum, difference, sum_2, difference_2) = (a.add(c), a.sub(c), b.add(d), b.sub(d));
+    [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
 }
 
 /// Lanes for any machine: the compiler uses what the baseline instruction set offers.

@@ -34,8 +34,8 @@ pub(super) unsafe fn group_lanes<V: Lanes, W: Lanes>(
     let (re, im) = (s.re.as_mut_ptr().cast::<f32>(), s.im.as_mut_ptr().cast::<f32>());
     let mels = s.mels.as_mut_ptr().cast::<f32>();
     windows::<V, W>(frames, stride, t, re, im);
-    transform::<V>(re, im, t);
-    power::<V>(re, im, t);
+    transform::<V>([re, im], t);
+    power::<V>([re, im], t);
     bands::<V>(re, t, mels);
     for x in std::slice::from_raw_parts_mut(mels, n_mels * V::N) {
         let y = if V::FUSED { ln::<true>(x.max(FLOOR)) } else { ln::<false>(x.max(FLOOR)) };

@@ -14,7 +14,7 @@
 use std::f64::consts::PI;
 use std::sync::OnceLock;
 
-use crate::simd::{self, inlined, Lanes, Portable, Shuffle};
+use crate::simd::{self, four, Complex, Portable, Shuffle};
 
 /// Lines of the longest block.
 pub(super) const MAX_LINES: usize = 4096;
@@ -111,41 +111,6 @@ simd::kernel! {
     /// Makes the samples between the middles of two blocks that were transformed one after the other, and returns their number.
     pub(super) fn overlap(work: &mut Work, before: &Table, this: &Table) -> usize:
         avx2 add_halves::<simd::Avx2>; else add_halves::<Portable>
-}
-
-/// Complex values.
-#[derive(Clone, Copy)]
-struct Complex<V> {
-    re: V,
-    im: V,
-}
-
-impl<V: Lanes> Complex<V> {
-    inlined! {
-        pub fn load(planes: [*const f32; 2], at: usize) -> Self {
-            Self { re: V::load(planes[0].add(at)), im: V::load(planes[1].add(at)) }
-        }
-        pub fn store(self, planes: [*mut f32; 2], at: usize) {
-            self.re.store(planes[0].add(at));
-            self.im.store(planes[1].add(at));
-        }
-        pub fn add(self, b: Self) -> Self { Self { re: self.re.add(b.re), im: self.im.add(b.im) } }
-        pub fn sub(self, b: Self) -> Self { Self { re: self.re.sub(b.re), im: self.im.sub(b.im) } }
-        pub fn mul(self, b: Self) -> Self {
-            Self { re: self.im.neg_mul_add(b.im, self.re.mul(b.re)), im: self.re.mul_add(b.im, self.im.mul(b.re)) }
-        }
-        /// self + i b
-        pub fn add_turned(self, b: Self) -> Self { Self { re: self.re.sub(b.im), im: self.im.add(b.re) } }
-        /// self - i b
-        pub fn sub_turned(self, b: Self) -> Self { Self { re: self.re.add(b.im), im: self.im.sub(b.re) } }
-    }
-}
-
-/// The Fourier transform of four points.
-#[inline(always)]
-unsafe fn four<V: Shuffle>([a, b, c, d]: [Complex<V>; 4]) -> [Complex<V>; 4] {
-    let (sum, difference, sum_2, difference_2) = (a.add(c), a.sub(c), b.add(d), b.sub(d));
-    [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
 }
 
 #[inline(always)]
