@@ -47,7 +47,7 @@ fn exception(error: Error) -> PyErr {
     match error {
         Error::Open { .. } => PyOSError::new_err(text),
         Error::RowRange { .. } => PyIndexError::new_err(text),
-        Error::Failed(_) | Error::Thread(_) => PyRuntimeError::new_err(text),
+        Error::Failed(_) => PyRuntimeError::new_err(text),
         _ => PyValueError::new_err(text),
     }
 }

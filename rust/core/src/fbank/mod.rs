@@ -80,7 +80,7 @@ impl FrontEnd {
     }
 
     fn check(&self) -> Result<(), Error> {
-        let fail = |what: String| Err(Error::Config(what));
+        let fail = |what: String| Err(Error::Invalid(what));
         let Self { sample_rate, window, hop, n_mels, f_min, f_max, mean, std } = *self;
         let half = f64::from(sample_rate) / 2.0;
         refuse!(!RATES.contains(&sample_rate), fail(format!("sample_rate = {sample_rate} Hz must lie in {RATES:?}")));
@@ -194,12 +194,6 @@ pub struct Fbank {
     bank: Arc<FilterBank>,
     scratch: Scratch,
     lanes: usize, // frames that are computed together
-}
-
-impl Default for Fbank {
-    fn default() -> Self {
-        Self::new(Arc::default())
-    }
 }
 
 impl Fbank {

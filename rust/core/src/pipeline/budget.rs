@@ -4,7 +4,6 @@ use std::fmt::Write;
 use std::sync::Mutex;
 
 use super::lock;
-use crate::error::Error;
 
 /// Unusable recordings that are kept with their reason. All are counted.
 pub const LISTED: usize = 100;
@@ -32,7 +31,7 @@ impl Budget {
 
     /// Counts an unusable recording, unless it was counted before.
     /// Errors: More unusable recordings than the budget allows.
-    pub fn record(&self, row: u32, reason: String) -> Result<(), Error> {
+    pub fn record(&self, row: u32, reason: String) -> Result<(), String> {
         let (word, bit) = (row as usize / 64, 1 << (row % 64));
         let mut bad = lock(&self.bad);
         if bad.seen[word] & bit != 0 {
@@ -44,7 +43,13 @@ impl Budget {
             bad.list.push((row, reason));
         }
         if bad.total > self.allowed {
-            return Err(Error::Budget { bad: bad.total, n: self.n, allowed: self.allowed, list: bad.text() });
+            return Err(format!(
+                "{} of {} recordings could not be used, more than the {} that the budget allows:\n{}",
+                bad.total,
+                self.n,
+                self.allowed,
+                bad.text()
+            ));
         }
         Ok(())
     }

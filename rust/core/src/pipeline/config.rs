@@ -61,7 +61,7 @@ impl Config {
     /// # Errors
     /// A value that is out of range or contradicts another, or a row that is not in the index.
     pub(super) fn check(&self, index: &Index) -> Result<(), Error> {
-        let fail = |what: String| Err(Error::Config(what));
+        let fail = |what: String| Err(Error::Invalid(what));
         let n_rows = index.n_rows();
         refuse!(self.rows.is_empty(), fail("rows is empty: this split has no recordings".into()));
         if let Some(row) = self.rows.iter().find(|&&row| row as usize >= n_rows) {

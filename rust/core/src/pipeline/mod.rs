@@ -82,7 +82,7 @@ impl Pipeline {
         panics::hush_workers();
         let rows: Vec<usize> = config.range_rows().collect();
         let n_rows: usize = rows.iter().sum();
-        let too_large = || Error::Config("a batch does not fit in the address space".into());
+        let too_large = || Error::Invalid("a batch does not fit in the address space".into());
         let view_values = config.view_values().ok_or_else(too_large)?;
         let bytes = view_values.checked_mul(config.views).and_then(|n| n.checked_mul(config.form.value_bytes()));
         let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows)).ok_or_else(too_large)?;
@@ -123,7 +123,8 @@ impl Pipeline {
     fn start(&self, name: String, run: fn(&Shared)) -> Result<(), Error> {
         let shared = self.shared.clone();
         let thread = std::thread::Builder::new().name(name).spawn(move || run(&shared));
-        lock(&self.threads).push(thread.map_err(Error::Thread)?);
+        let failed = |error| Error::Failed(format!("cannot start a worker thread: {error}"));
+        lock(&self.threads).push(thread.map_err(failed)?);
         Ok(())
     }
 
@@ -135,7 +136,7 @@ impl Pipeline {
     /// Errors: A position whose samples cannot be numbered in 64 bits.
     pub fn seek(&self, position: u64) -> Result<(), Error> {
         if position.checked_add(1).and_then(|p| p.checked_mul(self.shared.config.batch as u64)).is_none() {
-            return Err(Error::Config(format!("position {position} is out of range")));
+            return Err(Error::Invalid(format!("position {position} is out of range")));
         }
         self.shared.queue.seek(position);
         Ok(())

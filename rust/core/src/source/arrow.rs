@@ -15,29 +15,31 @@
 //! nearly all of the file, is not read.
 
 use jaxtrain_decode::refuse;
-use std::path::Path;
 
 use arrow_ipc as ipc;
 
 use super::there::There;
-use super::{shard_error, Metadata, Span, Table, NULL};
-use crate::error::Error;
+use super::{Metadata, Span, Table, NULL};
+use crate::error::Fault;
 
 /// Reads a shard's metadata and labels.
-pub(super) fn read(
-    path: &Path, map: &[u8], audio: &str, label: Option<&str>, there: &There,
-) -> Result<Metadata, Error> {
-    let mut reader = Reader::new(path, map, there)?;
-    let columns = Columns::find(path, &reader.schema, audio, label)?;
+pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, there: &There) -> Result<Metadata, Fault> {
+    let mut reader = Reader::new(map, there)?;
+    let columns = Columns::find(&reader.schema, audio, label)?;
     let (mut spans, mut paths, mut labels) = (Vec::new(), Vec::new(), Vec::new());
-    while let Some((at, body, batch)) = reader.next_batch()? {
-        let fail = |what: String| shard_error(path, at, what);
-        let batch = Batch::new(map, body, batch.get().map_err(fail)?, there).map_err(|broken| match broken {
-            Broken::Compressed(codec) => {
-                Error::Compressed { path: path.to_path_buf(), batch: reader.n_batches - 1, codec }
-            }
-            Broken::Invalid(what) => fail(what),
-        })?;
+    while let Some((at, body, flat)) = reader.next_batch()? {
+        let fail = |what: String| Fault::at(at, what);
+        let message = flat.get().map_err(fail)?;
+        let header = message.header_as_record_batch().ok_or_else(|| fail("holds an invalid record batch".into()))?;
+        if let Some(compression) = header.compression() {
+            let codec = compression.codec().variant_name().unwrap_or("an unknown codec").to_lowercase();
+            let (batch, codec) = (reader.n_batches - 1, codec.replace("_frame", ""));
+            let remedy = "Write the shards without compression, as datasets.save_to_disk does";
+            let what = format!("record batch {batch} is compressed with {codec}, but the loader reads audio in place");
+            return Err(Fault::plain(format!("{what} from the mapped file. {remedy}")));
+        }
+        let end = body + message.bodyLength() as usize; // `Reader::message` checked it
+        let batch = Batch { map: &map[..end], there, body, header };
         let validity = batch.validity(columns.audio).map_err(fail)?;
         batch.spans(columns.bytes, validity, &mut spans).map_err(fail)?;
         match columns.path {
@@ -60,7 +62,6 @@ pub(super) fn read(
 
 /// Walks the messages of one shard.
 struct Reader<'a> {
-    path: &'a Path,
     map: &'a [u8],
     there: &'a There,
     schema: Flat,
@@ -72,7 +73,7 @@ enum Blocks {
     /// The next message begins here.
     Stream(usize),
     /// The footer's list, reversed: the next one is last.
-    File(Vec<(u64, u64)>),
+    File(Vec<u64>),
 }
 
 /// A flatbuffer message, copied so that it has the alignment that its reader requires, whatever its offset in the file.
@@ -102,38 +103,34 @@ impl Flat {
 }
 
 impl<'a> Reader<'a> {
-    fn new(path: &'a Path, map: &'a [u8], there: &'a There) -> Result<Self, Error> {
+    fn new(map: &'a [u8], there: &'a There) -> Result<Self, Fault> {
         let is_file = map.starts_with(b"ARROW1\0\0");
-        let mut reader = Self { path, map, there, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
+        let mut reader = Self { map, there, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
         let (schema, end) = reader
             .message(if is_file { 8 } else { 0 })
             .map_err(|e| match e {
-                Error::Shard { at: 0, .. } => reader.fail(0, "is not an Arrow IPC stream or file"),
+                Fault { at: Some(0), .. } => Fault::at(0, "is not an Arrow IPC stream or file"),
                 e => e,
             })?
-            .ok_or_else(|| reader.fail(0, "ends before its schema"))?;
+            .ok_or_else(|| Fault::at(0, "ends before its schema"))?;
         reader.schema = schema;
         reader.blocks = if is_file { Blocks::File(reader.footer()?) } else { Blocks::Stream(end) };
         Ok(reader)
     }
 
-    fn fail(&self, at: usize, what: impl Into<String>) -> Error {
-        shard_error(self.path, at as u64, what)
-    }
-
     /// Waits until bytes [start, end) are there.
-    fn wait(&self, start: usize, end: usize) -> Result<(), Error> {
+    fn wait(&self, start: usize, end: usize) -> Result<(), Fault> {
         let end = end.min(self.map.len());
-        self.there.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| self.fail(start, what))
+        self.there.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| Fault::at(start as u64, what))
     }
 
     /// The message at byte `at`, and where its body begins. None at the end of the stream.
-    fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Error> {
+    fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Fault> {
         let word = |at: usize| self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         if at == self.map.len() {
             return Ok(None);
         }
-        let cut = || self.fail(at, "is cut short inside a message");
+        let cut = || Fault::at(at as u64, "is cut short inside a message");
         self.wait(at, at + 8)?;
         let (size, start) = match word(at).ok_or_else(cut)? {
             0xFFFF_FFFF => (word(at + 4).ok_or_else(cut)?, at + 8),
@@ -145,53 +142,52 @@ impl<'a> Reader<'a> {
         let bytes = start.checked_add(size as usize).and_then(|end| self.map.get(start..end)).ok_or_else(cut)?;
         self.wait(start, start + bytes.len())?;
         let flat = Flat::new(bytes);
-        let message = flat.get().map_err(|what| self.fail(at, what))?;
-        let body = usize::try_from(message.bodyLength()).map_err(|_| self.fail(at, "has a negative body length"))?;
+        let message = flat.get().map_err(|what| Fault::at(at as u64, what))?;
+        let body =
+            usize::try_from(message.bodyLength()).map_err(|_| Fault::at(at as u64, "has a negative body length"))?;
         let end = start + size as usize;
         if end.checked_add(body).is_none_or(|end| end > self.map.len()) {
-            return Err(self.fail(
-                at,
+            return Err(Fault::at(
+                at as u64,
                 format!("is cut short: a message has a body of {body} bytes, but {} are left", self.map.len() - end),
             ));
         }
         Ok(Some((flat, end)))
     }
 
-    fn footer(&self) -> Result<Vec<(u64, u64)>, Error> {
+    fn footer(&self) -> Result<Vec<u64>, Fault> {
         let n = self.map.len();
         self.wait(n.saturating_sub(10), n)?;
-        let cut = || self.fail(n, "is cut short: an Arrow IPC file ends with a footer, but this one does not");
+        let cut = || Fault::at(n as u64, "is cut short: an Arrow IPC file ends with a footer, but this one does not");
         refuse!(n < 18 || &self.map[n - 6..] != b"ARROW1", Err(cut()));
         let size = u32::from_le_bytes([self.map[n - 10], self.map[n - 9], self.map[n - 8], self.map[n - 7]]) as usize;
         let start = (n - 10).checked_sub(size).ok_or_else(cut)?;
         self.wait(start, n)?;
         let flat = Flat::new(&self.map[start..n - 10]);
         let footer = ipc::root_as_footer(flat.bytes());
-        let footer = footer.map_err(|e| self.fail(start, format!("has an invalid footer: {e}")))?;
+        let footer = footer.map_err(|e| Fault::at(start as u64, format!("has an invalid footer: {e}")))?;
         let blocks = footer.recordBatches().into_iter().flatten();
-        let mut list: Vec<_> = blocks.map(|b| (b.offset() as u64, b.metaDataLength() as u64)).collect();
-        list.reverse();
-        Ok(list)
+        Ok(blocks.map(|block| block.offset() as u64).rev().collect())
     }
 
     /// The next record batch: its offset in the file, the offset of its body, the message.
-    fn next_batch(&mut self) -> Result<Option<(u64, usize, Flat)>, Error> {
+    fn next_batch(&mut self) -> Result<Option<(u64, usize, Flat)>, Fault> {
         loop {
             let at = match &mut self.blocks {
                 Blocks::Stream(at) => *at,
                 Blocks::File(list) => match list.pop() {
-                    Some((at, _)) => usize::try_from(at).unwrap_or(usize::MAX),
+                    Some(at) => usize::try_from(at).unwrap_or(usize::MAX),
                     None => return Ok(None),
                 },
             };
-            refuse!(at > self.map.len(), Err(self.fail(at, "has a footer that points outside the file")));
+            refuse!(at > self.map.len(), Err(Fault::at(at as u64, "has a footer that points outside the file")));
             let Some((flat, body)) = self.message(at)? else {
                 return match self.blocks {
                     Blocks::Stream(_) => Ok(None),
-                    Blocks::File(_) => Err(self.fail(at, "has a footer that points to no message")),
+                    Blocks::File(_) => Err(Fault::at(at as u64, "has a footer that points to no message")),
                 };
             };
-            let message = flat.get().map_err(|what| self.fail(at, what))?;
+            let message = flat.get().map_err(|what| Fault::at(at as u64, what))?;
             let kind = message.header_type();
             if let Blocks::Stream(next) = &mut self.blocks {
                 // Writers pad bodies to 8 bytes and count the padding in bodyLength.
@@ -206,7 +202,7 @@ impl<'a> Reader<'a> {
 }
 
 /// Where a column's nodes and buffers begin in a record batch's lists.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Place {
     node: usize,
     buffer: usize,
@@ -224,53 +220,47 @@ struct Columns {
 }
 
 impl Columns {
-    fn find(path: &Path, schema: &Flat, audio: &str, label: Option<&str>) -> Result<Self, Error> {
-        let fail = |what: String| shard_error(path, 0, what);
-        let message = schema.get().map_err(fail)?;
-        let schema = message.header_as_schema().ok_or_else(|| fail("does not begin with a schema".into()))?;
+    fn find(schema: &Flat, audio: &str, label: Option<&str>) -> Result<Self, Fault> {
+        let message = schema.get()?;
+        let schema = message.header_as_schema().ok_or("does not begin with a schema".to_owned())?;
         if !schema.endianness().equals_to_target_endianness() {
-            return Err(fail("has the other byte order (endianness)".into()));
+            return Err(Fault::at(0, "has the other byte order (endianness)"));
         }
-        let mut cursor = Cursor { node: 0, buffer: 0, views: 0, v4: message.version() < ipc::MetadataVersion::V5 };
+        let mut cursor = Cursor { place: Place::default(), v4: message.version() < ipc::MetadataVersion::V5 };
         let (mut audio_places, mut label_place, mut names) = (None, None, Vec::new());
         for field in schema.fields().into_iter().flatten() {
             let name = field.name().unwrap_or_default();
             names.push(format!("{name} ({})", describe(field)));
-            let place = cursor.place();
+            let place = cursor.place;
             if name == audio {
-                audio_places = Some(Self::audio(path, field, cursor)?);
+                audio_places = Some(Self::audio(field, cursor)?);
             } else if Some(name) == label {
-                Self::check_label(path, field)?;
+                Self::check_label(field)?;
                 label_place = Some(place);
             }
             cursor.skip(field);
         }
-        let missing =
-            |name: &str| Error::NoColumn { path: path.to_path_buf(), name: name.into(), have: names.join(", ") };
+        let missing = |name: &str| Fault::no_column(name, &names);
         let (audio_place, bytes, audio_path) = audio_places.ok_or_else(|| missing(audio))?;
         if let (Some(name), None) = (label, label_place) {
             return Err(missing(name));
         }
         let class_names = match label {
-            Some(label) => class_names(schema, label).map_err(fail)?,
+            Some(label) => class_names(schema, label)?,
             None => None,
         };
         Ok(Self { audio: audio_place, bytes, path: audio_path, label: label_place, class_names })
     }
 
-    fn audio(path: &Path, field: ipc::Field, mut cursor: Cursor) -> Result<(Place, Place, Option<Place>), Error> {
-        let wrong = || Error::NotAudio {
-            path: path.to_path_buf(),
-            name: field.name().unwrap_or_default().into(),
-            found: describe(field),
-        };
+    fn audio(field: ipc::Field, mut cursor: Cursor) -> Result<(Place, Place, Option<Place>), Fault> {
+        let wrong = || Fault::not_audio(field.name().unwrap_or_default(), &describe(field));
         refuse!(field.type_type() != ipc::Type::Struct_ || field.dictionary().is_some(), Err(wrong()));
-        let audio = cursor.place();
+        let audio = cursor.place;
         let (mut bytes, mut name) = (None, None);
-        cursor.node += 1;
-        cursor.buffer += 1;
+        cursor.place.node += 1;
+        cursor.place.buffer += 1;
         for child in field.children().into_iter().flatten() {
-            let (kind, place) = (child.type_type(), cursor.place());
+            let (kind, place) = (child.type_type(), cursor.place);
             let (plain, large) = (child.dictionary().is_none(), |large| Some(Place { large, ..place }));
             match (child.name().unwrap_or_default(), kind) {
                 ("bytes", ipc::Type::Binary) if plain => bytes = large(false),
@@ -284,13 +274,13 @@ impl Columns {
         Ok((audio, bytes.ok_or_else(wrong)?, name))
     }
 
-    fn check_label(path: &Path, field: ipc::Field) -> Result<(), Error> {
-        let (path, name) = (path.to_path_buf(), field.name().unwrap_or_default().to_owned());
+    fn check_label(field: ipc::Field) -> Result<(), Fault> {
+        let name = field.name().unwrap_or_default();
         let int64 = field.type_as_int().is_some_and(|int| int.bitWidth() == 64 && int.is_signed());
         match field.type_type() {
-            ipc::Type::Utf8 | ipc::Type::LargeUtf8 | ipc::Type::Utf8View => Err(Error::StringLabel { path, name }),
+            ipc::Type::Utf8 | ipc::Type::LargeUtf8 | ipc::Type::Utf8View => Err(Fault::string_label(name)),
             ipc::Type::Int if int64 && field.dictionary().is_none() => Ok(()),
-            _ => Err(Error::NotLabel { path, name, found: describe(field) }),
+            _ => Err(Fault::not_label(name, &describe(field))),
         }
     }
 }
@@ -327,25 +317,19 @@ fn class_names(schema: ipc::Schema, label: &str) -> Result<Option<Vec<String>>, 
 /// Counts nodes and buffers along the schema, following the Arrow columnar format's table of buffer layouts.
 #[derive(Clone, Copy)]
 struct Cursor {
-    node: usize,
-    buffer: usize,
-    views: usize,
+    place: Place,
     v4: bool, // unions had a validity buffer until metadata version V5
 }
 
 impl Cursor {
-    fn place(&self) -> Place {
-        Place { node: self.node, buffer: self.buffer, views: self.views, large: false }
-    }
-
     fn skip(&mut self, field: ipc::Field) {
         use ipc::Type;
-        self.node += 1;
+        self.place.node += 1;
         if field.dictionary().is_some() {
-            self.buffer += 2; // of its indices; the values lie in dictionary batches
+            self.place.buffer += 2; // of its indices; the values lie in dictionary batches
             return;
         }
-        self.buffer += match field.type_type() {
+        self.place.buffer += match field.type_type() {
             Type::Null | Type::RunEndEncoded => 0,
             Type::Struct_ | Type::FixedSizeList => 1,
             Type::Utf8 | Type::Binary | Type::LargeUtf8 | Type::LargeBinary | Type::ListView | Type::LargeListView => 3,
@@ -354,7 +338,7 @@ impl Cursor {
                 1 + usize::from(dense) + usize::from(self.v4)
             }
             Type::Utf8View | Type::BinaryView => {
-                self.views += 1;
+                self.place.views += 1;
                 2
             }
             _ => 2,
@@ -371,33 +355,12 @@ struct Batch<'a> {
     header: ipc::RecordBatch<'a>,
 }
 
-enum Broken {
-    Compressed(String),
-    Invalid(String),
-}
-
-/// A validity bitmap; empty means that nothing is null.
-#[derive(Clone, Copy)]
-struct Validity<'a>(&'a [u8]);
-
-impl Validity<'_> {
-    fn is_null(self, i: usize) -> bool {
-        !self.0.is_empty() && self.0[i / 8] & (1 << (i % 8)) == 0
-    }
+/// Whether a value is null by a validity bitmap; an empty one means that none is.
+fn is_null(validity: &[u8], i: usize) -> bool {
+    !validity.is_empty() && validity[i / 8] & (1 << (i % 8)) == 0
 }
 
 impl<'a> Batch<'a> {
-    fn new(map: &'a [u8], body: usize, message: ipc::Message<'a>, there: &'a There) -> Result<Self, Broken> {
-        let header = message.header_as_record_batch();
-        let header = header.ok_or_else(|| Broken::Invalid("holds an invalid record batch".into()))?;
-        if let Some(compression) = header.compression() {
-            let codec = compression.codec().variant_name().unwrap_or("an unknown codec").to_lowercase();
-            return Err(Broken::Compressed(codec.replace("_frame", "")));
-        }
-        let body = &map[..body + message.bodyLength() as usize]; // `Reader::message` checked it
-        Ok(Self { map: body, there, body: body.len() - message.bodyLength() as usize, header })
-    }
-
     /// The column's length, which must be the batch's.
     fn len(&self, place: Place) -> Result<usize, String> {
         let nodes = self.header.nodes().filter(|nodes| place.node < nodes.len());
@@ -418,24 +381,20 @@ impl<'a> Batch<'a> {
         let len = usize::try_from(buffer.length()).map_err(|_| outside())?;
         let start = start.checked_add(self.body).ok_or_else(outside)?;
         let end = start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
-        match needed {
-            Some(needed) if len < needed => Err(format!("has a buffer of {len} bytes where {needed} are needed")),
-            Some(needed) => {
-                self.there.wait(start as u64, (start + needed) as u64, &|| false)?;
-                Ok((start, &self.map[start..end]))
-            }
-            None => Ok((start, &self.map[start..end])),
+        if let Some(needed) = needed {
+            refuse!(len < needed, Err(format!("has a buffer of {len} bytes where {needed} are needed")));
+            self.there.wait(start as u64, (start + needed) as u64, &|| false)?;
         }
+        Ok((start, &self.map[start..end]))
     }
 
-    fn validity(&self, place: Place) -> Result<Validity<'a>, String> {
+    fn validity(&self, place: Place) -> Result<&'a [u8], String> {
         let n = self.len(place)?;
         let (_, bits) = self.buffer(place, 0, None)?;
         if bits.is_empty() {
-            return Ok(Validity(bits));
+            return Ok(bits);
         }
-        let (_, bits) = self.buffer(place, 0, Some(n.div_ceil(8)))?;
-        Ok(Validity(bits))
+        Ok(self.buffer(place, 0, Some(n.div_ceil(8)))?.1)
     }
 
     /// Waits until the values of a binary or string column are there.
@@ -445,7 +404,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Appends the spans of a binary or string column's values. Rows that are null in `parent` are null.
-    fn spans(&self, place: Place, parent: Validity, out: &mut Vec<Span>) -> Result<(), String> {
+    fn spans(&self, place: Place, parent: &[u8], out: &mut Vec<Span>) -> Result<(), String> {
         let n = self.len(place)?;
         if n == 0 {
             return Ok(());
@@ -467,7 +426,7 @@ impl<'a> Batch<'a> {
                 return Err(format!("has offsets {start} to {end} in a buffer of {} bytes", values.len()));
             }
             let len = match u32::try_from(end - start) {
-                _ if parent.is_null(i) || validity.is_null(i) => NULL,
+                _ if is_null(parent, i) || is_null(validity, i) => NULL,
                 Ok(len) if len != NULL => len,
                 _ => return Err(format!("holds a value of {} bytes; 4 GiB is the limit", end - start)),
             };
@@ -487,7 +446,7 @@ impl<'a> Batch<'a> {
         out.extend(values.chunks_exact(8).take(n).enumerate().map(|(i, b)| {
             let value = i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]);
             match value {
-                _ if validity.is_null(i) || value < 0 => -1,
+                _ if is_null(validity, i) || value < 0 => -1,
                 _ => i32::try_from(value).unwrap_or(i32::MAX), // beyond any list of classes: reported as out of range
             }
         }));

@@ -1,12 +1,13 @@
 //! The cache of an index: a file that holds it while names, sizes and modification times of the shards stay what they were.
 //!
 //! ```text
-//! "jaxtrain index 3\n" [key: 16 bytes] [body] [hash of all before: 8 bytes]
+//! "jaxtrain index 4\n" [key: 16 bytes] [body] [hash of all before: 8 bytes]
 //! ```
 //!
-//! Integers are little-endian. The file's name is the hash of the shards' paths and of the columns; the key, that of names,
-//! sizes and times. A file that does not match in any of these is made again. It is written under another name and renamed, so
-//! a reader sees all of it or nothing; a file that cannot be written costs only the time that it would have saved.
+//! The body is the values that `Stored` lists, one after the other: numbers are little-endian, and a list begins with its
+//! length. The file's name is the hash of the shards' paths and of the columns; the key, that of names, sizes and times. A file
+//! that does not match in any of these is made again. It is written under another name and renamed, so a reader sees all of it
+//! or nothing; a file that cannot be written costs only the time that it would have saved.
 
 use jaxtrain_decode::refuse;
 use std::path::{Path, PathBuf};
@@ -15,11 +16,11 @@ use memmap2::Mmap;
 
 use super::hash::Hash;
 use super::parquet::{Body, Column, Page, Pair};
-use super::parts::{Names, Parts, MEAN};
+use super::parts::{Names, Parts};
 use super::there::There;
-use super::{Index, Options, Shard, Span, Table, NULL};
+use super::{Index, Options, Shard, Span, Table};
 
-const MAGIC: &[u8] = b"jaxtrain index 3\n";
+const MAGIC: &[u8] = b"jaxtrain index 4\n";
 
 /// The name of the file for these shards and columns.
 pub(super) fn name(shards: &[PathBuf], options: Options) -> String {
@@ -35,48 +36,23 @@ pub(super) fn name(shards: &[PathBuf], options: Options) -> String {
 
 /// Writes the index to `place`.
 pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Result<()> {
-    let mut out = Out(MAGIC.to_vec());
-    key.into_iter().for_each(|word| out.word(word));
-    out.bytes(index.fingerprint.as_bytes());
-    out.word(index.class_names.is_some().into());
-    let names = index.class_names.as_deref().unwrap_or_default();
-    out.word(names.len() as u64);
-    names.iter().for_each(|name| out.bytes(name.as_bytes()));
-    out.word(index.labels.len() as u64);
-    index.labels.iter().for_each(|label| out.0.extend(label.to_le_bytes()));
+    let mut out = MAGIC.to_vec();
+    key.iter().for_each(|word| word.put(&mut out));
+    index.fingerprint.put(&mut out);
+    index.class_names.put(&mut out);
+    index.labels.put(&mut out);
     for shard in &index.shards {
-        out.word(shard.first_row as u64);
-        match &shard.table {
-            Table::Arrow { audio, paths } => {
-                out.word(0);
-                out.word(audio.len() as u64);
-                audio.iter().chain(paths).for_each(|span| out.span(*span));
-            }
-            Table::Parquet(pair) => {
-                out.word(1 + u64::from(pair.path.is_some()));
-                [Some(&pair.bytes), pair.path.as_ref()].into_iter().flatten().for_each(|column| out.column(column));
-            }
-            Table::Parts(parts) => {
-                out.word(3);
-                out.bytes(parts.names.text.as_bytes());
-                out.word(parts.names.ends.len() as u64);
-                parts.names.ends.iter().for_each(|end| out.word(*end));
-                out.word(parts.len() as u64);
-                parts.files.iter().for_each(|file| out.0.extend(file.to_le_bytes()));
-                parts.starts.iter().chain(&parts.ends).for_each(|time| out.0.extend(time.to_le_bytes()));
-                out.word(parts.channels.len() as u64);
-                parts.channels.iter().for_each(|channel| out.0.extend(channel.to_le_bytes()));
-            }
-        }
+        (shard.first_row as u64).put(&mut out);
+        shard.table.put(&mut out);
     }
     let mut sum = Hash::new();
-    sum.bytes(&out.0);
-    out.word(sum.words()[0]);
+    sum.bytes(&out);
+    sum.words()[0].put(&mut out);
     if let Some(folder) = place.parent() {
         std::fs::create_dir_all(folder)?;
     }
     let temporary = place.with_extension(format!("{}.tmp", std::process::id()));
-    let written = std::fs::write(&temporary, &out.0).and_then(|()| std::fs::rename(&temporary, place));
+    let written = std::fs::write(&temporary, &out).and_then(|()| std::fs::rename(&temporary, place));
     if written.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }
@@ -88,166 +64,143 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     let mut hash = Hash::new();
     hash.bytes(body);
-    let mut input = In(body.strip_prefix(MAGIC)?);
-    refuse!(hash.words()[0] != u64::from_le_bytes(*sum) || [input.word()?, input.word()?] != key, None);
-    let fingerprint = input.text()?;
-    let named = input.word()? != 0;
-    let names: Option<Vec<_>> = (0..input.word()?).map(|_| input.text()).collect();
-    let n_rows = input.len(4)?;
-    let labels = input.take(4 * n_rows)?.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let labels: Vec<i32> = labels.collect();
+    let input = &mut body.strip_prefix(MAGIC)?;
+    refuse!(hash.words()[0] != u64::from_le_bytes(*sum) || [u64::get(input)?, u64::get(input)?] != key, None);
+    let (fingerprint, class_names, labels) = (Stored::get(input)?, Stored::get(input)?, Vec::<i32>::get(input)?);
     let mut tables = Vec::new();
-    for map in maps.iter() {
-        let first_row = usize::try_from(input.word()?).ok()?;
-        let table = match input.word()? {
-            0 => {
-                let n = input.len(24)?;
-                let mut spans = |n| (0..n).map(|_| input.span(map.len())).collect::<Option<Vec<_>>>();
-                Table::Arrow { audio: spans(n)?, paths: spans(n)? }
-            }
-            kind @ (1 | 2) => Table::Parquet(Pair {
-                bytes: input.column()?,
-                path: if kind == 2 { Some(input.column()?) } else { None },
-            }),
-            3 => Table::Parts(input.parts()?),
-            _ => return None,
-        };
-        tables.push((first_row, table));
+    for _ in maps.iter() {
+        tables.push((u64::get(input)? as usize, Table::get(input)?));
     }
-    for (k, (first, table)) in tables.iter().enumerate() {
-        let end = tables.get(k + 1).map_or(n_rows, |next| next.0);
+    for (k, ((first, table), map)) in tables.iter().zip(maps.iter()).enumerate() {
+        let end = tables.get(k + 1).map_or(labels.len(), |next| next.0);
         let n = end.checked_sub(*first)?;
-        let other = match table {
-            Table::Arrow { audio, .. } => audio.len() != n,
-            Table::Parts(parts) => parts.len() != n,
-            Table::Parquet(_) => false,
+        let sound = match table {
+            Table::Arrow { audio, paths } => {
+                let fits = |span: &Span| span.end().is_none_or(|end| end <= map.len() as u64);
+                audio.len() == n && paths.len() == n && audio.iter().chain(paths).all(fits)
+            }
+            Table::Parts(parts) => parts.len() == n && parts.is_sound(),
+            Table::Parquet(_) => true, // a page is checked when it is opened
         };
-        refuse!((k == 0 && *first != 0) || other, None);
+        refuse!((k == 0 && *first != 0) || !sound, None);
     }
     let shards = shards.iter().zip(maps.drain(..)).zip(tables);
     let shards = shards.map(|((path, map), (first_row, table))| {
         let (path, there) = (path.clone(), There::all());
         Shard { path, map, there, first_row, table }
     });
-    Some(Index {
-        shards: shards.collect(),
-        labels,
-        class_names: if named { Some(names?) } else { None },
-        fingerprint,
-        root: None,
-        links: false,
-    })
+    Some(Index { shards: shards.collect(), labels, class_names, fingerprint, root: None, links: false })
 }
 
-/// Writes the body.
-struct Out(Vec<u8>);
+/// A value of the body.
+trait Stored: Sized {
+    fn put(&self, out: &mut Vec<u8>);
+    /// Takes the value from the beginning of `input`; None if that does not hold one.
+    fn get(input: &mut &[u8]) -> Option<Self>;
+}
 
-impl Out {
-    fn word(&mut self, word: u64) {
-        self.0.extend(word.to_le_bytes());
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        impl Stored for $number {
+            fn put(&self, out: &mut Vec<u8>) {
+                out.extend(self.to_le_bytes());
+            }
+            fn get(input: &mut &[u8]) -> Option<Self> {
+                input.split_off(..size_of::<Self>())?.try_into().ok().map(Self::from_le_bytes)
+            }
+        }
+    )*};
+}
+
+macro_rules! structs {
+    ($($name:ident { $($field:ident)* })*) => {$(
+        impl Stored for $name {
+            fn put(&self, out: &mut Vec<u8>) {
+                $(self.$field.put(out);)*
+            }
+            fn get(input: &mut &[u8]) -> Option<Self> {
+                let mut value = Self::default();
+                $(value.$field = Stored::get(input)?;)*
+                Some(value)
+            }
+        }
+    )*};
+}
+
+numbers! { u8 i16 u32 i32 u64 f64 }
+structs! {
+    Pair { bytes path }
+    Column { levels pages dictionaries }
+    Page { body first_row dictionary }
+    Body { at packed unpacked n levels codec encoding }
+    Parts { names files starts ends channels }
+    Names { text ends }
+}
+
+impl Stored for Span {
+    fn put(&self, out: &mut Vec<u8>) {
+        { self.start }.put(out);
+        { self.len }.put(out);
     }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.word(bytes.len() as u64);
-        self.0.extend(bytes);
+    fn get(input: &mut &[u8]) -> Option<Self> {
+        Some(Self { start: Stored::get(input)?, len: Stored::get(input)? })
     }
+}
 
-    fn span(&mut self, span: Span) {
-        self.0.extend({ span.start }.to_le_bytes());
-        self.0.extend({ span.len }.to_le_bytes());
+impl<T: Stored> Stored for Vec<T> {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.len() as u64).put(out);
+        self.iter().for_each(|item| item.put(out));
     }
+    fn get(input: &mut &[u8]) -> Option<Self> {
+        (0..u64::get(input)?).map(|_| T::get(input)).collect() // an item takes a byte, so this ends with the input
+    }
+}
 
-    fn column(&mut self, column: &Column) {
-        self.word(column.levels.into());
-        for pages in [&column.pages, &column.dictionaries] {
-            self.word(pages.len() as u64);
-            for page in pages {
-                let Body { at, packed, unpacked, n, levels, codec, encoding } = page.body;
-                self.word(at);
-                for small in [packed, unpacked, n, levels, codec.into(), encoding.into()] {
-                    self.0.extend(small.to_le_bytes());
-                }
-                self.0.extend(page.first_row.to_le_bytes());
-                self.0.extend(page.dictionary.to_le_bytes());
+impl Stored for String {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.len() as u64).put(out);
+        out.extend(self.as_bytes());
+    }
+    fn get(input: &mut &[u8]) -> Option<Self> {
+        String::from_utf8(Vec::get(input)?).ok()
+    }
+}
+
+impl<T: Stored> Stored for Option<T> {
+    fn put(&self, out: &mut Vec<u8>) {
+        u8::from(self.is_some()).put(out);
+        self.iter().for_each(|value| value.put(out));
+    }
+    fn get(input: &mut &[u8]) -> Option<Self> {
+        Some(if u8::get(input)? == 0 { None } else { Some(T::get(input)?) })
+    }
+}
+
+impl Stored for Table {
+    fn put(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Arrow { audio, paths } => {
+                out.push(0);
+                audio.put(out);
+                paths.put(out);
+            }
+            Self::Parquet(pair) => {
+                out.push(1);
+                pair.put(out);
+            }
+            Self::Parts(parts) => {
+                out.push(2);
+                parts.put(out);
             }
         }
     }
-}
-
-/// Reads the body.
-struct In<'a>(&'a [u8]);
-
-impl<'a> In<'a> {
-    fn take(&mut self, n: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(n)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    fn word(&mut self) -> Option<u64> {
-        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
-    }
-
-    fn small(&mut self) -> Option<u32> {
-        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
-    }
-
-    /// A count of items of `size` bytes, all of which fit in what is left.
-    fn len(&mut self, size: usize) -> Option<usize> {
-        let n = usize::try_from(self.word()?).ok()?;
-        (n.checked_mul(size)? <= self.0.len()).then_some(n)
-    }
-
-    fn text(&mut self) -> Option<String> {
-        let n = self.len(1)?;
-        String::from_utf8(self.take(n)?.to_vec()).ok()
-    }
-
-    fn span(&mut self, size: usize) -> Option<Span> {
-        let span = Span { start: self.word()?, len: self.small()? };
-        let fits = span.start.checked_add({ span.len }.into()).is_some_and(|end| end <= size as u64);
-        (span.len == NULL || fits).then_some(span)
-    }
-
-    fn parts(&mut self) -> Option<Parts> {
-        let text = self.text()?;
-        let n = self.len(8)?;
-        let ends: Vec<u64> = (0..n).map(|_| self.word()).collect::<Option<_>>()?;
-        let sound = ends.windows(2).all(|pair| pair[0] <= pair[1])
-            && ends.last().copied().unwrap_or(0) == text.len() as u64
-            && ends.iter().all(|&end| text.is_char_boundary(end as usize));
-        let n = self.len(20)?;
-        let files: Vec<u32> =
-            self.take(4 * n)?.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        let mut times = || -> Option<Vec<f64>> {
-            let bytes = self.take(8 * n)?.chunks_exact(8);
-            Some(bytes.map(|b| f64::from_le_bytes(b.try_into().unwrap_or_default())).collect())
-        };
-        let (starts, stops) = (times()?, times()?);
-        let channels = match self.len(2)? {
-            0 => Vec::new(),
-            k if k == n => self.take(2 * n)?.chunks_exact(2).map(|b| i16::from_le_bytes([b[0], b[1]])).collect(),
+    fn get(input: &mut &[u8]) -> Option<Self> {
+        Some(match u8::get(input)? {
+            0 => Self::Arrow { audio: Stored::get(input)?, paths: Stored::get(input)? },
+            1 => Self::Parquet(Stored::get(input)?),
+            2 => Self::Parts(Stored::get(input)?),
             _ => return None,
-        };
-        let valid =
-            sound && files.iter().all(|&file| (file as usize) < ends.len()) && channels.iter().all(|&c| c >= MEAN);
-        valid.then_some(Parts { names: Names { text, ends }, files, starts, ends: stops, channels })
-    }
-
-    fn column(&mut self) -> Option<Column> {
-        let levels = u8::try_from(self.word()?).ok()?;
-        let mut pages = || {
-            let n = self.len(40)?;
-            (0..n)
-                .map(|_| {
-                    let at = self.word()?;
-                    let [packed, unpacked, n, levels] = [self.small()?, self.small()?, self.small()?, self.small()?];
-                    let [codec, encoding] = [self.small()? as u8, self.small()? as u8];
-                    let body = Body { at, packed, unpacked, n, levels, codec, encoding };
-                    Some(Page::new(body, self.small()?, self.small()?))
-                })
-                .collect::<Option<Vec<_>>>()
-        };
-        Some(Column { levels, pages: pages()?, dictionaries: pages()? })
+        })
     }
 }

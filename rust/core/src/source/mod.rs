@@ -34,7 +34,7 @@ use std::time::UNIX_EPOCH;
 
 use memmap2::Mmap;
 
-use crate::error::Error;
+use crate::error::{Error, Fault};
 use hash::Hash;
 use parquet::Body;
 pub use parts::Part;
@@ -63,6 +63,11 @@ impl Span {
     fn slice(self, bytes: &[u8]) -> &[u8] {
         // In range: checked when the index was built or the page was opened.
         &bytes[self.start as usize..][..self.len as usize]
+    }
+
+    /// Where the value ends; None for a null.
+    fn end(self) -> Option<u64> {
+        (self.len != NULL).then(|| self.start.saturating_add({ self.len }.into()))
     }
 }
 
@@ -143,13 +148,13 @@ impl Index {
     /// Errors: A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed record
     /// batches, labels outside the class names, or class names that differ between shards.
     pub fn open(shards: &[PathBuf], options: Options) -> Result<Self, Error> {
-        refuse!(shards.is_empty(), Err(Error::NoShards));
+        refuse!(shards.is_empty(), Err(Error::Invalid("no shards were given".into())));
         let mut maps = Vec::with_capacity(shards.len());
         let mut key = Hash::new();
         for path in shards {
             let open = |source| Error::Open { path: path.clone(), source };
             let (file, stat) = open::regular(path).map_err(open)?;
-            refuse!(stat.len() == 0, Err(shard_error(path, 0, "is empty")));
+            refuse!(stat.len() == 0, Err(Fault::at(0, "is empty").of(path)));
             let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
             key.text(&path.to_string_lossy());
             [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
@@ -201,7 +206,7 @@ impl Index {
     /// Errors: Those of `open`, and that of the first row that cannot be read.
     pub fn probe(bytes: &[u8], label: Option<&str>) -> Result<usize, Error> {
         let path = Path::new("probe");
-        refuse!(bytes.is_empty(), Err(shard_error(path, 0, "is empty")));
+        refuse!(bytes.is_empty(), Err(Fault::at(0, "is empty").of(path)));
         let open = |source| Error::Open { path: path.to_path_buf(), source };
         let mut map = memmap2::MmapMut::map_anon(bytes.len()).map_err(open)?;
         map.copy_from_slice(bytes);
@@ -289,9 +294,12 @@ impl Index {
     pub fn wait(&self, row: usize, stop: &dyn Fn() -> bool) -> Result<bool, Error> {
         let (_, shard) = self.shard(row)?;
         let Table::Arrow { audio, .. } = &shard.table else { return Ok(true) }; // whole since it was opened
-        let Span { start, len } = audio[row - shard.first_row];
-        let end = start + u64::from(if len == NULL { 0 } else { len });
-        shard.there.wait(start, end, stop).map_err(|what| shard_error(&shard.path, start, what))
+        let span = audio[row - shard.first_row];
+        let start = span.start;
+        shard
+            .there
+            .wait(start, span.end().unwrap_or(start), stop)
+            .map_err(|what| Fault::at(start, what).of(&shard.path))
     }
 
     /// The part of its recording that a row is; None for a row that is its whole recording.
@@ -350,26 +358,18 @@ impl Index {
     pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
         let (number, shard) = self.shard(row)?;
         let local = row - shard.first_row;
-        let (mut page, mut span) = (None, Span::NULL);
-        match &shard.table {
+        let value = match &shard.table {
             Table::Parts(parts) => return Ok(Some(parts.name(local).to_owned())),
-            Table::Arrow { paths, .. } => span = paths[local],
+            Table::Arrow { paths, .. } if paths[local].len == NULL => parquet::Value::Null,
+            Table::Arrow { paths, .. } => parquet::Value::InFile(paths[local]),
             Table::Parquet(pair) => {
                 let Some(column) = &pair.path else { return Ok(None) };
                 let value = column.value(&shard.map, number, local, &mut reader.pages);
-                match value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))? {
-                    parquet::Value::Null => {}
-                    parquet::Value::InFile(found) => span = found,
-                    parquet::Value::Decompressed(found, at) => (page, span) = (Some(found), at),
-                }
+                value.map_err(|what| self.bad_row(row, format!("the page of its path {what}")))?
             }
-        }
-        if span.len == NULL {
-            return Ok(None);
-        }
-        let bytes = page.as_ref().map_or(&shard.map[..], |page| &page[..]);
-        let text = std::str::from_utf8(span.slice(bytes)).map(str::to_owned);
-        text.map(Some).map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
+        };
+        let text = value.slice(&shard.map).map(|bytes| std::str::from_utf8(bytes).map(str::to_owned));
+        text.transpose().map_err(|_| self.bad_row(row, "its path is not UTF-8".into()))
     }
 
     /// Asks the system to read a recording's bytes into memory soon, at most `limit` of them. Returns how many: 0 for a
@@ -402,7 +402,8 @@ impl Index {
     pub fn bad_row(&self, row: usize, what: String) -> Error {
         match self.shard(row) {
             Ok((_, shard)) => {
-                Error::Recording { path: shard.path.clone(), row, row_in_shard: row - shard.first_row, what }
+                let place = row - shard.first_row;
+                Fault::plain(format!("row {row} (row {place} of this shard): {what}")).of(&shard.path)
             }
             Err(error) => error,
         }
@@ -423,32 +424,24 @@ impl Index {
         let there = if copying { There::open(path, n).map_err(open)? } else { There::all() };
         let wait = |start, end| match there.wait(start, end, &|| false) {
             Ok(_) => Ok(()),
-            Err(what) => Err(shard_error(path, start, what)),
+            Err(what) => Err(Fault::at(start, what).of(path)),
         };
         wait(0, n.min(8))?;
         let metadata = if map.starts_with(b"PAR1") {
             wait(0, n)?; // pages lie everywhere, and each begins with its header
-            parquet::read(&map, audio, label).map_err(|broken| {
-                let (path, label) = (path.to_path_buf(), label.unwrap_or_default().to_owned());
-                match broken {
-                    parquet::Broken::Invalid(at, what) => Error::Shard { path, at, what },
-                    parquet::Broken::NoColumn(name, have) => Error::NoColumn { path, name, have },
-                    parquet::Broken::NotAudio(found) => Error::NotAudio { path, name: audio.into(), found },
-                    parquet::Broken::StringLabel => Error::StringLabel { path, name: label },
-                    parquet::Broken::NotLabel(found) => Error::NotLabel { path, name: label, found },
-                }
-            })?
+            parquet::read(&map, audio, label)
         } else {
-            arrow::read(path, &map, audio, label, &there)?
+            arrow::read(&map, audio, label, &there)
         };
+        let metadata = metadata.map_err(|fault| fault.of(path))?;
         if let Some(first) = self.shards.first() {
             if metadata.class_names != self.class_names {
-                return Err(Error::ClassNames {
-                    path: path.to_path_buf(),
-                    first: first.path.clone(),
-                    name: label.unwrap_or_default().to_owned(),
-                    what: difference(self.class_names.as_deref(), metadata.class_names.as_deref()),
-                });
+                let (path, first, name) = (path.display(), first.path.display(), label.unwrap_or_default());
+                let what = difference(self.class_names.as_deref(), metadata.class_names.as_deref());
+                return Err(Error::Invalid(format!(
+                    "{path} and {first} differ in the classes of {name:?}: {what}. All shards must have the same names in the \
+                     same order"
+                )));
             }
         } else {
             self.class_names = metadata.class_names;
@@ -456,13 +449,9 @@ impl Index {
         let first_row = self.n_rows();
         let n = self.class_names.as_ref().map_or(i32::MAX as usize, Vec::len);
         if let Some(k) = metadata.labels.iter().position(|&l| l >= 0 && l as usize >= n) {
-            return Err(Error::LabelRange {
-                path: path.to_path_buf(),
-                row: first_row + k,
-                row_in_shard: k,
-                label: metadata.labels[k].into(),
-                n,
-            });
+            let (row, label) = (first_row + k, metadata.labels[k]);
+            let what = format!("row {row} (row {k} of this shard) has label {label}, but there are {n} classes");
+            return Err(Fault::plain(what).of(path));
         }
         self.labels.extend(metadata.labels);
         self.shards.push(Shard { path: path.to_path_buf(), map, there, first_row, table: metadata.table });
@@ -524,10 +513,6 @@ pub fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
     }
     // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
     unsafe { Mmap::map(&file) }.map(Some)
-}
-
-fn shard_error(path: &Path, at: u64, what: impl Into<String>) -> Error {
-    Error::Shard { path: path.to_path_buf(), at, what: what.into() }
 }
 
 /// How the class names of two shards differ.

@@ -34,6 +34,19 @@ impl Parts {
         self.files.len()
     }
 
+    /// Whether every row has a recording, a start and an end, and every recording a name.
+    pub fn is_sound(&self) -> bool {
+        let Self { names: Names { text, ends }, files, starts, ends: stops, channels } = self;
+        let n = files.len();
+        starts.len() == n
+            && stops.len() == n
+            && (channels.is_empty() || channels.len() == n && channels.iter().all(|&channel| channel >= MEAN))
+            && ends.is_sorted()
+            && ends.last().copied().unwrap_or(0) == text.len() as u64
+            && ends.iter().all(|&end| text.is_char_boundary(end as usize))
+            && files.iter().all(|&file| (file as usize) < ends.len())
+    }
+
     pub fn part(&self, row: usize) -> Part {
         let channel = self.channels.get(row).and_then(|&channel| u16::try_from(channel).ok());
         Part { start: self.starts[row], end: self.ends[row], channel }
@@ -77,17 +90,14 @@ pub(super) struct Numbers {
 
 impl Numbers {
     /// The number of a name; None where it is not UTF-8.
-    pub fn bytes(&mut self, name: &[u8]) -> Option<u32> {
-        std::str::from_utf8(name).ok().map(|name| self.number(name))
-    }
-
-    pub fn number(&mut self, name: &str) -> u32 {
+    pub fn of(&mut self, name: &[u8]) -> Option<u32> {
+        let name = std::str::from_utf8(name).ok()?;
         if let Some(&number) = self.known.get(name) {
-            return number;
+            return Some(number);
         }
         let number = self.names.len() as u32;
         self.known.insert(name.into(), number);
         self.names.push(name);
-        number
+        Some(number)
     }
 }

@@ -1,12 +1,14 @@
 //! Parquet's metadata: the footer and the page headers, as far as the index needs them.
 
 use super::super::parts::KEY;
-use super::thrift::{Thrift, STRUCT, TRUE};
+use super::thrift::{fields, Thrift, STRUCT, TRUE};
 use super::Result;
+use jaxtrain_decode::refuse;
 
 pub const BYTE_ARRAY: i64 = 6;
 
 /// A node of the schema.
+#[derive(Default)]
 pub struct Element {
     pub name: String,
     pub physical: Option<i64>,
@@ -38,6 +40,7 @@ pub struct Group {
     pub chunks: Vec<Chunk>,
 }
 
+#[derive(Default)]
 pub struct Footer {
     pub schema: Vec<Element>,
     pub n_rows: u64,
@@ -49,90 +52,58 @@ pub struct Footer {
 impl Footer {
     pub fn read(bytes: &[u8]) -> Result<Self> {
         let mut input = Thrift::new(bytes);
-        let mut footer = Self { schema: Vec::new(), n_rows: 0, groups: Vec::new(), huggingface: None, parts: None };
-        input.fields(|input, id, kind| {
-            match id {
-                2 => footer.schema = input.list(kind, Self::element)?,
-                3 => footer.n_rows = input.positive()?,
-                4 => footer.groups = input.list(kind, Self::group)?,
-                5 => {
-                    for (key, value) in input.list(kind, Self::pair)? {
-                        if key == "huggingface" {
-                            footer.huggingface = Some(value);
-                        } else if key == KEY {
-                            footer.parts = Some(value);
-                        }
-                    }
+        let mut footer = Self::default();
+        let input = &mut input;
+        fields!(input, kind,
+            2 => footer.schema = input.list(kind, Self::element)?,
+            3 => footer.n_rows = input.positive()?,
+            4 => footer.groups = input.list(kind, Self::group)?,
+            5 => for (key, value) in input.list(kind, Self::pair)? {
+                match key.as_str() {
+                    "huggingface" => footer.huggingface = Some(value),
+                    KEY => footer.parts = Some(value),
+                    _ => {}
                 }
-                8 => return Err("is encrypted".into()),
-                _ => input.skip(kind, 0)?,
-            }
-            Ok(())
-        })?;
+            },
+            8 => return Err("is encrypted".into()),
+        )?;
         Ok(footer)
     }
 
     fn element(input: &mut Thrift) -> Result<Element> {
-        let mut element =
-            Element { name: String::new(), physical: None, converted: None, repetition: 0, n_children: 0 };
-        input.fields(|input, id, kind| {
-            match id {
-                1 => element.physical = Some(input.int()?),
-                3 => element.repetition = input.int()?,
-                4 => element.name = input.text()?,
-                5 => element.n_children = usize::try_from(input.int()?).map_err(|e| e.to_string())?,
-                6 => element.converted = Some(input.int()?),
-                _ => input.skip(kind, 0)?,
-            }
-            Ok(())
-        })?;
+        let mut element = Element::default();
+        fields!(input, kind,
+            1 => element.physical = Some(input.int()?),
+            3 => element.repetition = input.int()?,
+            4 => element.name = input.text()?,
+            5 => element.n_children = usize::try_from(input.int()?).map_err(|e| e.to_string())?,
+            6 => element.converted = Some(input.int()?),
+        )?;
         Ok(element)
     }
 
     fn pair(input: &mut Thrift) -> Result<(String, String)> {
         let (mut key, mut value) = (String::new(), String::new());
-        input.fields(|input, id, kind| {
-            match id {
-                1 => key = input.text()?,
-                2 => value = input.text()?,
-                _ => input.skip(kind, 0)?,
-            }
-            Ok(())
-        })?;
+        fields!(input, kind, 1 => key = input.text()?, 2 => value = input.text()?)?;
         Ok((key, value))
     }
 
     fn group(input: &mut Thrift) -> Result<Group> {
         let mut group = Group { n_rows: 0, chunks: Vec::new() };
-        input.fields(|input, id, kind| {
-            match id {
-                1 => group.chunks = input.list(kind, Self::chunk)?,
-                3 => group.n_rows = input.positive()?,
-                _ => input.skip(kind, 0)?,
-            }
-            Ok(())
-        })?;
+        fields!(input, kind, 1 => group.chunks = input.list(kind, Self::chunk)?, 3 => group.n_rows = input.positive()?)?;
         Ok(group)
     }
 
     fn chunk(input: &mut Thrift) -> Result<Chunk> {
         let (mut data, mut dictionary, mut codec) = (None, None, 0);
-        input.fields(|input, id, kind| {
-            match (id, kind) {
-                (1, _) => return Err("keeps its columns in other files, which is not supported".into()),
-                (3, STRUCT) => input.fields(|input, id, kind| {
-                    match id {
-                        4 => codec = u8::try_from(input.int()?).map_err(|e| e.to_string())?,
-                        9 => data = Some(input.positive()?),
-                        11 => dictionary = Some(input.positive()?),
-                        _ => input.skip(kind, 0)?,
-                    }
-                    Ok(())
-                })?,
-                _ => input.skip(kind, 0)?,
-            }
-            Ok(())
-        })?;
+        fields!(input, kind,
+            1 => return Err("keeps its columns in other files, which is not supported".into()),
+            3 if kind == STRUCT => fields!(input, kind,
+                4 => codec = u8::try_from(input.int()?).map_err(|e| e.to_string())?,
+                9 => data = Some(input.positive()?),
+                11 => dictionary = Some(input.positive()?),
+            )?,
+        )?;
         let data = data.ok_or("has a column without data")?;
         // Some writers write a dictionary offset of 0 when there is none.
         Ok(Chunk { start: dictionary.filter(|d| (4..data).contains(d)).unwrap_or(data), codec })
@@ -161,44 +132,29 @@ impl PageHeader {
         let mut header =
             Self { kind: PageKind::Other, packed: 0, unpacked: 0, n: 0, encoding: 0, levels: None, is_packed: true };
         let size = |n: u64| u32::try_from(n).map_err(|e| e.to_string());
-        input.fields(|input, id, kind| {
-            match (id, kind) {
-                (1, _) => {
-                    header.kind = match input.int()? {
-                        0 | 3 => PageKind::Data,
-                        2 => PageKind::Dictionary,
-                        _ => PageKind::Other,
-                    }
-                }
-                (2, _) => header.unpacked = size(input.positive()?)?,
-                (3, _) => header.packed = size(input.positive()?)?,
-                (5 | 7, STRUCT) => input.fields(|input, id, kind| {
-                    match id {
-                        1 => header.n = size(input.positive()?)?,
-                        2 => header.encoding = input.int()?,
-                        _ => input.skip(kind, 0)?,
-                    }
-                    Ok(())
-                })?,
-                (8, STRUCT) => {
-                    header.levels = Some(0);
-                    input.fields(|input, id, kind| {
-                        match id {
-                            1 => header.n = size(input.positive()?)?,
-                            4 => header.encoding = input.int()?,
-                            5 => header.levels = Some(size(input.positive()?)?),
-                            6 if input.positive()? != 0 => return Err("has repetition levels".into()),
-                            6 => {}
-                            7 => header.is_packed = kind == TRUE,
-                            _ => input.skip(kind, 0)?,
-                        }
-                        Ok(())
-                    })?;
-                }
-                _ => input.skip(kind, 0)?,
+        fields!(input, kind,
+            1 => header.kind = match input.int()? {
+                0 | 3 => PageKind::Data,
+                2 => PageKind::Dictionary,
+                _ => PageKind::Other,
+            },
+            2 => header.unpacked = size(input.positive()?)?,
+            3 => header.packed = size(input.positive()?)?,
+            5 | 7 if kind == STRUCT => fields!(input, kind,
+                1 => header.n = size(input.positive()?)?,
+                2 => header.encoding = input.int()?,
+            )?,
+            8 if kind == STRUCT => {
+                header.levels = Some(0);
+                fields!(input, kind,
+                    1 => header.n = size(input.positive()?)?,
+                    4 => header.encoding = input.int()?,
+                    5 => header.levels = Some(size(input.positive()?)?),
+                    6 => refuse!(input.positive()? != 0, Err("has repetition levels".into())),
+                    7 => header.is_packed = kind == TRUE,
+                )?;
             }
-            Ok(())
-        })?;
+        )?;
         Ok(header)
     }
 }

@@ -25,6 +25,7 @@ mod thrift;
 
 use super::parts::{Numbers, Parts, MEAN, VERSION};
 use super::{class_names, Metadata, Table};
+use crate::error::Fault;
 use jaxtrain_decode::refuse;
 use metadata::{Chunk, Footer, PageHeader, PageKind};
 pub(super) use page::{Body, Column, Page, Pages, Pair, Value};
@@ -32,25 +33,10 @@ use page::{DICTIONARY, INSIDE, PLAIN, UNCOMPRESSED};
 use schema::{Chosen, Leaf};
 use thrift::Thrift;
 
-/// Why a shard's metadata cannot be used.
-pub(super) enum Broken {
-    Invalid(u64, String),
-    NoColumn(String, String),
-    NotAudio(String),
-    StringLabel,
-    NotLabel(String),
-}
-
 type Result<T, E = String> = std::result::Result<T, E>;
 
-impl From<String> for Broken {
-    fn from(what: String) -> Self {
-        Self::Invalid(0, what)
-    }
-}
-
 /// Reads a shard's metadata and labels.
-pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metadata, Broken> {
+pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metadata, Fault> {
     let n = map.len();
     let end = n.checked_sub(8).filter(|_| n >= 12).ok_or("is cut short: Parquet ends with a footer".to_owned())?;
     match &map[end + 4..] {
@@ -60,7 +46,7 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
     }
     let size = u32::from_le_bytes([map[end], map[end + 1], map[end + 2], map[end + 3]]) as usize;
     let start = end.checked_sub(size).ok_or("has a footer that is longer than the file".to_owned())?;
-    let at = |what: String| Broken::Invalid(start as u64, what);
+    let at = |what: String| Fault::at(start as u64, what);
     let footer = Footer::read(&map[start..end]).map_err(at)?;
     if let Some(version) = footer.parts.as_ref().filter(|version| *version != VERSION) {
         let what =
@@ -118,14 +104,14 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
     }
     let mut numbers = Numbers::default();
     let mut pages = Pages::default();
-    let Some(paths) = &pair.path else { return Err(Broken::NotAudio("without a path".into())) };
+    let Some(paths) = &pair.path else {
+        return Err(Fault::not_audio(audio, "without a path"));
+    };
     for row in 0..labels.len() {
-        let text = match paths.value(map, 0, row, &mut pages).map_err(|what| at(format!("its path {what}")))? {
-            Value::Null => return Err(at(format!("row {row} of this shard names no recording"))),
-            Value::InFile(span) => numbers.bytes(span.slice(map)),
-            Value::Decompressed(page, span) => numbers.bytes(span.slice(&page)),
-        };
-        parts.files.push(text.ok_or_else(|| at(format!("row {row} of this shard has a path that is not UTF-8")))?);
+        let path = paths.value(map, 0, row, &mut pages).map_err(|what| at(format!("its path {what}")))?;
+        let path = path.slice(map).ok_or_else(|| at(format!("row {row} of this shard names no recording")))?;
+        let number = numbers.of(path);
+        parts.files.push(number.ok_or_else(|| at(format!("row {row} of this shard has a path that is not UTF-8")))?);
     }
     if parts.channels.iter().all(|&channel| channel == MEAN) {
         parts.channels = Vec::new();
@@ -138,14 +124,14 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
 }
 
 /// Appends the pages of a column chunk, found by walking their headers.
-fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Column) -> Result<(), Broken> {
+fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Column) -> Result<(), Fault> {
     let dictionary = out.dictionaries.len() as u32;
     let mut at = chunk.start;
     let mut done = 0u64;
     while done < n_rows {
         let begin = usize::try_from(at).unwrap_or(usize::MAX);
         let here = at;
-        let fail = |what: String| Broken::Invalid(here, what);
+        let fail = |what: String| Fault::at(here, what);
         let rest = map.get(begin..).filter(|rest| !rest.is_empty());
         let mut input = Thrift::new(rest.ok_or_else(|| fail("has a page outside the file".into()))?);
         let header = PageHeader::read(&mut input).map_err(|what| fail(format!("has a broken page header: {what}")))?;
@@ -184,7 +170,7 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
         done += u64::from(header.n);
     }
     if done != n_rows {
-        return Err(Broken::Invalid(at, format!("has a column of {done} values in a row group of {n_rows} rows")));
+        return Err(Fault::at(at, format!("has a column of {done} values in a row group of {n_rows} rows")));
     }
     Ok(())
 }
@@ -193,7 +179,7 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
 fn numbers<const N: usize, T: Copy>(
     map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>, null: T,
     value: impl Fn([u8; N]) -> T,
-) -> Result<(), Broken> {
+) -> Result<(), Fault> {
     let mut column = Column::default();
     pages(map, chunk, first_row, n_rows, &mut column)?;
     let read = |body: &Body, level: u8| -> Result<(Vec<bool>, Vec<u8>)> {
@@ -206,7 +192,7 @@ fn numbers<const N: usize, T: Copy>(
         Ok::<T, String>(value(word.try_into().map_err(|_| "is cut short inside its numbers")?))
     };
     for page in &column.pages {
-        let fail = |what| Broken::Invalid(page.body.at, what);
+        let fail = |what| Fault::at(page.body.at, what);
         let (present, bytes) = read(&page.body, levels).map_err(fail)?;
         let n = present.iter().filter(|present| **present).count();
         let mut values = Vec::new();

@@ -11,6 +11,7 @@ use super::Result;
 const KEPT: usize = 64 << 20;
 
 /// Columns `bytes` and `path` of the audio struct.
+#[derive(Default)]
 pub struct Pair {
     pub bytes: Column,
     pub path: Option<Column>,
@@ -115,6 +116,17 @@ pub enum Value {
     Null,
     Decompressed(Arc<Vec<u8>>, Span),
     InFile(Span),
+}
+
+impl Value {
+    /// Its bytes, where `map` is the file; None for a null.
+    pub fn slice<'a>(&'a self, map: &'a [u8]) -> Option<&'a [u8]> {
+        match self {
+            Self::Null => None,
+            Self::Decompressed(page, span) => Some(span.slice(page)),
+            Self::InFile(span) => Some(span.slice(map)),
+        }
+    }
 }
 
 impl Column {

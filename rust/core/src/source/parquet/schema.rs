@@ -1,7 +1,8 @@
 //! The columns that the index reads, found in a Parquet schema.
 
 use super::metadata::{Element, BYTE_ARRAY};
-use super::{Broken, Result};
+use super::Result;
+use crate::error::Fault;
 use jaxtrain_decode::refuse;
 
 /// A leaf column of the schema: its number among the leaves, and the level of a value that is present.
@@ -22,7 +23,7 @@ pub struct Chosen {
 const PART: [(&str, i64); 3] = [("start", 5), ("end", 5), ("channel", 1)];
 
 impl Chosen {
-    pub fn find(schema: &[Element], audio: &str, label: Option<&str>, parts: bool) -> Result<Self, Broken> {
+    pub fn find(schema: &[Element], audio: &str, label: Option<&str>, parts: bool) -> Result<Self, Fault> {
         let mut walk = Walk { schema, at: 0, leaf: 0 };
         let root = schema.first().ok_or("has an empty schema".to_owned())?;
         walk.at = 1;
@@ -37,7 +38,7 @@ impl Chosen {
             if let Some(k) = column.filter(|&k| element.physical == Some(PART[k].1)) {
                 times[k] = element.level().map(|levels| Leaf { number: before.1, levels });
             }
-            let wrong = || Broken::NotAudio(text.clone());
+            let wrong = || Fault::not_audio(audio, &text);
             if element.name == audio {
                 (walk.at, walk.leaf) = before;
                 let levels = element.level().ok_or_else(wrong)?;
@@ -59,12 +60,12 @@ impl Chosen {
             } else if Some(element.name.as_str()) == label {
                 label_leaf = match (element.physical, element.converted, element.level()) {
                     (Some(2), None | Some(18), Some(levels)) => Some(Leaf { number: before.1, levels }),
-                    (Some(BYTE_ARRAY), _, _) => return Err(Broken::StringLabel),
-                    _ => return Err(Broken::NotLabel(text)),
+                    (Some(BYTE_ARRAY), _, _) => return Err(Fault::string_label(&element.name)),
+                    _ => return Err(Fault::not_label(&element.name, &text)),
                 };
             }
         }
-        let missing = |name: &str| Broken::NoColumn(name.into(), names.join(", "));
+        let missing = |name: &str| Fault::no_column(name, &names);
         let (bytes, path) = found.ok_or_else(|| missing(audio))?;
         if let (Some(name), None) = (label, &label_leaf) {
             return Err(missing(name));

@@ -6,6 +6,20 @@ use jaxtrain_decode::refuse;
 pub const TRUE: u8 = 1;
 pub const STRUCT: u8 = 12;
 
+/// Reads the fields of a struct: by their number, what is done with each of its kind. All others are passed over.
+macro_rules! fields {
+    ($input:ident, $kind:ident, $($id:pat $(if $of:expr)? => $read:expr),+ $(,)?) => {
+        $input.fields(|$input, id, $kind| {
+            match id {
+                $($id $(if $of)? => $read,)+
+                _ => $input.skip($kind, 0)?,
+            }
+            Ok(())
+        })
+    };
+}
+pub(super) use fields;
+
 /// A reader of Thrift's compact protocol.
 pub struct Thrift<'a> {
     bytes: &'a [u8],
