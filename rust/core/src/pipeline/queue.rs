@@ -19,14 +19,6 @@ pub enum Next {
     Pending,
 }
 
-/// What the workers will begin next.
-pub(super) enum Upcoming {
-    Batch(u64),
-    /// Nothing yet: no seek has happened, or the pipeline has failed.
-    Nothing,
-    Closed,
-}
-
 pub(super) struct Queue {
     pool: Arc<Pool>,
     n_rows: usize,          // of a batch, in this process
@@ -190,17 +182,10 @@ impl Queue {
         self.done.notify_all();
     }
 
-    /// The batch that the workers will begin next. Where there is nothing yet, waits up to `timeout` for a change.
-    pub fn upcoming(&self, timeout: Duration) -> Upcoming {
+    /// The batch that the workers will begin next; None before the first seek and after a failure.
+    pub fn upcoming(&self) -> Option<u64> {
         let state = lock(&self.state);
-        if state.closed {
-            Upcoming::Closed
-        } else if state.active && state.failure.is_none() {
-            Upcoming::Batch(state.open)
-        } else {
-            drop(self.work.wait_timeout(state, timeout));
-            Upcoming::Nothing
-        }
+        (state.active && state.failure.is_none()).then_some(state.open)
     }
 
     /// Waits until a batch can be begun or the pipeline is closed, at most `timeout`.

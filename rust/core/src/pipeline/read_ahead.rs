@@ -3,7 +3,6 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::queue::Upcoming;
 use super::Shared;
 use crate::order::Order;
 
@@ -21,16 +20,12 @@ pub(super) fn run(shared: &Shared) {
     let (mut from, mut to) = (0u64, 0u64); // samples that were requested
     let mut rows = Vec::new();
     loop {
-        let now = match shared.queue.upcoming(POLL) {
-            Upcoming::Closed => return,
-            Upcoming::Nothing => continue,
-            Upcoming::Batch(position) => match position.checked_mul(batch) {
-                Some(sample) => sample,
-                None => {
-                    shared.queue.wait_for_work(POLL);
-                    continue;
-                }
-            },
+        if shared.queue.is_closed() {
+            return;
+        }
+        let Some(now) = shared.queue.upcoming().and_then(|position| position.checked_mul(batch)) else {
+            shared.queue.wait_for_work(POLL);
+            continue;
         };
         if !(from..=to).contains(&now) {
             // A seek moved the workers outside what was requested.

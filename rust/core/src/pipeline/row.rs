@@ -121,8 +121,11 @@ fn try_load(
     let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
     let span = |crop: &Crop| crop.span(context);
     let fault = |decoder: &mut Decoder, error: Error, (from, to): (u64, u64)| match error {
-        Error::Corrupt { what, .. } if origin.is_some() => damage(decoder, bytes, &info, from..to, what),
-        _ => error.to_string(),
+        Error::Corrupt { what, .. } if origin.is_some() => unusable(damage(decoder, bytes, &info, from..to, what)),
+        _ => unusable(error.to_string()),
+    };
+    let read = |decoder: &mut Decoder, span: (u64, u64), out: &mut [f32]| {
+        decoder.read(bytes, &info, span.0, channel, out).map_err(|error| fault(decoder, error, span))
     };
     let low = crops.iter().map(|crop| span(crop).0).min().unwrap_or(0);
     let high = crops.iter().map(|crop| span(crop).1).max().unwrap_or(0);
@@ -130,7 +133,7 @@ fn try_load(
     let together = config.views > 1 && high - low <= apart;
     if together {
         samples.resize((high - low) as usize, 0.0);
-        decoder.read(bytes, &info, low, channel, samples).map_err(|e| unusable(fault(decoder, e, (low, high))))?;
+        read(decoder, (low, high), samples)?;
     }
     counters.time(DECODE, begin);
 
@@ -140,7 +143,7 @@ fn try_load(
         for (crop, view) in crops.iter().zip(out.narrow.chunks_exact_mut(shared.view_values)) {
             let clip = &mut view[crop.offset..][..crop.out];
             let read = decoder.read_16(bytes, &info, crop.start, clip);
-            out.is_narrow &= read.map_err(|e| unusable(fault(decoder, e, span(crop))))?;
+            out.is_narrow &= read.map_err(|error| fault(decoder, error, span(crop)))?;
             crop.surround(config.clip.repeat, view);
             check_cancelled()?;
         }
@@ -159,12 +162,10 @@ fn try_load(
         let (first, last) = span(crop);
         let clip = &mut wave[crop.offset..][..crop.out];
         if !together && same_rate {
-            decoder.read(bytes, &info, first, channel, clip).map_err(|e| unusable(fault(decoder, e, (first, last))))?;
+            read(decoder, (first, last), clip)?;
         } else if !together {
             samples.resize((last - first) as usize, 0.0);
-            decoder
-                .read(bytes, &info, first, channel, samples)
-                .map_err(|e| unusable(fault(decoder, e, (first, last))))?;
+            read(decoder, (first, last), samples)?;
         }
         counters.time(DECODE, begin);
         check_cancelled()?;

@@ -32,12 +32,6 @@ struct Worker<'a> {
     wide: Vec<f32>, // a row before its values are narrowed to 16 bits
 }
 
-/// What became of a row.
-struct Outcome {
-    row: Option<u32>, // of the index; None in the padding of a ragged last batch
-    valid: bool,      // the recording was written
-}
-
 impl Worker<'_> {
     /// Writes row number `local` of the slot: every field, whatever happens, unless the slot is cancelled.
     fn fill(&mut self, slot: &Slot, local: usize) {
@@ -66,8 +60,8 @@ impl Worker<'_> {
         let narrow: &mut [i16] =
             if config.form == Form::Waveform { unsafe { slot.slab.row(range, CLIP, row) } } else { &mut [] };
         let mut out = Out { wide: out, narrow, is_narrow: false };
-        let Some(outcome) = self.choose(slot, epoch, place, &mut out) else { return };
-        if !outcome.valid {
+        let Some((chosen, valid)) = self.choose(slot, epoch, place, &mut out) else { return };
+        if !valid {
             out.wide.fill(0.0);
             out.is_narrow = false;
         }
@@ -89,37 +83,38 @@ impl Worker<'_> {
         self.wide = wide;
         let epoch = if config.train { epoch } else { 0 };
         let put = |field, value: i32| unsafe { slot.slab.row(range, field, row)[0] = value };
-        put(LABEL, outcome.row.map_or(0, |row| self.shared.index.labels()[row as usize]));
-        put(INDEX, outcome.row.map_or(-1, |row| i32::try_from(row).unwrap_or(i32::MAX)));
+        put(LABEL, chosen.map_or(0, |row| self.shared.index.labels()[row as usize]));
+        put(INDEX, chosen.map_or(-1, |row| i32::try_from(row).unwrap_or(i32::MAX)));
         put(EPOCH, i32::try_from(epoch).unwrap_or(i32::MAX));
-        unsafe { slot.slab.row(range, WEIGHT, row)[0] = if outcome.valid { 1.0f32 } else { 0.0 } };
+        unsafe { slot.slab.row(range, WEIGHT, row)[0] = if valid { 1.0f32 } else { 0.0 } };
         self.shared.counters.rows.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Writes the recording at `place`, or in training the first usable one after it. None when the slot is cancelled.
-    fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out) -> Option<Outcome> {
+    /// Writes the recording at `place`, or in training the first usable one after it. Returns its row of the index, which the
+    /// padding of a ragged last batch has not, and whether it was written. None when the slot is cancelled.
+    fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out) -> Option<(Option<u32>, bool)> {
         let Shared { config, queue, budget, order, .. } = self.shared;
         let n = config.rows.len() as u64;
         if !config.train {
             if epoch > 0 {
-                return Some(Outcome { row: None, valid: false });
+                return Some((None, false));
             }
             let row = config.rows[place as usize];
             let valid = self.load(slot, row, 0, out)?;
-            return Some(Outcome { row: Some(row), valid });
+            return Some((Some(row), valid));
         }
         let order = order.epoch(epoch);
         for attempt in 0..n {
             let row = config.rows[order.at((place + attempt) % n) as usize];
             if self.load(slot, row, epoch, out)? {
-                return Some(Outcome { row: Some(row), valid: true });
+                return Some((Some(row), true));
             }
             if queue.has_failed() {
                 break;
             }
         }
         queue.fail(format!("none of the {n} recordings can be used:\n{}", budget.text()));
-        Some(Outcome { row: None, valid: false })
+        Some((None, false))
     }
 
     /// Whether the recording was written; one that cannot be used is counted. None when the slot is cancelled.
@@ -133,7 +128,7 @@ impl Worker<'_> {
             }
             Err(Miss::Unusable(reason)) => {
                 if let Err(error) = self.shared.budget.record(row, reason) {
-                    self.shared.queue.fail(error.to_string());
+                    self.shared.queue.fail(error);
                 }
                 Some(false)
             }
