@@ -277,10 +277,10 @@ pub fn parallel<T: Send>(n: usize, threads: usize, f: impl Fn(usize) -> T + Sync
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn board(text: &str) -> Vec<u8> {
+    pub(crate) fn board(text: &str) -> Vec<u8> {
         text.bytes().map(|b| if b == b'.' { 0 } else { b - b'0' }).collect()
     }
 

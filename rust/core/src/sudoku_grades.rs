@@ -192,10 +192,7 @@ impl Rules {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn board(text: &str) -> Vec<u8> {
-        text.bytes().map(|b| if b == b'.' { 0 } else { b - b'0' }).collect()
-    }
+    use crate::sudoku::tests::board;
 
     #[test]
     fn known_puzzles_have_their_grades() {

@@ -1,8 +1,7 @@
 //! Once warm, the pipeline allocates for each batch (its slot, its slab's handle) but not for each row.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,29 +10,9 @@ use arrow_schema::{DataType, Field};
 use jaxtrain_loader::pipeline::{Block, Clip, Config, Form, Next, Pipeline};
 use jaxtrain_loader::source::{Index, Options};
 
-struct Counting;
+mod counting;
 
-static CALLS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: the system's allocator does all the work.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        CALLS.fetch_add(1, Relaxed);
-        System.alloc(layout)
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        System.dealloc(at, layout)
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        CALLS.fetch_add(1, Relaxed);
-        System.realloc(at, layout, size)
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use counting::CALLS;
 
 /// The tests' recordings, of every format, again and again.
 fn index() -> Index {

@@ -18,10 +18,16 @@ fn check_threads(threads: usize) -> PyResult<()> {
     }
 }
 
-fn rules_of(cells: usize, threads: usize) -> PyResult<Rules> {
+/// Computes `of` every board.
+fn each<T: Send>(
+    py: Python<'_>, boards: &PyReadonlyArray2<'_, u8>, threads: usize, of: impl Fn(&Rules, &[u8]) -> T + Sync,
+) -> PyResult<Vec<T>> {
     check_threads(threads)?;
+    let (n, cells) = boards.as_array().dim();
     let rules = Rules::new(cells.isqrt()).filter(|rules| rules.n_cells() == cells);
-    rules.ok_or_else(|| PyValueError::new_err(format!("boards have {cells} cells; expected 16, 36 or 81")))
+    let wrong = || PyValueError::new_err(format!("boards have {cells} cells; expected 16, 36 or 81"));
+    let (rules, boards) = (rules.ok_or_else(wrong)?, boards.as_slice()?);
+    Ok(py.detach(|| parallel(n, threads, |i| of(&rules, &boards[i * cells..(i + 1) * cells]))))
 }
 
 /// Solve sudoku boards, counting their solutions.
@@ -31,9 +37,7 @@ pub fn sudoku_solve<'py>(
     py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, limit: u32, threads: usize,
 ) -> PyResult<(Counts<'py>, Counts<'py>, Boards<'py>)> {
     let (n, cells) = boards.as_array().dim();
-    let rules = rules_of(cells, threads)?;
-    let boards = boards.as_slice()?;
-    let searches = py.detach(|| parallel(n, threads, |i| rules.solve(&boards[i * cells..(i + 1) * cells], limit)));
+    let searches = each(py, &boards, threads, |rules, board| rules.solve(board, limit))?;
     let (solutions, guesses): (Vec<i64>, Vec<i64>) =
         searches.iter().map(|search| (i64::from(search.solutions), i64::from(search.guesses))).unzip();
     let first: Vec<u8> =
@@ -71,14 +75,8 @@ pub fn sudoku_generate(
 pub fn sudoku_grade<'py>(
     py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, threads: usize,
 ) -> PyResult<(Counts<'py>, Counts<'py>)> {
-    let (n, cells) = boards.as_array().dim();
-    let rules = rules_of(cells, threads)?;
-    let boards = boards.as_slice()?;
-    let of = |i: usize| {
-        let board = &boards[i * cells..(i + 1) * cells];
-        (i64::from(rules.grade(board)), i64::from(rules.solve(board, 2).backtracks))
-    };
-    let (grades, backtracks): (Vec<i64>, Vec<i64>) = py.detach(|| parallel(n, threads, of)).into_iter().unzip();
+    let of = |rules: &Rules, board: &[u8]| (i64::from(rules.grade(board)), i64::from(rules.solve(board, 2).backtracks));
+    let (grades, backtracks): (Vec<i64>, Vec<i64>) = each(py, &boards, threads, of)?.into_iter().unzip();
     Ok((grades.into_pyarray(py), backtracks.into_pyarray(py)))
 }
 
@@ -88,14 +86,14 @@ pub fn sudoku_grade<'py>(
 pub fn sudoku_invariant<'py>(
     py: Python<'py>, boards: PyReadonlyArray2<'py, u8>, threads: usize,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-    let (n, cells) = boards.as_array().dim();
-    let rules = rules_of(cells, threads)?;
-    let boards = boards.as_slice()?;
-    if let Some(digit) = boards.iter().find(|&&digit| usize::from(digit) > cells.isqrt()) {
-        return Err(PyValueError::new_err(format!(
-            "a board has the digit {digit}; expected at most {}",
-            cells.isqrt()
-        )));
-    }
-    Ok(py.detach(|| parallel(n, threads, |i| rules.invariant(&boards[i * cells..(i + 1) * cells]))).into_pyarray(py))
+    // A digit that is too large has no number.
+    let of = |rules: &Rules, board: &[u8]| {
+        let side = rules.n_cells().isqrt();
+        let large = board.iter().find(|&&digit| usize::from(digit) > side);
+        large.map_or_else(|| Ok(rules.invariant(board)), |digit| Err((*digit, side)))
+    };
+    let found: Result<Vec<u64>, _> = each(py, &boards, threads, of)?.into_iter().collect();
+    let wrong =
+        |(digit, side)| PyValueError::new_err(format!("a board has the digit {digit}; expected at most {side}"));
+    Ok(found.map_err(wrong)?.into_pyarray(py))
 }
