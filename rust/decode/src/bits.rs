@@ -237,8 +237,8 @@ const fn crc_tables(polynomial: u32) -> [[u32; 256]; 8] {
 fn crc(tables: &[[u32; 256]; 8], mut crc: u32, data: &[u8]) -> u32 {
     let (eights, rest) = data.as_chunks();
     for eight in eights {
-        let bytes = (u64::from_be_bytes(*eight) ^ u64::from(crc) << 32).to_be_bytes();
-        crc = bytes.iter().zip(tables.iter().rev()).fold(0, |crc, (&byte, table)| crc ^ table[usize::from(byte)]);
+        let word = u64::from_be_bytes(*eight) ^ u64::from(crc) << 32;
+        crc = (0..8).fold(0, |crc, i| crc ^ tables[i][(word >> (8 * i) & 255) as usize]);
     }
     for byte in rest {
         crc = crc << 8 ^ tables[0][usize::from((crc >> 24) as u8 ^ byte)];

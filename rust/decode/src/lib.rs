@@ -63,6 +63,14 @@ pub struct Info {
     pub stated: u64,
 }
 
+impl Info {
+    /// Errors: Samples \[start, start + length) that are not inside the recording.
+    pub fn check_range(&self, start: u64, length: u64) -> Result<(), Error> {
+        let inside = start.checked_add(length).is_some_and(|end| end <= self.frames);
+        inside.then_some(()).ok_or(Error::Range { start, length, frames: self.frames })
+    }
+}
+
 /// The stated length of a recording that goes on for an unknown time. It fits into 63 bits, since tables hold it.
 pub const MORE: u64 = i64::MAX as u64;
 
@@ -88,7 +96,7 @@ pub enum Error {
     #[error("non-finite samples (NaN or infinity) at or after sample {0}")]
     NotFinite(u64),
     #[error("samples [{start}, {start} + {length}) are not inside the recording's {frames} frames")]
-    Range { start: u64, length: usize, frames: u64 },
+    Range { start: u64, length: u64, frames: u64 },
     #[error("channel {channel} does not exist: the recording has {channels}, counted from 0")]
     Channel { channel: u16, channels: u16 },
 }
@@ -197,7 +205,7 @@ impl Decoder {
     /// Errors: A range that is not in the recording, or damage in it.
     pub fn read_16(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16]) -> Result<bool, Error> {
         refuse!(info.channels != 1, Ok(false));
-        check_range(info, start, out.len())?;
+        info.check_range(start, out.len() as u64)?;
         match format(bytes)? {
             (Format::Pcm(pcm), _) => Ok(pcm.read_16(start, out).is_some()),
             (Format::Flac, bytes) => self.flac.read_16(bytes, start, out),
@@ -244,7 +252,7 @@ impl Decoder {
             return Err(Error::Channel { channel, channels: info.channels });
         }
         let channel = channel.filter(|_| info.channels > 1);
-        check_range(info, start, out.len())?;
+        info.check_range(start, out.len() as u64)?;
         if out.is_empty() {
             return Ok(());
         }
@@ -271,11 +279,6 @@ impl Decoder {
         }
         Ok(())
     }
-}
-
-fn check_range(info: &Info, start: u64, length: usize) -> Result<(), Error> {
-    let inside = start.checked_add(length as u64).is_some_and(|end| end <= info.frames);
-    inside.then_some(()).ok_or(Error::Range { start, length, frames: info.frames })
 }
 
 /// Reads parts of a recording, for fuzzers: arbitrary bytes may cause nothing worse than an error.

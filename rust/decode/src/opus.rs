@@ -166,8 +166,11 @@ impl Opus {
             }
             if after > ahead {
                 begun = true;
-                // A panic would be a bug of the decoder, met on damaged bytes.
-                let decoded = catch_unwind(AssertUnwindSafe(|| decoder.decode(packet.data, n, &mut self.samples)));
+                // A panic would be a bug of the decoder, met on damaged bytes. One stream needs no way over a buffer.
+                let decoded = catch_unwind(AssertUnwindSafe(|| match decoder.streams_mut() {
+                    [only] => only.decode(packet.data, n, &mut self.samples),
+                    _ => decoder.decode(packet.data, n, &mut self.samples),
+                }));
                 if !matches!(decoded, Ok(Ok(decoded)) if decoded == n) {
                     return corrupt(NAME, "a packet cannot be decoded");
                 }

@@ -47,15 +47,10 @@ pub fn decode<'py>(
         let mut decoder = Decoder::default();
         let info = decoder.info(data).map_err(|e| e.to_string())?;
         let length = length.unwrap_or(info.frames.saturating_sub(start));
-        if start.checked_add(length).is_none_or(|end| end > info.frames) {
-            return Err(format!(
-                "samples [{start}, {start} + {length}) are not inside the recording's {} frames",
-                info.frames
-            ));
-        }
+        info.check_range(start, length).map_err(|e| e.to_string())?;
         let mut wave = zeros(length)?; // which a header may claim to be any number
         decoder.read(data, &info, start, channel, &mut wave).map_err(|e| e.to_string())?;
-        Ok((wave, info))
+        Ok::<_, String>((wave, info))
     });
     let (wave, info) = decoded.map_err(PyValueError::new_err)?;
     Ok((wave.into_pyarray(py), info.rate, info.frames))
@@ -112,9 +107,9 @@ pub fn resample<'py>(
     check_rate("target_rate", target_rate)?;
     let wave = wave.as_slice()?;
     let out = py.detach(|| {
-        let (n, from, to) = (wave.len() as u128, u128::from(source_rate), u128::from(target_rate));
-        let mut out = zeros(((n * to + from / 2) / from) as u64)?;
-        Resampler::new(source_rate, target_rate).process(wave, 0, &mut out);
+        let mut resampler = Resampler::new(source_rate, target_rate);
+        let mut out = zeros(resampler.output_len(wave.len()) as u64)?;
+        resampler.process(wave, 0, &mut out);
         Ok::<_, String>(out)
     });
     Ok(out.map_err(PyValueError::new_err)?.into_pyarray(py))

@@ -72,11 +72,7 @@ impl Default for FrontEnd {
 impl FrontEnd {
     /// Complete frames in `n_samples`.
     pub fn n_frames(&self, n_samples: usize) -> usize {
-        if n_samples < self.window {
-            0
-        } else {
-            1 + (n_samples - self.window) / self.hop
-        }
+        n_samples.checked_sub(self.window).map_or(0, |rest| 1 + rest / self.hop)
     }
 
     fn check(&self) -> Result<(), Error> {

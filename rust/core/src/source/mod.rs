@@ -383,7 +383,7 @@ impl Index {
             },
             Table::Parts(_) => return 0,
             Table::Parquet(pair) => match pair.bytes.page(row - shard.first_row) {
-                Some(body) => (body.at, body.packed),
+                Some(page) => (page.body.at, page.body.packed),
                 None => return 0,
             },
         };

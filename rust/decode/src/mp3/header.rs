@@ -50,11 +50,7 @@ impl Header {
 
     /// Samples per channel.
     pub fn samples(self) -> usize {
-        if self.mpeg1 {
-            1152
-        } else {
-            576
-        }
+        576 << u32::from(self.mpeg1)
     }
 
     /// The mean size of a frame in bytes, times the sample rate.

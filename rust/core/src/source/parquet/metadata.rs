@@ -20,11 +20,7 @@ pub struct Element {
 impl Element {
     /// What it adds to the level of a value that is present: 1 if it can be null, else 0. None when it repeats.
     pub fn level(&self) -> Option<u8> {
-        match self.repetition {
-            0 => Some(0),
-            1 => Some(1),
-            _ => None,
-        }
+        u8::try_from(self.repetition).ok().filter(|&level| level < 2)
     }
 }
 
@@ -110,15 +106,13 @@ impl Footer {
     }
 }
 
-#[derive(Clone, Copy, PartialEq)]
-pub enum PageKind {
-    Data,
-    Dictionary,
-    Other,
-}
+/// Kinds of pages. Those of an index are passed over.
+pub const DATA: i64 = 0;
+pub const DICTIONARY: i64 = 2;
+const DATA_V2: i64 = 3;
 
 pub struct PageHeader {
-    pub kind: PageKind,
+    pub kind: i64,
     pub packed: u32,
     pub unpacked: u32,
     pub n: u32,
@@ -130,13 +124,12 @@ pub struct PageHeader {
 impl PageHeader {
     pub fn read(input: &mut Thrift) -> Result<Self> {
         let mut header =
-            Self { kind: PageKind::Other, packed: 0, unpacked: 0, n: 0, encoding: 0, levels: None, is_packed: true };
+            Self { kind: i64::MAX, packed: 0, unpacked: 0, n: 0, encoding: 0, levels: None, is_packed: true };
         let size = |n: u64| u32::try_from(n).map_err(|e| e.to_string());
         fields!(input, kind,
             1 => header.kind = match input.int()? {
-                0 | 3 => PageKind::Data,
-                2 => PageKind::Dictionary,
-                _ => PageKind::Other,
+                DATA_V2 => DATA,
+                kind => kind,
             },
             2 => header.unpacked = size(input.positive()?)?,
             3 => header.packed = size(input.positive()?)?,

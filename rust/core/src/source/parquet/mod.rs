@@ -27,7 +27,7 @@ use super::parts::{Numbers, Parts, MEAN, VERSION};
 use super::{class_names, Metadata, Table};
 use crate::error::Fault;
 use jaxtrain_decode::refuse;
-use metadata::{Chunk, Footer, PageHeader, PageKind};
+use metadata::{Chunk, Footer, PageHeader};
 pub(super) use page::{Body, Column, Page, Pages, Pair, Value};
 use page::{DICTIONARY, INSIDE, PLAIN, UNCOMPRESSED};
 use schema::{Chosen, Leaf};
@@ -139,30 +139,30 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
         at = body + u64::from(header.packed);
         refuse!(at > map.len() as u64, Err(fail("is cut short inside a page".into())));
         let encoding = match (header.kind, header.encoding) {
-            (PageKind::Other, _) => continue,
-            (PageKind::Dictionary, 0 | 2) | (_, 0) => PLAIN,
-            (PageKind::Data, 2 | 8) => DICTIONARY,
-            (_, other) => {
+            (metadata::DICTIONARY, 0 | 2) | (metadata::DATA, 0) => PLAIN,
+            (metadata::DATA, 2 | 8) => DICTIONARY,
+            (metadata::DATA | metadata::DICTIONARY, other) => {
                 let names = ["", "", "", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY"];
                 let name = names.get(other as usize).filter(|name| !name.is_empty()).unwrap_or(&"an unknown encoding");
                 return Err(fail(format!(
                     "has a page encoded as {name}, but only PLAIN and dictionary are supported; write it again with one of them"
                 )));
             }
+            _ => continue,
         };
         let page = Body {
             at: body,
             packed: header.packed,
             unpacked: header.unpacked,
             n: header.n,
-            levels: header.levels.unwrap_or(if header.kind == PageKind::Data { INSIDE } else { 0 }),
+            levels: header.levels.unwrap_or(if header.kind == metadata::DATA { INSIDE } else { 0 }),
             codec: if header.is_packed { chunk.codec } else { UNCOMPRESSED },
             encoding,
         };
         if u64::from(header.n) > map.len() as u64 {
             return Err(fail(format!("claims {} values in one page, more than the file has bytes", header.n)));
         }
-        if header.kind == PageKind::Dictionary {
+        if header.kind == metadata::DICTIONARY {
             out.dictionaries.push(Page::new(page, 0, 0));
             continue;
         }

@@ -131,17 +131,13 @@ impl Value {
 
 impl Column {
     /// The page that holds a row of the shard.
-    pub fn page(&self, row: usize) -> Option<&Body> {
-        self.holding(row).map(|page| &page.body)
-    }
-
-    fn holding(&self, row: usize) -> Option<&Page> {
+    pub fn page(&self, row: usize) -> Option<&Page> {
         self.pages.get(self.pages.partition_point(|p| p.first_row as usize <= row).checked_sub(1)?)
     }
 
     /// The value of a row of shard number `shard`, whose bytes are `map`.
     pub fn value(&self, map: &[u8], shard: usize, row: usize, pages: &mut Pages) -> Result<Value> {
-        let page = self.holding(row).ok_or("lies in no page")?;
+        let page = self.page(row).ok_or("lies in no page")?;
         let values = self.values(map, shard, page, pages)?;
         match values.spans.get(row - page.first_row as usize) {
             None => Err("lies in no page".into()),
