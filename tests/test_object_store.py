@@ -12,7 +12,7 @@ from jaxtrain import cli
 from jaxtrain.arrays import safetensors, stored
 from jaxtrain.arrays import source as source_lib
 from loaders.io import files
-from tests.support import object_store, runs, small_runs
+from tests.support import installed, object_store, runs, small_runs
 from tests.support.processes import ROOT, cluster, free_port, records, run, wait_for
 
 RUN = "gs://bucket/toy/checkpoints"
@@ -68,7 +68,14 @@ def test_promises_1_and_6_and_7_in_an_object_store(folder, bucket):
     assert "damaged" in output and largest["name"].rsplit("/", 1)[1] in output and "resuming from step 4" in output
 
 
-@pytest.mark.parametrize("argv", ["embed {run} --out o", "checkpoint inspect {run}", "export {run} --out o"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param("embed {run} --out o", marks=installed.needs("bird")),
+        "checkpoint inspect {run}",
+        "export {run} --out o",
+    ],
+)
 def test_a_store_that_does_not_answer_is_reported(argv, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stored, "PATIENCE", 0.5)

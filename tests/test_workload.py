@@ -1,5 +1,6 @@
 """Workloads as the trainer sees them: each is one value, found by a dotted name."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -132,21 +133,61 @@ for name in sys.argv[1:]:
 """
 
 
+# All tests but those of one workload, of one kind of data, of a fault found in either, of the
+# pages, the sources, the tools, the compilers and the whole package.
+OTHERS = re.compile(r"tests/(workloads|loaders|field|hostile|compiled|tools|test_(docs|prose|words|floors|wheel|workload))")
+MODULES = (str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "data" not in path.parts)
+TRAINERS = sorted(path for path in MODULES if not OTHERS.match(path))
+# Cheap ones. One of the tests trains on a mesh, saves, and resumes bit for bit.
+CHEAP = (
+    "tests/test_specs.py", "tests/test_layout.py", "tests/test_init_or_restore.py", "tests/test_evaluate.py",
+    "tests/test_programs.py",
+    "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit[adamw-data]",
+)  # fmt: skip
+# Those that ask which workloads are installed.
+ASK = ("tests/config", "tests/test_cli.py", "tests/test_glossary.py", "tests/test_matrix.py", "tests/test_object_store.py")
+# A plugin of pytest that runs a choice of all tests that were collected.
+CHOICE = """
+def pytest_collection_modifyitems(config, items):
+    chosen = [item for item in items if item.nodeid.startswith(CHOSEN)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+"""
+
+
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A copy of the packages and the tests, with Python's compiled files except the unfinished
-    ones."""
+    """A copy of the packages, the tests and what they read, with Python's compiled files except the
+    unfinished ones."""
     folder = tmp_path_factory.mktemp("copied")
-    for part in ("jaxtrain", "loaders", "configs", "tests"):
+    for part in ("jaxtrain", "loaders", "configs", "tests", "tools", "docs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
+
+
+@contextlib.contextmanager
+def deleted(folder, *names):
+    for name in names:
+        (folder / "jaxtrain" / "workloads" / name).rename(folder / name)
+    yield
+    for name in names:
+        (folder / name).rename(folder / "jaxtrain" / "workloads" / name)
 
 
 def python(folder, *arguments):
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def trainers_tests(folder, *chosen):
+    """Collect the quick tests of the trainer, and run those whose name begins with one of
+    ``chosen``."""
+    (folder / "choice.py").write_text(f"CHOSEN = {chosen}\n{CHOICE}")
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "choice", "-m", "not slow")
+    return python(folder, *options, *TRAINERS)
 
 
 def test_the_rest_works_without_a_workload(copied):
@@ -159,15 +200,20 @@ def test_the_rest_works_without_a_workload(copied):
         assert set(commands.table()) - set(gone) <= listed and not set(gone) & listed, name
 
 
-TRAINER = ("test_specs.py", "test_layout.py", "test_init_or_restore.py", "test_evaluate.py", "test_programs.py")
-
-
 def test_the_trainers_own_tests_pass_without_any_workload(copied):
-    """All five folders are deleted. One of the tests trains on a mesh, saves, and resumes bit for
-    bit."""
-    for name in NAMES:
-        shutil.rmtree(copied / "jaxtrain" / "workloads" / name)
-    run = "tests/optim/test_open.py::test_an_optimizer_of_optax_trains_on_a_mesh_and_resumes_bit_for_bit"
-    files = (f"tests/{name}" for name in TRAINER)
-    output = python(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, f"{run}[adamw-data]")
-    assert " passed" in output and "failed" not in output
+    """All five folders are deleted. All tests are collected, and cheap ones pass."""
+    with deleted(copied, *NAMES):
+        assert " passed" in trainers_tests(copied, *CHEAP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainers_tests_that_ask_for_workloads_pass_without_one(copied, name):
+    with deleted(copied, name):
+        assert " passed" in trainers_tests(copied, *ASK)
+
+
+@pytest.mark.slow
+def test_all_quick_tests_of_the_trainer_pass_without_any_workload(copied):
+    with deleted(copied, *NAMES):
+        assert " passed" in trainers_tests(copied, "tests/")

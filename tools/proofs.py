@@ -102,6 +102,7 @@ PARTS = {
         "workloads/bird/test_timm.py",
     ),
     "wheel": Part("the wheel, installed where no compiler is", "test_wheel.py"),
+    "alone": Part("the trainer's tests without one of the workloads, and without any", "test_workload.py", workers=2),
 }
 
 

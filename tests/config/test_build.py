@@ -242,6 +242,7 @@ def test_a_file_that_contradicts_its_argument_is_a_config_error(here):
     assert errors(source="configs/picky.py:x") == {"": "file configs/picky.py says: no data at 'x'"}
 
 
+@installed.needs("giblet")
 def test_names_are_taken_as_a_shell_has_them(here):
     load_giblet = lambda *o: config_lib.load(str(ROOT / "configs/giblet.py:blank"), [*o, ("workdir", str(here))])  # noqa: E731
     assert load_giblet(("data.subjects", "viewer-1,viewer-3")).data.subjects == ("viewer-1", "viewer-3")

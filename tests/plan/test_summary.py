@@ -13,6 +13,7 @@ from jaxtrain import loop, plan
 from jaxtrain.commands import train as train_command
 from jaxtrain.plan.bound import Array
 from tests.plan.cases import ROOT, load, on
+from tests.support import installed, small_runs
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,7 @@ def test_an_unknown_topology_is_an_error():
         plan.tpu_devices(plan.parse_target("tpu:v4:3x5x7"))
 
 
+@installed.needs("trm")
 def test_the_full_recipe_on_gpus(tmp_path, monkeypatch):
     """35 applications of the net, seven of them forward and backward: 3.3e13 FLOP for 768 rows,
     calculated by hand."""
@@ -164,12 +166,9 @@ def test_a_run_that_exceeds_a_devices_memory_names_the_plan(tmp_path, monkeypatc
     def exhaust(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nBuffers: …")
 
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(loop, "run", exhaust)
-    (tmp_path / "text.txt").write_text("one two three\n" * 1000)
-    source = f"--config=configs/shakespeare_char.py:{tmp_path / 'text.txt'}"
-    prompts = "--config.model.generation.prompts=('one',)"
-    assert train_command.main([source, f"--config.workdir={tmp_path}", prompts]) == 2
+    source = f"--config={small_runs.rows(tmp_path)}/rows.py"
+    assert train_command.main([source, f"--config.workdir={tmp_path}"]) == 2
     told = "a device has too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes; the same"
     assert f"{told} command with --plan names remedies" in capsys.readouterr().err
 

@@ -216,19 +216,6 @@ def test_a_bias_that_was_trained_with_an_adapter_is_refused(tmp_path, capsys):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_every_parameter_must_be_sorted():
-    table = language.make_specs(language_case.TINY)
-    kinds = lora.sort(Lora(rank=1, adapt=r"w_[qv]$", train="^scale$", freeze=r"/(scale|w_[^qv])|embed|w_head"), table)
-    assert {path for path, kind in kinds.items() if kind == "adapt"} == {"blocks/w_q", "blocks/w_v"}
-    assert kinds["scale"] == "train" and kinds["embed"] == "freeze"
-    with pytest.raises(lora.LoraError) as error:
-        lora.sort(Lora(rank=1, adapt="blocks/", train="w_up", freeze="^embed$"), table)
-    for text in ("'w_head' matches none of", "'blocks/w_up' matches lora.adapt", "'blocks/scale_mlp' [3, 32] is not a matrix"):
-        assert text in str(error.value)
-    with pytest.raises(lora.LoraError, match="matches no parameter"):
-        lora.sort(Lora(rank=1, adapt="nothing", freeze="."), table)
-
-
 @pytest.mark.parametrize("workload", ["bird", "trm"])
 def test_adapters_of_zero_leave_any_workload_as_it_is(workload):
     """Then the gradient by A is zero, and the one by B is not. One workload scans its stack, the
