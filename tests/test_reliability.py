@@ -77,7 +77,8 @@ def test_promise_9_a_signal_to_one_of_two_processes_saves_and_ends_both(folder, 
     whole = cluster(folder, "toy.py", *overrides, "--config.workdir=whole", processes=2, **caches)
     assert [p.wait(timeout=240) for p in whole] == [0, 0]
     logs = [(folder / "whole" / "logs" / f"process-{i}.log").read_text() for i in range(2)]
-    assert [log.count("is that of an earlier start") for log in logs] in ([0, 0], [1, 1])  # for the step and the evaluation
+    # Of the initialisation, the step and the evaluation, which may not have been compiled in time.
+    assert [log.count("is that of an earlier start") for log in logs] in ([1, 1], [2, 2])
     assert hashes(folder / "runs" / "toy", 30) == hashes(folder / "whole", 30)
     assert records(folder / "runs" / "toy", "train") == records(folder / "whole", "train")
 

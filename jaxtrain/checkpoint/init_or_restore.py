@@ -16,6 +16,7 @@ from jaxtrain.arrays import stored
 from jaxtrain.assembly import Assembly
 from jaxtrain.checkpoint import CheckpointError, History, Restored, base_weights, warm_start
 from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.compile import program_cache
 from jaxtrain.config import OF_SCHEDULE, Config, Optim, WarmStart, section
 from jaxtrain.nn import lora
 from jaxtrain.optim import learning_rates
@@ -59,8 +60,9 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
     history = history._replace(base=base if frozen else None)
     overlay, given = _warm_start(assembly, _kept(config, rules, base))
     key = jax.random.key(config.seed)
-    state = state_lib.init_state(assembly.task, assembly.tx, abstract, key, start=overlay, given=given)
-    return Start(state, 0, history)
+    init = state_lib.make_init(assembly.task, assembly.tx, abstract, start=overlay).lower(key, given)
+    program = program_cache.earlier(init, {}) or program_cache.keep(init, {}, init.compile)
+    return Start(program(key, given), 0, history)
 
 
 def _report_schedule(config: Config, restored: Restored) -> None:

@@ -174,12 +174,13 @@ def init_state(
     ``start``: (initial parameters, given) -> parameters, traced, for trained and for frozen ones.
     What it does not use is not initialised. ``given``: its arrays, which are donated.
     """
-    return make_init(task, tx, abstract, start=start)(key, given)
+    state: TrainState = make_init(task, tx, abstract, start=start)(key, given)
+    return state
 
 
 def make_init(
     task: Task, tx: Optimizer, abstract: Abstract, *, start: Callable[[PyTree, PyTree], PyTree]
-) -> Callable[[Key, PyTree], TrainState]:
+) -> jax.stages.Wrapped:
     """`init_state`, jitted and not called."""
 
     def init(key: Key, given: PyTree) -> TrainState:
@@ -203,7 +204,7 @@ def init_frozen(
     return _jit_once(init, abstract.state.variables.frozen)(key, given)
 
 
-def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> Callable[[Key, PyTree], PyTree]:
+def _jit_once(init: Callable[[Key, PyTree], PyTree], made: PyTree) -> jax.stages.Wrapped:
     """``init`` for one call, with the shardings of ``made``. Its second argument is donated."""
     shardings = jax.tree.map(lambda x: x.sharding, made)
     meshes = [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s.mesh, jax.sharding.Mesh)]
