@@ -160,6 +160,7 @@ if __name__ == "__main__":
     for name in IMPORTS:
         __import__(name)
     gc.freeze()  # a fork copies no page of theirs to collect its own garbage
+    gc.set_threshold(100_000, 50, 100)  # as in conftest.py
     arguments = serve(int(sys.argv[1]))
     if arguments is not None:
         from jaxtrain import cli
