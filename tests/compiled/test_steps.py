@@ -1,7 +1,7 @@
 """Every workload's step is compiled for chips that are not present. It compiles on every mesh, and
 the contents of the program are checked.
 
-One process compiles all programs of a test, one step after the other. `python -m
+One process compiles all programs for one kind of chips, one step after the other. `python -m
 tools.compile_table` prints them as a table.
 """
 
@@ -48,19 +48,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def answers(folder):
-    """Return a function (target, workload, size, mesh) -> answer. Each answer is compiled at its
-    first request, together with those of the other meshes."""
+def answers(folder, request):
+    """Return a function (target, workload, size, mesh) -> answer. One process compiles all cases of
+    this session for one kind of chips, at the first request for one of them."""
     known: dict = {}
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = [tuple(spec.params.get(part) for part in ("target", "name", "size", "mesh")) for spec in specs if spec]
 
-    def ask(target, name, size, mesh):
-        meshes = [m for t, n, s, m in CASES if (t, n, s) == (target, name, size)]
-        meshes = meshes if mesh in meshes else [mesh]
-        if (target, name, size, mesh) not in known:
-            jobs = compile_table.jobs(target, [name], [size], meshes, folder)
-            for (*_, m), answer in zip(jobs, worker.ask(list(jobs.values())), strict=True):
-                known[target, name, size, m] = answer
-        return known[target, name, size, mesh]
+    def ask(*case):
+        if case not in known:
+            cases = dict.fromkeys([case, *(each for each in CASES if each in chosen and each[0][:3] == case[0][:3])])
+            jobs = [compile_table.jobs(each[0], *([part] for part in each[1:]), folder) for each in cases]
+            known.update(zip(cases, worker.ask([job for [job] in (found.values() for found in jobs)]), strict=True))
+        return known[case]
 
     return ask
 

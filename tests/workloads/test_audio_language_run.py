@@ -27,7 +27,8 @@ def folder(tmp_path):
 
 def base_of(folder):
     """A base in the original's format: the export of a first run, and its config.json."""
-    processes.run(folder, "higgs.py", "--config.workdir=base", "--config.train.steps=4", "--config.checkpoint.final=weights")
+    short = ("--config.train.steps=1", "--config.train.eval_every=0", "--config.checkpoint.final=weights")
+    processes.run(folder, "higgs.py", "--config.workdir=base", *short)
     assert export.main([str(folder / "base"), "--dtype", "bf16", "--out", str(folder / "weights")]) == 0
     text = dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32,
@@ -103,7 +104,7 @@ def test_adapters_on_a_frozen_base_stopped_and_resumed(folder, monkeypatch, caps
 
     adapters = [str(folder / "whole"), "play", "--out", str(folder / "none")]
     assert generate_audio.main(adapters) == 2 and "merge them with `jaxtrain export`" in capsys.readouterr().err
-    of_run, of_step = (inference.load(str(folder / path)) for path in ("base", "base/checkpoints/4"))
+    of_run, of_step = (inference.load(str(folder / path)) for path in ("base", "base/checkpoints/1"))
     assert of_run.model == of_step.model and of_run.codec is not None
     jax.tree.map(np.testing.assert_array_equal, of_run.params, of_step.params)
     args = [str(folder / "merged"), "play", "--out", str(folder / "played"), "--each=2", "--seconds=0.4", "--top-k", "8", "4"]
