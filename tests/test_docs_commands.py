@@ -84,8 +84,8 @@ def test_a_command_that_does_nothing_is_found_out(tmp_path):
 
 
 def test_the_python_of_the_pages_runs(folder):
-    """The other programs are in test_docs.py (README, your-model) and test_docs_notebooks.py. The
-    code of ARCHITECTURE is not a program."""
+    """The other programs are in test_docs.py (README, CONTRIBUTING, your-model) and
+    test_docs_notebooks.py. The code of ARCHITECTURE is not a program."""
     records = folder / "runs" / "xcm-demo" / "metrics.jsonl"
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_text('{"step": 2, "split": "test", "accuracy": 0.5}\n')
@@ -93,7 +93,7 @@ def test_the_python_of_the_pages_runs(folder):
     blocks = [
         (page.name, block)
         for page in docs_commands.PAGES
-        if page.stem not in ("README", "your-model", "ARCHITECTURE") and page.parent.name != "notebooks"
+        if page.stem not in ("README", "CONTRIBUTING", "your-model", "ARCHITECTURE") and page.parent.name != "notebooks"
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     ]
     # Each has names of its own. One process runs them all, and its traceback names the page.
