@@ -14,7 +14,7 @@ Initializer = Callable[[Key, tuple[int, ...], Any], Array]  # (key, shape, dtype
 
 T = TypeVar("T")
 # OfData[int] is the type of a model's field that may be None in a config, which takes the data's
-# fact of that name (`jaxtrain.config.build`): a built config has an int.
+# value of that name (`jaxtrain.config.build`): a built config has an int.
 if TYPE_CHECKING:
     OfData = Annotated[T, "None in a config file"]
 else:
@@ -197,7 +197,7 @@ class Task(NamedTuple):
     """A workload as a value: a few pure functions over one table of parameters.
 
     A workload module offers ``Config`` (a frozen dataclass; a field whose value is None takes the
-    data's fact of that name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is
+    data's value of that name) and ``make_task(config, shard, batch) -> Task``, where ``config`` is
     the whole run's and ``batch`` the rows of a global step. It may offer ``EXPORT``, an `Export`.
 
     `loss` and `evaluate` see some rows of the global batch, not all: a microbatch, one device

@@ -195,7 +195,7 @@ class LoaderModule(Protocol):
         """Return the field name -> shape and dtype of a row."""
 
     def dataset_info(self, config: Any) -> DatasetInfo:
-        """Return the info of the data (class names, row counts), read without decoding."""
+        """Return the dataset info (class names, row counts), read without decoding."""
 
     def make_loader(self, config: Any, *, split: str, rows: Rows, seed: int) -> Loader:
         """Open the split "train" or "test"."""

@@ -82,7 +82,7 @@ class Mixture:
         if self._policy == "error" and (over := np.flatnonzero(number >= self._sizes[source])).size:
             k = int(source[over[0]])
             raise DataError(
-                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example {example[over[0]]} of it; "
+                f"source {k} has {self._sizes[k]} examples in a pass and is exhausted at example {example[over[0]]} of all; "
                 "lower its share, make the run shorter, or set exhausted='repeat' or 'stop'"
             )
         return source, number

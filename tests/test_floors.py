@@ -272,4 +272,7 @@ def run(n):
 def test_a_step_of_the_language_model_is_read_in_twelve_files():
     section = (ROOT / "docs" / "ARCHITECTURE.md").read_text().partition("## A step, in ")[2].partition("\n## ")[0]
     paths = [ROOT / "jaxtrain" / name for name in re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)]
-    assert 0 < len(paths) <= 12 and sum(len(path.read_text().splitlines()) for path in paths) <= 2_500
+    lines = [len(path.read_text().splitlines()) for path in paths]
+    assert 0 < len(paths) <= 12 and sum(lines) <= 2_500
+    assert lines == [int(n) for n in re.findall(r"^\| `[\w/]+\.py` \| (\d+) \|", section, re.MULTILINE)]
+    assert f"{sum(lines):,} lines in all" in section

@@ -41,3 +41,10 @@ def test_an_entry_without_a_metric_is_named():
 def test_an_entry_whose_pattern_is_none_is_refused_by_name():
     with pytest.raises(workload.WorkloadError, match="Entry 'X_loss' has the pattern '.*', which is no regular expression: "):
         glossary.Entry("X_loss", "(?P<X>.+_loss", "…")
+
+
+def test_an_entry_of_another_kind_is_named(monkeypatch):
+    found = workload.Workload(None, None, glossary=(("loss", "loss", "its meaning"),))
+    monkeypatch.setattr(workload, "of", lambda name: found)
+    with pytest.raises(workload.WorkloadError, match=r"the glossary of pytest has \('loss', .* expected a jaxtrain.Entry"):
+        glossary.of_workload("pytest")

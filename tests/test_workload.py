@@ -162,7 +162,8 @@ def copied(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copied")
     for part in ("jaxtrain", "loaders", "configs", "tests", "tools", "docs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, folder)
     return folder
 
 
@@ -170,9 +171,11 @@ def copied(tmp_path_factory):
 def deleted(folder, *names):
     for name in names:
         (folder / "jaxtrain" / "workloads" / name).rename(folder / name)
-    yield
-    for name in names:
-        (folder / name).rename(folder / "jaxtrain" / "workloads" / name)
+    try:
+        yield
+    finally:
+        for name in names:
+            (folder / name).rename(folder / "jaxtrain" / "workloads" / name)
 
 
 def python(folder, *arguments):

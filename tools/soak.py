@@ -83,7 +83,7 @@ BOUNDS = ("--config.distributed.step_timeout=20", "--config.distributed.heartbea
 LOADER = """
 import hashlib, importlib, json, os
 inner = importlib.import_module(os.environ["SOAK_LOADER"])
-Config, fields, info = inner.Config, inner.element_spec, inner.dataset_info
+Config, element_spec, dataset_info = inner.Config, inner.element_spec, inner.dataset_info
 
 class Noting:
     def __init__(self, loader, rows):

@@ -93,6 +93,7 @@ class Matches(NamedTuple):
 
 def open_source(config: WarmStart) -> dict[str, Stored]:
     """Open the parameters of the source by their paths there. Raises WarmStartError."""
+    config_of(config)  # refuses another format
     try:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)

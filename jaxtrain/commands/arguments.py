@@ -103,12 +103,14 @@ def add_base(parser: argparse.ArgumentParser) -> None:
 
 def out_file(text: str, *, folder: bool = False) -> Any:
     """Parse the name of a file to write, which is refused before any work for it is done."""
-    from loaders.io import atomic_write
+    from loaders.io import atomic_write, files
 
     if "://" in text:
         return text
     try:
         atomic_write.refuse_unwritable(text, folder=folder)
+    except files.FileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     except (OSError, ValueError) as error:
         name, why = getattr(error, "filename", text), getattr(error, "strerror", error)
         raise argparse.ArgumentTypeError(f"{name}: {why}; name another path, or change its permissions") from error

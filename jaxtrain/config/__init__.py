@@ -1,13 +1,13 @@
 """The configuration of a run: one frozen `Config`, or every error in it at once.
 
-schema      the sections and their fields: value, unit, meaning
-build       a config file and overrides -> `Config`; `Config` -> JSON
-changes     differences to the config of a checkpoint
-consistency errors between sections, or on this machine
-factories   functions that a config names as module:function
-explain     every field with its value, unit and meaning
-sweep       the points of a sweep
-command_line the command line of a run
+schema        the sections and their fields: value, unit, meaning
+build         a config file and overrides -> `Config`; `Config` -> JSON
+changes       differences to the config of a checkpoint
+consistency   errors between sections, or on this machine
+factories     functions that a config names as module:function
+explain       every field with its value, unit and meaning
+sweep         the points of a sweep
+command_line  the command line of a run
 """
 
 from jaxtrain.config.build import from_dict, load, read, save, section, to_json

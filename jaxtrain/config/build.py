@@ -32,7 +32,7 @@ from jaxtrain.config.consistency import (
 )
 from jaxtrain.config.schema import SHARES, Config, ModelSection, Train
 from loaders import base
-from loaders.io import atomic_write, checks
+from loaders.io import atomic_write, checks, files
 from loaders.io.checks import DataSection, Section
 
 log = logging.getLogger("jaxtrain")
@@ -120,6 +120,12 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
     sections: dict[str, Any] = {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
     config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
+    try:
+        if config.workdir.startswith("~"):
+            config = dataclasses.replace(config, workdir=str(files.expanded(config.workdir)))
+    except files.FileError as error:
+        config = dataclasses.replace(config, workdir=Config.workdir)
+        problems.append(("workdir", str(error)))
     for i, (path, text) in enumerate(problems):
         if path in SHARES and text.endswith(_described(int)):
             problems[i] = path, f"{text}, or a share of the run between 0 and 1"
@@ -127,7 +133,10 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
     found = [*config.validate()]
     for name, part in vars(config).items():
         if isinstance(part, Section):
-            found += checks.under(name, part.validate())
+            try:
+                found += checks.under(name, part.validate())
+            except files.FileError as error:  # a path that cannot be expanded
+                found += [] if str(error) in dict(found).values() else [(name, str(error))]
     found += between_sections(config)
     found += on_this_machine(config)
     if "model" in sections and config.warm_start.source:

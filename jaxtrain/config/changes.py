@@ -90,7 +90,7 @@ def _changes(old: Mapping[str, Any], section: Any, path: str, around: str) -> It
         kind = declared.kind(f.name) if declared else around
         if f.name in old:
             yield from _of_value(old[f.name], value, where, kind)
-        elif (default := _default(f)) is not None:  # None: a fact of the data, which the older version did not know
+        elif (default := _default(f)) is not None:  # None: the data decide it, which the older version did not know
             yield from _of_value(_plain(default), value, where, kind)
 
 

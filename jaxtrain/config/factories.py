@@ -161,12 +161,14 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(x) for key, x in value.items())
+        return all(isinstance(key, str | int) and _is_plain(x) for key, x in value.items())
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _frozen(value: Any) -> Any:
-    """Make tuples of lists, which config.json has for both."""
+    """Make tuples of lists, and integers of such keys: config.json has lists, and text for keys."""
+    if isinstance(value, dict):
+        return {int(k) if isinstance(k, str) and k.lstrip("-").isdecimal() else k: _frozen(x) for k, x in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -115,7 +115,7 @@ class Data:
         return self.train.state(step - self.offset)
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return the data's facts and order as JSON, which resumed runs and all processes share."""
+        """Return the dataset info and order as JSON, which resumed runs and all processes share."""
         return self.train.state(0)
 
     def digest(self) -> str:

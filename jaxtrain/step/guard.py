@@ -28,7 +28,7 @@ def accept(guard: Guard, state: GuardState, norm: Array, loss: Array) -> tuple[A
 class SkippedSteps:
     """Steps skipped in a row, as the host reads them.
 
-    ``last_good``: the newest accepted step before they became too long. ``broken``: whether
+    ``last_good``: the newest accepted step before too many were skipped. ``broken``: whether
     guard.patience steps in a row were skipped, until `restart`.
     """
 

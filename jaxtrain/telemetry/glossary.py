@@ -10,7 +10,7 @@ from jaxtrain import workload as workload_lib
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Names of metrics that mean the same. Raises WorkloadError: the pattern is none."""
+    """Names of metrics that mean the same. Raises WorkloadError for a bad pattern."""
 
     names: str  # as people read them: X stands for a part of the model, a number or a name
     pattern: str  # regular expression of the whole name, with groups named by their letter
@@ -76,8 +76,11 @@ def is_known(workload: str) -> bool:
 
 
 def of_workload(name: str) -> tuple[Entry, ...]:
-    """Return the entries of a workload, () of one that is not known."""
-    return workload_lib.of(name).get("glossary") if is_known(name) else ()
+    """Return the entries of a workload, () of one that is not known. Raises WorkloadError."""
+    found = tuple(workload_lib.of(name).get("glossary")) if is_known(name) else ()
+    if wrong := [entry for entry in found if not isinstance(entry, Entry)]:
+        raise workload_lib.WorkloadError(f"the glossary of {name} has {wrong[0]!r}; expected a jaxtrain.Entry")
+    return found
 
 
 def entries(workload: str, split: str) -> tuple[Entry, ...]:

@@ -353,7 +353,7 @@ def element_spec(config: Config) -> dict[str, Field]:
 
 
 def dataset_info(config: Config) -> DatasetInfo:
-    """Return the info of the recordings, read without decoding. "demo" need not be made for it.
+    """Return the dataset info, read without decoding. "demo" need not be made for it.
 
     - n_train, n_test: recordings of each split.
     - n_recordings: rows of train's index, excluded ones included: one more than the largest

@@ -159,7 +159,7 @@ def element_spec(config: Config) -> dict[str, Field]:
 
 
 def dataset_info(config: Config) -> DatasetInfo:
-    """Return the info of the examples.
+    """Return the dataset info of the examples.
 
     vocab, codebooks, codebook_size, context (places of the longest bucket), n_train, n_test, n_bad,
     and buckets of the training split: (S, A, N, M, share of the batches) of each. Raises DataError.

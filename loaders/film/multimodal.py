@@ -239,7 +239,7 @@ def element_spec(config: Config) -> dict[str, Field]:
 
 
 def dataset_info(config: Config) -> DatasetInfo:
-    """Return the info of the film. Raises DataError.
+    """Return the dataset info of the film. Raises DataError.
 
     - n_frames (of a row), height, width, codebooks, audio_frames, n_text, n_voxels, audio,
       n_subjects.

@@ -71,7 +71,7 @@ class DataSection(Section):
     threads = 0  # [threads] that read; 0 = one for each core this process may use
 
     def exists(self) -> bool:
-        """Whether the data are there, so that reading their info does not make them."""
+        """Whether the data are there, so that reading the dataset info does not make them."""
         return True
 
     def missing(self) -> str:

@@ -213,7 +213,7 @@ def element_spec(config: Config) -> dict[str, Field]:
 
 
 def dataset_info(config: Config) -> DatasetInfo:
-    """Return the info of the documents.
+    """Return the dataset info of the documents.
 
     - vocab, context; bytes_per_token, of those that are predicted, of test, else of train.
     - n_train, n_test: documents by source; ends: tokens that end a text.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 
 import jax
@@ -289,6 +290,13 @@ def test_a_source_that_is_damaged_or_not_there_is_reported(run, tmp_path):
     for bad in (WarmStart(source=str(tmp_path)), WarmStart(source=str(run), step=6)):
         with pytest.raises(warm_start.WarmStartError, match="no step"):
             warm_start.open_source(bad)
+
+
+def test_an_export_of_another_format_is_refused_by_name(tmp_path):
+    safetensors.numpy.save_file({"w": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / stored.EXPORT).write_text(json.dumps({"format": 1, "config": {"train": {}}}))
+    with pytest.raises(warm_start.WarmStartError, match="is of format 1, and this version reads format 2"):
+        warm_start.open_source(WarmStart(source=str(tmp_path), other_front_end=True))
 
 
 def test_errors_of_the_section_are_reported_with_the_configs_others(tmp_path):

@@ -3,6 +3,7 @@ errors at once."""
 
 import json
 import pathlib
+import sys
 
 import pytest
 
@@ -215,6 +216,7 @@ def test_a_file_that_offers_no_config_is_reported(here):
 @pytest.mark.parametrize("name", ["wrong", "with_wrong"])
 def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here):
     """The same holds for a module of the user's that the file imports."""
+    sys.modules.pop("wrong", None)  # of another test
     (here / "configs" / "wrong.py").write_text(text)
     (here / "configs" / "with_wrong.py").write_text("import wrong\n" + FILE)
     found = errors(source=f"configs/{name}.py")[""]
@@ -279,3 +281,10 @@ def test_a_saved_config_can_be_read_again(here):
     config_lib.save(config, here)
     assert config_lib.from_dict(json.loads((here / "config.json").read_text())) == config
     assert not list(here.glob(".config.json*"))
+
+
+def test_a_home_is_expanded_and_an_unknown_one_is_named_with_the_other_errors(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    assert load("--config.workdir=~/runs").workdir == str(here / "runs")
+    found = errors("--config.workdir=~no-such-user/x", "--config.train.steps=-1")
+    assert "no such home" in found["workdir"] and "train.steps" in found

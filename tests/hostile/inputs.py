@@ -188,7 +188,15 @@ def embeddings(folder: pathlib.Path) -> None:
     }  # fmt: skip
     for name, x in arrays.items():
         np.save(folder / f"{name}.npy", x)
-    about = {"done": n, "rows": n, "class_names": ["a", "b"], "multilabel": False, "model": "a run", "kinds": ["mean"]}
+    about = {
+        "version": 1,
+        "done": n,
+        "rows": n,
+        "class_names": ["a", "b"],
+        "multilabel": False,
+        "model": "a run",
+        "kinds": ["mean"],
+    }
     (folder / "embeddings.json").write_text(json.dumps(about))
 
 

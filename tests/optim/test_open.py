@@ -197,6 +197,13 @@ def test_a_users_schedule_gives_the_learning_rates(monkeypatch):
         np.testing.assert_allclose(found["head"]["w"], 1 - 0.75 - 0.7, atol=1e-6)
 
 
+@pytest.mark.parametrize("at", [2, "2"])  # "2": as config.json has it
+def test_a_schedule_of_optax_may_have_steps_for_keys(at):
+    arguments = {"init_value": 0.5, "boundaries_and_scales": {at: 0.1}}
+    optim = Optim(schedule="optax:piecewise_constant_schedule", schedule_arguments=arguments)
+    np.testing.assert_allclose(learning_rates(optim, 10, np.arange(4)), [0.5, 0.5, 0.05, 0.05], rtol=1e-6)
+
+
 def test_an_optimizer_that_takes_no_learning_rate_has_its_own(monkeypatch):
     own(monkeypatch, fixed=lambda: optax.sgd(0.25))
     optim = Optim(name="own_optim:fixed", clip=0.0)

@@ -1,7 +1,6 @@
 """A trace of `jax.profiler` of a few steps: the longest operations, matrix units, gaps, copies.
 
-    python -m tools.chip.operations FOLDER     # as jax.profiler.trace(FOLDER) or start_trace wrote
-    it
+    python -m tools.chip.operations FOLDER     # as jax.profiler.trace(FOLDER) wrote it
 
 Read are the XSpace files (``plugins/profile/*/*.xplane.pb``) by `jaxtrain.telemetry.report.trace`.
 On a GPU an operation is a kernel of a stream, on a TPU an event of the line ``XLA Ops``, on a CPU

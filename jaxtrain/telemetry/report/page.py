@@ -106,7 +106,7 @@ class Page:
             about.append(f"config {source}")
         if run.starts:
             first = run.starts[0]
-            about.append(f"begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(first.began))} on {first.host}")
+            about.append(f"started {time.strftime('%Y-%m-%d %H:%M', time.localtime(first.began))} on {first.host}")
             about.append(f"{len(run.processes)} processes" if len(run.processes) > 1 else "1 process")
             if commit := run.starts[-1].facts.get("commit"):
                 about.append(f"commit {commit}".replace("-dirty", ", with changes that were not committed"))

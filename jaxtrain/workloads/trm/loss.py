@@ -8,7 +8,7 @@ happens on the device.
 That is the contract "deep". The contract "last" (the recursive stem model, Hakimi 2026) has no
 slots: each training step takes its rows from their beginning through a number of supervision steps,
 which is drawn, and has a loss after the last one alone. The steps before it are a detached warm-up,
-so that the model learns to start at any depth.
+so that the model learns to continue from any depth.
 
 Shapes: as in `model`.
 """

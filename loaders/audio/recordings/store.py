@@ -4,7 +4,7 @@ DIR/
   index.json                      root, classes, options, and rows and hours of each split
   data/SPLIT-00000-of-00002.parquet      rows, as Hugging Face's Hub names shards
   headers.cache              headers of all recordings, so that the next run reads only new ones
-  errors.csv                    every error: kind, text
+  errors.csv                      every error: kind, text
 """
 
 import itertools
@@ -28,7 +28,8 @@ from loaders.io import atomic_write, files
 
 SHARD_ROWS = 1_000_000
 GROUP_ROWS = 100_000  # of a row group, which are in memory together
-VERSION = "1"  # equals that of rust/core/src/source/parts.rs
+VERSION = "2"  # of index.json
+PARTS_VERSION = "1"  # of the rows in Parquet: equals that of rust/core/src/source/parts.rs
 TEXTS = ("recording", "site", "date", "time")
 PLACES = ("latitude", "longitude")
 OF_ROW = ("start", "end", "channel", "labels", "low", "high")
@@ -49,7 +50,7 @@ def schema(names: list[str]) -> pa.Schema:
     }
     features["audio"] = {"bytes": {"dtype": "binary", "_type": "Value"}, "path": {"dtype": "string", "_type": "Value"}}
     features |= {"label": label, "labels": {"feature": label, "_type": "Sequence"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}}), "jaxtrain.index": VERSION}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}}), "jaxtrain.index": PARTS_VERSION}
     return pa.schema(fields, metadata=metadata)
 
 

@@ -162,6 +162,7 @@ def fake(folder, x, y, names, groups=None, **about):
         rows.cast(pa.schema({"path": "string", "start": "double", "end": "double", "clock": "string"})), folder / "rows.parquet"
     )
     content = {
+        "version": 1,
         "done": len(x),
         "rows": len(x),
         "class_names": names,

@@ -146,7 +146,7 @@ def test_more_examples_are_better_and_a_class_without_any_is_last():
 
 def folder(path, x, y, **extra):
     path.mkdir()
-    meta = {"done": len(x), "rows": len(x), "class_names": ["a", "b", "c"], "multilabel": y.ndim == 2}
+    meta = {"version": 1, "done": len(x), "rows": len(x), "class_names": ["a", "b", "c"], "multilabel": y.ndim == 2}
     (path / "embeddings.json").write_text(json.dumps(meta))
     arrays = {"mean": x, "labels" if y.ndim == 2 else "label": y, "weight": np.ones(len(x), "f4"), **extra}
     for name, z in arrays.items():
@@ -198,7 +198,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
     folder(tmp_path / "part", x, y.argmax(1))
     meta.write_text(meta.read_text().replace('"done": 60', '"done": 8'))
     later = folder(tmp_path / "later", x, y.argmax(1))
-    (tmp_path / "later" / "embeddings.json").write_text(meta.read_text().replace("{", '{"version": 2, '))
+    (tmp_path / "later" / "embeddings.json").write_text(meta.read_text().replace('"version": 1', '"version": 2'))
     for arguments, text in (
         (["--train", later, "--test", good], "is of version 2, and this jaxtrain reads 1; embed again"),
         (["--train", str(tmp_path / "none"), "--test", good], "make them with `jaxtrain embed`"),

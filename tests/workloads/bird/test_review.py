@@ -153,7 +153,7 @@ def test_similar_windows_are_shown_with_their_answers(table, tmp_path, capsys):
     ends = [s + 0.5 for s in start]
     rows = {"path": paths, "start": start, "end": ends, "clock": pa.array([None] * 24, pa.string())}
     pq.write_table(pa.table(rows), emb / "rows.parquet")
-    about = {"done": 24, "rows": 24, "class_names": [], "multilabel": False, "encoder": "e"}
+    about = {"version": 1, "done": 24, "rows": 24, "class_names": [], "multilabel": False, "encoder": "e"}
     (emb / "embeddings.json").write_text(json.dumps({**about, "root": str(tmp_path / "recordings")}))
     items = review.read(str(table), root=str(tmp_path / "recordings"))
     windows = [(item.path, item.start, item.end) for item in items]

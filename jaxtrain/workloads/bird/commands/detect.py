@@ -15,7 +15,7 @@ a head by `jaxtrain fit` (--model).
         audacity/NAME.txt          label tracks
         recordings.csv             every recording, with its windows and detections
         scores/part-*.parquet      the scores of all windows, a column a class
-        errors.csv               unreadable recordings: the command continues, then exits with 1
+        errors.csv                 unreadable recordings: the command continues, then exits with 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another
 --threshold, --min-duration or --formats only the tables are made again. Under srun or mpirun the

@@ -108,7 +108,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
         about = files.read_json(files.inside(folder, ABOUT))
     except files.FileError as error:
         raise InferenceError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
-    if (version := about.get("version", VERSION)) != VERSION:  # none was stated at first
+    if (version := about.get("version")) != VERSION:
         made = f"{folder / ABOUT} is of version {str(version)[:80]}"
         raise InferenceError(f"{made}, and this jaxtrain reads {VERSION}; embed again")
     names = about.get("class_names")
