@@ -215,9 +215,7 @@ class Task(NamedTuple):
     evaluate: Callable[[Variables, Batch], dict[str, Mean]]  # `COUNTS` among them are no metrics
     axes: dict[str, Axes]  # batch field -> logical axes, "batch" first
     flops: int  # model FLOPs of one global step, forward and backward; of the last stage; masked places of attention left out
-    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, state, step: (
-        state
-    )  # (new params, model state, step) -> it
+    advance: Callable[[PyTree, PyTree, Array], PyTree] = lambda params, state, step: state  # (new params, …) -> model state
     pictures: Callable[[Batch], dict[str, Array]] = lambda batch: {}  # name -> [n, height, width] in 0..1, as the model sees it
     stage: Callable[[int], Hashable] = lambda step: None  # step -> static variant of the loss
     # like pictures, of a test batch at an evaluation

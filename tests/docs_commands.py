@@ -130,7 +130,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
         Why("it measures, for minutes"),
     ),
     (r"tests\.docs_pictures", Why("it writes pictures of the docs, from compiled plans for GPUs or from a measured table")),
-    (r"tools\.chip\.operations$", Why("it reads the trace of a run; tests/test_train.py reads one by it")),
+    (r"tools\.chip\.operations$", Why("it reads the trace of a run; tests/workloads/bird/test_run.py reads one by it")),
     (r"tools\.pack_gpu_check|tools\.gpu_check --readme", Why("tests/tools runs it; it needs wheels, or a chip's numbers")),
     (
         r"^python tools/gpu_check\.py$|tools\.gpu_check --models",
@@ -144,7 +144,7 @@ RULES: tuple[tuple[str, Run | Why], ...] = (
     (r"--config=…|higgs_demo(\.py)?:", Why("it stands for any config, or for what tools/demo_higgs.py fills in")),
     (r"RUN|DIR|FILE|NAME=VALUE", Why("a pattern; an example of it is in another row")),
     (r"my_config\.py|my_language|my_best", Why("tests/test_docs.py runs the files of these pages")),
-    (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of CONTRIBUTING")),
+    (r"model\.energy\.weight", Why("tests/test_docs.py runs the objective of docs/your-model.md")),
     (r"^tests/slurm_up\.sh$", Why("it starts a SLURM as root; the gate does so")),
     # Mentions of a command, without arguments or with only a flag.
     (r"^jaxtrain( [a-z-]+)?( --[a-z-]+)*$", Run("--help", quick=True)),

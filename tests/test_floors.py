@@ -173,14 +173,14 @@ WORDS = re.compile(
 )
 # Not names of a workload:
 # 1. examples in a command's help: a shipped config, its run, a page of the docs;
-# 2. HTML's element of a sound, and its type.
-OTHERS = re.compile(r"--config=\S+|\bruns/\S+|\w+\.md|</?audio\b|data:audio/")
+# 2. HTML's element of a sound, and its type; TensorBoard.
+OTHERS = re.compile(r"TensorBoard|--config=\S+|\bruns/\S+|\w+\.md|</?audio\b|data:audio/")
 # 3. The published decoders that shared layers compute.
 DECODERS = re.compile(r"(llama|qwen) ?\d?", re.IGNORECASE)
 
 
 def names_of_workloads(text: str, *, layers: bool = False) -> set[str]:
-    text = OTHERS.sub("", text)
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", OTHERS.sub("", text))  # BirdSet is Bird and Set
     return {word[0] for word in WORDS.finditer(DECODERS.sub("", text) if layers else text)}
 
 

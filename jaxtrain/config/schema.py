@@ -393,7 +393,7 @@ class Card(Section):
     on_resume = OnResume(FREE)
 
     license: str = ""  # [id] of the weights, as the Hugging Face Hub names it: apache-2.0, cc-by-nc-4.0, …; empty = unsaid
-    datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example DBD-research-group/BirdSet
+    datasets: tuple[str, ...] = ()  # [ids] of the data on the Hub, for example allenai/c4
 
     def validate(self) -> Problems:
         if self.license and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", self.license):

@@ -41,7 +41,7 @@ def _look(config: config_lib.Config, process: int, processes: int, wanted: float
     try:
         text = f"{train.n_batches:,} batches to train on, {test.n_batches:,} to test"
         index = ok(GROUP, "index", f"{text}, read in {time.perf_counter() - began:.1f} s")
-        checks = [index, *_samples(config, "train", train), *_samples(config, "test", test), _rate(train, wanted / processes)]
+        checks = [index, *_examples(config, "train", train), *_examples(config, "test", test), _rate(train, wanted / processes)]
         return checks, {"data": {"train": train.state(0), "test": test.fingerprint}}
     finally:
         train.close()
@@ -52,9 +52,9 @@ def _loader(config: config_lib.Config, split: str, rows: Rows, **more: Any) -> L
     return base.module(config.loader).make_loader(config.data, split=split, rows=rows, seed=config.seed, **more)
 
 
-def _samples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
+def _examples(config: config_lib.Config, split: str, loader: Loader) -> Iterator[Check]:
     """Read an example of each shard, or some batches if a loader has no shards."""
-    name, until = f"{split} samples", time.monotonic() + SAMPLING
+    name, until = f"{split} examples", time.monotonic() + SAMPLING
     if not loader.n_batches:  # the index says so
         return
     done, bad, each = 0, list[int](), loader

@@ -64,7 +64,7 @@ def held(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool
         "frozen": size(state.variables.frozen),
         "optimizer": size(state.opt_state),
         "average of the parameters": size(state.ema),
-        "model_state": size(state.variables.model_state),
+        "model state": size(state.variables.model_state),
         "counters": size((state.step, state.norms, step_lib.abstract_stop(layout))),
         "batch": size(abstract.batch),
     }

@@ -105,7 +105,7 @@ def test_alone_with_a_config(folder, corpus, monkeypatch):
     monkeypatch.setattr(data, "COUNTING", 0.2)
     (index, train, test, rate), facts = data.examine(**tiny(folder, corpus, wanted=1e9))
     assert index.verdict == train.verdict == test.verdict == OK and facts["data"]["test"]
-    assert "of 2 shards" in train.text and (train.name, test.name) == ("train samples", "test samples")
+    assert "of 2 shards" in train.text and (train.name, test.name) == ("train examples", "test examples")
     assert rate.verdict == WARN and "a step needs 1,000,000,000 of this process" in rate.text
 
 
@@ -129,7 +129,7 @@ def test_a_shard_that_cannot_be_decoded(folder, corpus, monkeypatch, split):
     shard.write_bytes(whole[:at_audio] + bytes(2000) + whole[at_audio + 2000 :])
     looked, _ = data.examine(**tiny(folder, broken))
     (wrong,) = [check for check in looked if check.verdict == FAIL]
-    assert wrong.name == f"{split} samples", looked
+    assert wrong.name == f"{split} examples", looked
     assert "cannot be read; row" in wrong.text or "unreadable" in wrong.text or "row 0" in wrong.text
 
 
@@ -456,8 +456,8 @@ def test_a_healthy_pair(folder, corpus):
     assert {
         ("disk", "shared"),
         ("disk", "free space"),
-        ("data", "train samples"),
-        ("data", "test samples"),
+        ("data", "train examples"),
+        ("data", "test examples"),
         ("data", "rate"),
         ("software", "the same"),
     } <= set(well)

@@ -36,7 +36,7 @@ def met(monkeypatch):
 
 
 def whole(peers):
-    """Hold all peers of a process that has findings and facts."""
+    """Hold each rendezvous of a process that has findings and facts."""
     process = peers.process
     checks = [list(fail("disk", "workdir", "it is full", "free some") if process == 2 else ok("disk", "workdir", "well"))]
     facts = {"commit": "abc", "packages": {"optax": str(process == 1)}}

@@ -1,6 +1,6 @@
 """Small runs on disk, in the format of `jaxtrain.checkpoint`, for the tests of the commands.
 
-python tests/commands/runs.py WORKDIR PORT PROCESSES PROCESS
+python tests/support/runs.py WORKDIR PORT PROCESSES PROCESS
     one of several processes that save one step together
 """
 
