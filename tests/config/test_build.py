@@ -3,7 +3,6 @@ errors at once."""
 
 import json
 import pathlib
-import sys
 
 import pytest
 
@@ -216,11 +215,12 @@ def test_a_file_that_offers_no_config_is_reported(here):
 @pytest.mark.parametrize("name", ["wrong", "with_wrong"])
 def test_a_file_that_cannot_be_imported_is_reported(name, text, line, why, here):
     """The same holds for a module of the user's that the file imports."""
-    sys.modules.pop("wrong", None)  # of another test
-    (here / "configs" / "wrong.py").write_text(text)
-    (here / "configs" / "with_wrong.py").write_text("import wrong\n" + FILE)
-    found = errors(source=f"configs/{name}.py")[""]
-    assert found == f"file configs/{name}.py cannot be imported: {here}/configs/wrong.py, line {line}: {why}"
+    imported = f"wrong_in_line_{line}"  # another test may have imported its own module wrong
+    (here / "configs" / f"{imported}.py").write_text(text)
+    (here / "configs" / "with_wrong.py").write_text(f"import {imported}\n{FILE}")
+    source = f"configs/{imported if name == 'wrong' else name}.py"
+    found = errors(source=source)[""]
+    assert found == f"file {source} cannot be imported: {here}/configs/{imported}.py, line {line}: {why}"
 
 
 def test_a_workload_that_cannot_be_imported_is_reported(here):

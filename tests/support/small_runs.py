@@ -8,7 +8,11 @@ from loaders.film import film_files
 from tests.support import chat
 
 TINY = """
+import os
+
 from ml_collections import ConfigDict
+
+os.environ["PROXIED"] = "loaders.audio.spectrogram"  # another config may have set it in this process
 
 def get_config(path):
     return ConfigDict(dict(
