@@ -50,7 +50,7 @@ MODULES = (
 # Files that share a base name: a rule for their folders, and its reason.
 SHARED = {
     r"jaxtrain/workloads/[^/]+/\w+": "the rooms of a workload have the same names in each",
-    r"(jaxtrain|.*)/commands/\w+": "a command is named after the module that it calls",
+    r".*/commands/\w+": "a command is named after the module that it calls",
     r"configs/\w+|tools/esc10_folds": "a config is named after its workload, and a tool after its config",
     r"tools/torch_steps/\w+": "a side of the comparison is named after its workload",
 }

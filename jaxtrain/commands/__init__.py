@@ -44,13 +44,13 @@ def table(*others: str) -> dict[str, Command]:
     Raises WorkloadError: a workload has a command whose name is taken; ImportError: a workload
     cannot be imported.
     """
-    found, of = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
+    found, origin = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
     for name in (*workload.shipped(), *others):
         for word, command in workload.of(name).commands.items():
             if found.get(word, command) != command:  # a workload may build on another, and keep its commands
                 raise workload.WorkloadError(
-                    f"the command {word!r} of {name} is one of {of[word]} already; rename it in its WORKLOAD"
+                    f"the command {word!r} of {name} is one of {origin[word]} already; rename it in its WORKLOAD"
                 )
-            found[word], of[word] = command, name
+            found[word], origin[word] = command, name
     groups = [*GROUPS, *(command.group for command in found.values())]
     return dict(sorted(found.items(), key=lambda item: groups.index(item[1].group)))

@@ -71,7 +71,7 @@ def read(
 ) -> tuple[Config, list[tuple[str, str]]]:
     """Like `load`, but return the config, with defaults for wrong values, and all its errors.
 
-    Without ``make_data`` missing data are not made, and what they decide stays None.
+    Without ``make_data`` missing data are not made, and the fields that they decide stay None.
     Raises ConfigError if there is no config: no file, a module that fails to import.
     """
     name, tree = _read_file(source)
@@ -97,7 +97,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_data: bool) -> Config:
-    """Build a config, add all its errors to ``problems``, and take the info of its data."""
+    """Build a config, add all its errors to ``problems``, and take the dataset info."""
     tree = _shares_in_steps(tree)
     classes: dict[str, type[Section]] = {}
     for section, field, class_of in (("model", "workload", _model_class), ("data", "loader", _data_class)):

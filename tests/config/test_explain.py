@@ -88,7 +88,7 @@ def test_explain_prints_the_fields_first_and_then_the_errors(here, capsys):
 
 
 def test_nothing_is_made_to_explain_a_config(here, capsys):
-    """What missing data decide stays open. What existing data decide is filled in."""
+    """Fields that missing data decide stay open. Those that existing data decide are filled in."""
     from jaxtrain.commands import explain
 
     loader = (here / "toy_loader.py").read_text()

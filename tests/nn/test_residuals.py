@@ -13,7 +13,8 @@ import pytest
 from jaxtrain.nn import remat, transformer
 from jaxtrain.nn.cross_entropy import cross_entropy
 from jaxtrain.nn.layers import lookup
-from tests.support.residuals import HALF, ONE, WIDE, B, D, L, M, T, depth, gradient, kept, shard_on
+from tests.support import residuals
+from tests.support.residuals import HALF, ONE, WIDE, B, D, L, M, T, gradient, shard_on
 
 DECODER = transformer.Decoder(embed=D, depth=L, heads=4, mlp=M, context=T)
 STACKS = {
@@ -46,18 +47,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_loop_of_16_bit_layers_keeps_what_norms_and_activations_read_and_nothing_in_float32(name):
-    assert kept(of(STACKS[name], "bfloat16")) == sorted(KEPT[name])
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_float32_layers_and_those_that_are_recomputed_whole_are_as_they_were(name):
-    """Their numbers are compared bit by bit. A layer that is recomputed twice gathers its matrices
-    once more."""
-    assert depth(of(STACKS[name], "float32")) == 0
-    assert depth(of(STACKS[name], "bfloat16")) == 1
-    for word in ("full", "save mlp"):
-        assert depth(of(STACKS[name], "bfloat16", word)) == 1, word
+def test_layers_keep_what_norms_and_activations_read_in_16_bits_alone(name):
+    residuals.check(of, STACKS[name], KEPT[name])
 
 
 ROWS, TOKENS, V, WIDTH = 8, 4, 512, 16

@@ -21,20 +21,21 @@ MODEL = dict(embed=32, depth=1, heads=2, patch=(16, 32), n_frames=64, dtype="flo
 NAMES = ("blackbird", "chiffchaff", "wren")
 
 
-def make_run(folder, **model):
-    shard = corpus.table([corpus.wav(i, 0.6) for i in range(4)], [i % 3 for i in range(4)], NAMES)
+def make_run(folder, *, seconds=0.6, data=None, change=lambda params: params, **model):
+    """A run of one step on recordings of ``seconds``. ``change``: of its initial parameters."""
+    shard = corpus.table([corpus.wav(i, seconds) for i in range(4)], [i % 3 for i in range(4)], NAMES)
     corpus.write(folder / "shards" / "data-train.arrow", shard)
-    data = dict(train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=CLIP, threads=1, test_share=0.0)
+    shards = dict(train=str(folder / "shards"), label="label", n_frames=64, clip_seconds=CLIP, threads=1, test_share=0.0)
     config = config_lib.from_dict(
         dict(
             workload="jaxtrain.workloads.bird",
             loader="loaders.audio.spectrogram",
             model={**MODEL, **model},
-            data=data,
+            data={**shards, **(data or {})},
             workdir=str(folder / "run"),
         )
     )
-    params = initial(bird.make_specs(config.model))
+    params = change(initial(bird.make_specs(config.model)))
     state = {"step": jnp.array(1, jnp.int32), "params": params, "model_state": (), "opt_state": ()}
     runs.save(folder / "run", 1, state, run=json.loads(config_lib.to_json(config)))
     return folder / "run"

@@ -56,3 +56,16 @@ def kept(jaxpr):
     arrays = [v.aval for v in forward.outvars[n_carry:]]
     tokens = ((L, B, T), (L, B * T))  # by row, or with all rows as one dimension, as products for CPUs have them
     return sorted((str(x.dtype), x.size // (L * B * T)) for x in arrays if any(x.shape[: len(t)] == t for t in tokens))
+
+
+def check(of, stack, expected):
+    """A loop of 16-bit layers keeps ``expected``, what norms and activations read, and nothing in
+    float32. Float32 layers, whose numbers are compared bit by bit, and layers that are recomputed
+    whole are as they were: a layer that is recomputed twice gathers its matrices once more.
+
+    ``of``: stack, dtype, recomputation -> the jaxpr of its gradient.
+    """
+    assert kept(of(stack, "bfloat16")) == sorted(expected)
+    assert depth(of(stack, "float32")) == 0
+    for word in ("none", "full", "save mlp"):
+        assert depth(of(stack, "bfloat16", word)) == 1, word

@@ -21,7 +21,8 @@ from jaxtrain.workloads.bird import vit
 from jaxtrain.workloads.bird.export import timm, timm_names
 from jaxtrain.workloads.bird.inference import embed, encoder
 from tests.support import corpus
-from tests.support.timm_export import FRONT_END, MODEL, NAMES, exported
+from tests.support.birds import NAMES
+from tests.support.timm_export import FRONT_END, MODEL, exported
 
 BIRD = dict(workload="jaxtrain.workloads.bird", loader="loaders.audio.spectrogram")
 DATA = pathlib.Path(__file__).parents[2] / "data" / "timm"
