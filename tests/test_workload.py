@@ -31,9 +31,11 @@ def test_every_reference_of_a_shipped_workload_can_be_imported(name):
 
 
 def test_a_command_of_a_taken_name_is_an_error_that_names_both(tmp_path, monkeypatch, capsys):
-    module(tmp_path, "twice", 'WORKLOAD = Workload(None, None, commands={"train": Command("x", "train", "y")})\n')
+    own = 'dict.fromkeys(("train", "show", "plan"), Command("x", "train", "y"))'
+    module(tmp_path, "twice", f"WORKLOAD = Workload(None, None, commands={own})\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(workload.WorkloadError, match="the command 'train' of twice is one of the trainer already"):
+    of_the_trainer = "the command '%s' of twice is one of the trainer already; "
+    with pytest.raises(workload.WorkloadError, match=of_the_trainer % "train" + of_the_trainer % "plan" + "rename them"):
         commands.table("twice")
     assert cli.main(["--workload=twice", "train"]) == 2
     assert "--workload twice: the command 'train'" in capsys.readouterr().err

@@ -46,11 +46,12 @@ def table(*others: str) -> dict[str, Command]:
     """
     found, origin = dict(TRAINER), dict.fromkeys(TRAINER, "the trainer")
     for name in (*workload.shipped(), *others):
-        for word, command in workload.of(name).commands.items():
-            if found.get(word, command) != command:  # a workload may build on another, and keep its commands
-                raise workload.WorkloadError(
-                    f"the command {word!r} of {name} is one of {origin[word]} already; rename it in its WORKLOAD"
-                )
-            found[word], origin[word] = command, name
+        own = workload.of(name).commands
+        # A workload may build on another, and keep its commands.
+        if taken := [word for word, command in own.items() if found.get(word, command) != command]:
+            text = "; ".join(f"the command {word!r} of {name} is one of {origin[word]} already" for word in taken)
+            raise workload.WorkloadError(f"{text}; rename {'it' if len(taken) == 1 else 'them'} in its WORKLOAD")
+        found |= own
+        origin |= dict.fromkeys(own, name)
     groups = [*GROUPS, *(command.group for command in found.values())]
     return dict(sorted(found.items(), key=lambda item: groups.index(item[1].group)))

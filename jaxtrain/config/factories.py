@@ -22,6 +22,9 @@ class _CallError(Exception):
     """An optimizer that could not update parameters which are not the run's own."""
 
 
+_MORE_VALUES = "required keyword-only argument"  # optax.lbfgs needs the loss, and a function that computes it
+
+
 def is_factory(name: str) -> bool:
     """Whether a name is that of a factory, and not of a built-in rule or schedule."""
     return ":" in name
@@ -118,6 +121,8 @@ def of_optimizer(found: Any) -> str:
     try:
         found.update(params, found.init(params), params)
     except Exception as error:
+        if _MORE_VALUES in str(error):  # in the text of Python's TypeError
+            return f"needs more than gradients and parameters: {first_line(error)}"
         raise _CallError from error
     return ""
 
