@@ -34,8 +34,15 @@ def write(folder: pathlib.Path, rows: int) -> embeddings.Embeddings:
         x[first : first + n] = calls[rng.integers(0, len(calls), n)] + 0.6 * rng.standard_normal((n, WIDTH), np.float32)
     x.flush()
     np.save(folder / "weight.npy", np.ones(rows, np.float32))
-    about = {"done": rows, "rows": rows, "class_names": [], "multilabel": False, "encoder": "none"}
-    (folder / "embeddings.json").write_text(json.dumps(about))
+    about = {
+        "version": embeddings.VERSION,
+        "done": rows,
+        "rows": rows,
+        "class_names": [],
+        "multilabel": False,
+        "encoder": "none",
+    }
+    (folder / embeddings.ABOUT).write_text(json.dumps(about))
     return embeddings.read(folder)
 
 

@@ -116,7 +116,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
     counts = all(type(about.get(key)) is int for key in ("done", "rows"))
     if not is_text or not counts or type(about.get("multilabel")) is not bool:
         raise InferenceError(f"{folder / ABOUT} does not describe embeddings; make them with `jaxtrain embed`")
-    settings = about.get("front_end", DEFAULT.settings)  # of before it was a choice
+    settings = about.get("front_end", DEFAULT.settings)
     if not isinstance(settings, dict) or settings.keys() != DEFAULT.settings.keys():
         raise InferenceError(f"{folder / ABOUT} has front_end {str(settings)[:80]!r}; embed again")
     if about["done"] < about["rows"]:

@@ -1,0 +1,25 @@
+"""Each benchmark that has no test of its own runs, on few rows: a page quotes its figures."""
+
+import subprocess
+import sys
+
+import pytest
+
+SMALL = {
+    "bench_index --rows=20000 --recordings=500 --files=20": "from the cache: 20000 rows",
+    "bench_search --rows=5000": "every row",  # then by its index, if usearch is installed
+    "bench_windows --hours=0.02 --windows=2": "MP3, variable",
+    "bench_verify --workload trm --steps 2 --out {out}": "| trm |",
+    "bench_front_end --rounds 1 --rows 1": "the front end adds",
+    "bench_builds {build} {build} --rounds 1 --recordings 3": "| waveform | prepared, packed |",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "printed"), SMALL.items(), ids=[command.split()[0] for command in SMALL])
+def test_a_benchmark_runs(tmp_path, command, printed):
+    from loaders import _rust
+
+    words = command.format(out=tmp_path, build=_rust.__file__).split()
+    done = subprocess.run([sys.executable, "-m", f"tools.{words[0]}", *words[1:]], capture_output=True, text=True)
+    assert printed in done.stdout and "Traceback" not in done.stderr, done.stderr
