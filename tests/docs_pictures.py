@@ -78,8 +78,8 @@ def plan() -> None:
 
 def loader() -> None:
     page = DOCS / "results" / "loader.md"
-    table = re.search(r"^\| samples/s.*?\n\n", page.read_text(), re.M | re.S)
-    assert table, f"{page} has no table of samples/s"
+    table = re.search(r"^\| examples/s.*?\n\n", page.read_text(), re.M | re.S)
+    assert table, f"{page} has no table of examples/s"
     head, _, ours, *others, ratio = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].strip().split("\n"))
     best = [max(float(row[i]) for row in others) for i in range(1, len(head))]
     figure, axis = pyplot.subplots(figsize=(7, 2.8))
@@ -90,7 +90,7 @@ def loader() -> None:
         bars = axis.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
         axis.bar_label(bars, fmt="%.0f", fontsize=8)
     axis.set_xticks(range(len(best)), [f"{name}\n{times}" for name, times in zip(head[1:], ratio[1:], strict=True)])
-    axis.set(ylabel="samples/s, one core")
+    axis.set(ylabel="examples/s, one core")
     axis.legend(frameon=False)
     save(figure, DOCS / "results" / "loader.svg")
 

@@ -1,4 +1,4 @@
-"""Builds of the extension compared by samples per second of CPU time.
+"""Builds of the extension compared by examples per second of CPU time.
 
 python -m tools.bench_builds A.so B.so [--rounds 5]
 
@@ -29,7 +29,7 @@ PASSES = 4  # over a corpus, in one turn
 
 
 def child(build: str, shards: Sequence[str]) -> None:
-    """Print {"FORM SHARD": samples per CPU second} of one pass with a build of the extension."""
+    """Print {"FORM SHARD": examples per CPU second} of one pass with a build of the extension."""
     loader = importlib.machinery.ExtensionFileLoader("loaders._rust", build)
     spec = importlib.util.spec_from_loader("loaders._rust", loader)
     assert spec is not None

@@ -1,11 +1,11 @@
 """The spectrogram loader compared with other ways to the same numbers, on this machine.
 
-The result is a markdown table of samples/s.
+The result is a markdown table of examples/s.
 
     python -m tools.bench_loader  ours and every peer that is installed, about 10 minutes
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
-A sample is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi
+An example is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi
 log-mel, normalised. All make the same crops of the same recordings in the same order, drawn by our
 loader. The peers are given each crop's start, which ours has to find.
 
@@ -125,9 +125,9 @@ def child(name: str, pinned: str) -> None:
 
     Reads requests from stdin, one in each line, and answers on stdout.
 
-    {"shard": S, "epoch": 1, "part": [0, 2]}         -> {"n": samples, "wall": s, "cpu": s}, of
+    {"shard": S, "epoch": 1, "part": [0, 2]}         -> {"n": examples, "wall": s, "cpu": s}, of
                                                      every second crop, from 0 on
-    {…, "epoch": 0, "part": [0, 1], "n": 8, "to": F} -> the same; F holds the first 8 samples
+    {…, "epoch": 0, "part": [0, 1], "n": 8, "to": F} -> the same; F holds the first 8 examples
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
@@ -144,7 +144,7 @@ def child(name: str, pinned: str) -> None:
         if path != open_shard:
             open_shard = path
             loader = peer.make(path, threads) if peer.one_process else loader_peers.Each(peer.make, path)
-        crops = loader_peers.samples(path, request["epoch"])[first : request.get("n") : step]
+        crops = loader_peers.crops(path, request["epoch"])[first : request.get("n") : step]
         began, spent = time.perf_counter(), time.process_time()
         out = loader.run(request["epoch"], len(crops)) if name == "ours" else loader.run(crops)
         seconds, cpu = time.perf_counter() - began, time.process_time() - spent
@@ -178,7 +178,7 @@ class Running:
             self.of = {n: each[:n] for n in threads}
 
     def rate(self, threads: int, *, clock: str = "wall", of: int | None = None, **request: Any) -> float:
-        """Samples/s, of all processes together, or of the first ``of``. Raises PeerError."""
+        """Examples/s, of all processes together, or of the first ``of``. Raises PeerError."""
         processes = self.of[threads][:of]
         for k, process in enumerate(processes):
             with contextlib.suppress(BrokenPipeError):  # then there is no answer either
@@ -195,7 +195,7 @@ class Running:
 
 
 def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: int) -> np.ndarray:
-    """Make the first ``n`` samples, and plans and filters, which take their time at the first use.
+    """Make the first ``n`` examples, and plans and filters, which take their time at the first use.
 
     Bands from 120 on are left out: there lies the edge of every resampler's filter, and no two have
     the same.
@@ -210,7 +210,7 @@ def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: in
 def measure(
     peers: Sequence[Running], shard: pathlib.Path, *, threads: Sequence[int], rounds: int, clock: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Return number of threads -> peer -> samples/s of each round.
+    """Return number of threads -> peer -> examples/s of each round.
 
     All wait at the same time: who works has the machine alone.
     """
@@ -245,7 +245,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) ->
         of = {codec: results[codec][threads] for codec in codecs}
         middle = {codec: {name: statistics.median(r) for name, r in rates.items()} for codec, rates in of.items()}
         lines += [
-            f"| samples/s, {threads} thread{'s' * (threads != '1')} | {' | '.join(head)} |",
+            f"| examples/s, {threads} thread{'s' * (threads != '1')} | {' | '.join(head)} |",
             "|---|" + "---:|" * len(head),
         ]
         for name in of[codecs[0]]:

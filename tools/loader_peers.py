@@ -28,16 +28,16 @@ BUFFER = 10_000  # rows
 
 
 class Peer(NamedTuple):
-    make: Callable[..., Any]  # shard -> an object that is called with a Sample, or that has run(samples)
+    make: Callable[..., Any]  # shard -> an object that is called with a Crop, or that has run(crops)
     needs: tuple[str, ...] = ()  # modules, whose distributions have the same names
     env: Mapping[str, str] = {}
     one_process: bool = False  # for any number of threads
 
 
-Place = tuple[str, int, int]  # path, start, rate of a Sample
+Place = tuple[str, int, int]  # path, start, rate of a Crop
 
 
-class Sample(NamedTuple):
+class Crop(NamedTuple):
     row: int
     data: memoryview  # the encoded recording
     path: str  # a file with the same: libsndfile 1.2.2 sometimes reads nothing of an MP3 in memory
@@ -50,7 +50,7 @@ def recordings(shard: pathlib.Path) -> list[memoryview]:
     return [memoryview(data.as_buffer()) for batch in batches for data in batch.column("audio").field("bytes")]
 
 
-def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
+def crops(shard: pathlib.Path, epoch: int) -> list[Crop]:
     """Return the crops of an epoch, in the order of `loaders.audio.spectrogram` with seed SEED."""
     data = recordings(shard)
     drawn = []
@@ -58,7 +58,7 @@ def samples(shard: pathlib.Path, epoch: int) -> list[Sample]:
         _, rate, frames = _rust.decode(bytes(data[row]), 0, 1)
         surplus = frames - -(-CLIP * rate // RATE)
         start = order.crop_start(SEED, epoch, int(row), surplus + 1) if surplus >= 0 else 0
-        drawn.append(Sample(int(row), data[row], str(shard.with_suffix("") / f"{row:05d}"), start, rate))
+        drawn.append(Crop(int(row), data[row], str(shard.with_suffix("") / f"{row:05d}"), start, rate))
     return drawn
 
 
@@ -122,7 +122,7 @@ class Whole:
         self.fbank = functools.partial(kaldi_native_fbank.OnlineFbank, options)
         self.resample = soxr.resample
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         wave_n, rate = soundfile.read(s.path, dtype="float32")
         wave_n = mono(wave_n)
         if rate != RATE:
@@ -152,7 +152,7 @@ class Datasets:
         torch.set_num_threads(1)
         self.rows = datasets.Dataset.from_file(str(shard)).cast_column("audio", datasets.Audio(sampling_rate=RATE))
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         wave_n = np.asarray(self.rows[s.row]["audio"]["array"], np.float32)
         wave_n = wave_n.mean(0) if wave_n.ndim > 1 else wave_n
         start = round(s.start * RATE / s.rate)
@@ -165,7 +165,7 @@ class Librosa:
 
         self.load, self.melspectrogram = librosa.load, librosa.feature.melspectrogram
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         wave_n, _ = self.load(s.path, sr=RATE, offset=s.start / s.rate, duration=CLIP / RATE)
         mels_mf = self.melspectrogram(
             y=clip(wave_n), sr=RATE, n_fft=1024, win_length=FRONT_END.window, hop_length=FRONT_END.hop, n_mels=N_MELS,
@@ -211,7 +211,7 @@ class Torch:
         workers = {"num_workers": threads, "persistent_workers": True} if threads > 1 else {}
         self.loader = torch.utils.data.DataLoader(TorchCrops(), sampler=self.crops, batch_size=BATCH // threads, **workers)
 
-    def run(self, crops: Sequence[Sample]) -> list[np.ndarray]:
+    def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
         self.crops[:] = [(s.path, s.start, s.rate) for s in crops]
         return [batch.numpy() for batch in self.loader]
 
@@ -231,7 +231,7 @@ class Seek:
         place_km = (mel[:, None] - low) / step - np.arange(N_MELS)
         self.bands_km = np.maximum(0, np.minimum(place_km, 2 - place_km)).astype(np.float32)
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         return self.spectrogram(read_crop(s.path, s.start, s.rate, self.resample))
 
     def spectrogram(self, wave_n: np.ndarray) -> np.ndarray:
@@ -249,7 +249,7 @@ class Seek:
 
 
 class Spdl(Seek):
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         spdl_io: Any = importlib.import_module("spdl.io")
 
         # The demuxer finds the packets of the crop, and the filter trims it to the sample, as
@@ -273,7 +273,7 @@ class TorchCodec(Seek):
         torch.set_num_threads(1)
         self.decoder, self.tensor = AudioDecoder, functools.partial(torch.frombuffer, dtype=torch.uint8)
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         decoder = self.decoder(self.tensor(s.data), sample_rate=RATE, num_channels=1)
         start = s.start / s.rate + (decoder.metadata.begin_stream_seconds_from_header or 0)
         return self.spectrogram(clip(decoder.get_samples_played_in_range(start, start + CLIP / RATE).data[0].numpy()))
@@ -293,7 +293,7 @@ class Lhotse:
         )
         self.recording = lhotse.Recording.from_file
 
-    def __call__(self, s: Sample) -> np.ndarray:
+    def __call__(self, s: Crop) -> np.ndarray:
         recording = self.recording(s.path)
         start = s.start / s.rate
         cut = recording.to_cut().truncate(offset=start, duration=min(CLIP / RATE, recording.duration - start))
@@ -312,13 +312,13 @@ class Buffer:
     def __init__(self, shard: pathlib.Path, threads: int):
         self.threads = threads
 
-    def one(self, s: Sample) -> np.ndarray:
+    def one(self, s: Crop) -> np.ndarray:
         wave_n, rate, _ = _rust.decode(bytes(s.data))
         wave_n = _rust.resample(wave_n, rate, RATE) if rate != RATE else wave_n
         start = round(s.start * RATE / rate)
         return _rust.fbank(clip(wave_n[start : start + CLIP]), normalise=True)
 
-    def run(self, crops: Sequence[Sample]) -> list[np.ndarray]:
+    def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
         buffer, numbers, batches, draw = list[tuple[int, np.ndarray]](), list[int](), list[np.ndarray](), random.Random(SEED)
 
         def draw_batch() -> None:
@@ -345,7 +345,7 @@ class Grain:
     def __init__(self, shard: pathlib.Path, threads: int):
         self.one, self.threads = Seek(shard), threads
 
-    def run(self, crops: Sequence[Sample]) -> list[np.ndarray]:
+    def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
         import grain.python as grain
 
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=2 * BATCH)
@@ -354,12 +354,12 @@ class Grain:
 
 
 class Each:
-    """A peer that makes one sample at a time, as a loader of batches."""
+    """A peer that makes one crop at a time, as a loader of batches."""
 
-    def __init__(self, make: Callable[[pathlib.Path], Callable[[Sample], np.ndarray]], shard: pathlib.Path):
+    def __init__(self, make: Callable[[pathlib.Path], Callable[[Crop], np.ndarray]], shard: pathlib.Path):
         self.one = make(shard)
 
-    def run(self, crops: Sequence[Sample]) -> list[np.ndarray]:
+    def run(self, crops: Sequence[Crop]) -> list[np.ndarray]:
         out = []
         for first in range(0, len(crops), BATCH):
             some = crops[first : first + BATCH]
@@ -380,7 +380,7 @@ class Ours:
         self.loader = ours.make_loader(config, split="train", rows=rows, seed=SEED)
 
     def run(self, epoch: int, n: int) -> list[np.ndarray]:
-        """Return the first ``n`` samples of an epoch.
+        """Return the first ``n`` crops of an epoch.
 
         Seeking throws away batches made ahead: the clock sees all work.
         """

@@ -22,7 +22,7 @@ def test_the_table_has_every_peer_codec_and_ratio_and_the_peers_agree(folder, ca
     arguments = ["--codecs=wav32,ogg", "--peers=seek,buffer", "--threads=1", "--rounds=2", "--recordings=4", "--seconds=6"]
     assert bench_loader.main([*arguments, f"--folder={folder}"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "| samples/s, 1 thread | WAV 32k | OGG 32k |"
+    assert lines[0] == "| examples/s, 1 thread | WAV 32k | OGG 32k |"
     assert lines[1] == "|---|---:|---:|"
     assert re.fullmatch(r"\| ours \| \d+ \| \d+ \|", lines[2])
     assert re.fullmatch(r"\| seek \(scipy [\d.]+, soxr [\d.]+\) \| \d+ \| \d+ \|", lines[3])
@@ -47,7 +47,7 @@ def test_a_corpus_has_the_lengths_that_were_asked_for_and_is_made_once(folder):
 
 def test_an_epoch_is_every_recording_once_and_crops_lie_inside(folder):
     shard = bench_loader.make_corpus("wav32", n=4, seconds=6, folder=folder)
-    crops = loader_peers.samples(shard, 3)
+    crops = loader_peers.crops(shard, 3)
     assert sorted(crop.row for crop in crops) == [0, 1, 2, 3]
     for crop in crops:
         frames = (len(crop.data) - 44) // 2
@@ -77,7 +77,7 @@ def test_ratios_are_taken_within_rounds():
     text = bench_loader.table({"ogg": {"1": rates, "2": {name: [2 * x for x in xs] for name, xs in rates.items()}}})
     assert "**3.00** × seek" in text
     assert "Ours, 2 threads / 1: OGG 32k 2.00." in text
-    assert "| samples/s, 2 threads | OGG 32k |" in text
+    assert "| examples/s, 2 threads | OGG 32k |" in text
     assert "| ours | 100 |" in text
 
 
