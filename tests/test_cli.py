@@ -418,7 +418,10 @@ HOMELESS = "~no-such-user/x: there is no such home on this machine; write the pa
 OUT = ["~no-such-user/x", "--out", "y"]
 
 
-@pytest.mark.parametrize("argv", there([["fit", *OUT], ["export", *OUT], ["train", "--config=xcm:~no-such-user/x"]]))
+BIRDS = pytest.param(["train", "--config=xcm:~no-such-user/x"], marks=installed.needs("bird"))
+
+
+@pytest.mark.parametrize("argv", [*there([["fit", *OUT], ["export", *OUT]]), BIRDS])
 def test_a_path_without_a_home_folder_is_reported(argv, capsys):
     assert cli.main(argv) == 2
     assert capsys.readouterr().err in (f"error: {HOMELESS}\n", f"error: config.data.train {HOMELESS}\n")
