@@ -1,11 +1,13 @@
 """Draw the pictures of the docs that no notebook draws.
 
 python -m tests.docs_pictures report runs/xcm-demo  # docs/report.png and docs/classes.png
+python -m tests.docs_pictures head runs/xcm-resumed  # docs/runs.png, of a run that was interrupted
 python -m tests.docs_pictures plan  # docs/plan.svg: compiles four plans, in minutes
 python -m tests.docs_pictures loader  # docs/results/loader.svg, from the table of its page
 """
 
 import base64
+import contextlib
 import io
 import os
 import pathlib
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import matplotlib
 
@@ -96,6 +99,21 @@ def loader() -> None:
 
 
 def report(run: str) -> None:
+    with page_of(run) as browser:
+        take(browser, 0, 1164, 828, DOCS / "report.png")
+        place = "document.querySelector('{}').getBoundingClientRect().top"
+        top, bottom = (browser.value(place.format(section)) for section in ("#classes", "#pictures"))
+        take(browser, top, 850, bottom - top, DOCS / "classes.png")
+
+
+def head(run: str) -> None:
+    with page_of(run) as browser:
+        take(browser, 0, 1164, 1160, DOCS / "runs.png")
+
+
+@contextlib.contextmanager
+def page_of(run: str) -> Iterator[Browser]:
+    """The report of a run, drawn in a browser."""
     with tempfile.TemporaryDirectory() as folder:
         page = pathlib.Path(folder, "report.html")
         jaxtrain("report", run, "--out", page)
@@ -103,10 +121,7 @@ def report(run: str) -> None:
             browser.call("Emulation.setScrollbarsHidden", hidden=True)
             browser.open(page.as_uri())
             browser.until("document.querySelector('.charts svg, .charts canvas')")
-            take(browser, 0, 1164, 828, DOCS / "report.png")
-            place = "document.querySelector('{}').getBoundingClientRect().top"
-            top, bottom = (browser.value(place.format(section)) for section in ("#classes", "#pictures"))
-            take(browser, top, 850, bottom - top, DOCS / "classes.png")
+            yield browser
 
 
 def take(browser: Browser, top: float, width: float, height: float, path: pathlib.Path) -> None:
@@ -118,4 +133,4 @@ def take(browser: Browser, top: float, width: float, height: float, path: pathli
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    {"report": report, "plan": plan, "loader": loader}[sys.argv[1]](*sys.argv[2:])
+    {"report": report, "head": head, "plan": plan, "loader": loader}[sys.argv[1]](*sys.argv[2:])

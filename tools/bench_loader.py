@@ -5,9 +5,9 @@ The result is a markdown table of examples/s.
     python -m tools.bench_loader  ours and every peer that is installed, about 10 minutes
     python -m tools.bench_loader --codecs ogg,wav --peers seek,torch --threads 1,2 --rounds 5
 
-An example is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz, Kaldi
-log-mel, normalised. All make the same crops of the same recordings in the same order, drawn by our
-loader. The peers are given each crop's start, which ours has to find.
+An example is 5 s of a recording of 38 s on average, as float32 [512, 128]: crop, mono, 32 kHz,
+Kaldi log-mel, normalised. All make the same crops of the same recordings in the same order, drawn
+by our loader. The peers are given each crop's start, which ours has to find.
 
     whole         soundfile reads all of the recording, soxr resamples all, then the crop, then
                   kaldi-native-fbank

@@ -111,25 +111,23 @@ class Meter:
 def peak_flops() -> tuple[float, str]:
     """Return the FLOP/s of all devices, and the source.
 
-    It is the datasheet's dense bf16 peak if the chip is known, else the best of a few float32
-    matrix products: five, or as many as begin within 50 ms.
+    It is the datasheet's dense bf16 peak if the chip is known, else that of the best of the float32
+    matrix products which fit into 50 ms. A large one fills many cores. A small one often ends
+    before another program takes its core, so that other work lowers the result less.
     """
     devices = jax.devices()
     kind = devices[0].device_kind
     if chip := chips.find(kind):
         return chip.flops * len(devices), f"{kind} datasheet, bf16"
-    n, best = 1024, math.inf
-    local = jax.local_devices()
-    x = jax.device_put(jnp.ones((n, n), jnp.float32), local[0])
-    product = jax.jit(lambda x: x @ x)
-    jax.block_until_ready(product(x))
-    began = time.perf_counter()
-    for _ in range(5):
+    product, best = jax.jit(lambda x: x @ x), 0.0
+    for n in (256, 1024):
+        x = jax.block_until_ready(product(jax.device_put(jnp.zeros((n, n), jnp.float32), jax.local_devices()[0])))
         start = time.perf_counter()
-        if start - began > 0.05:
-            break
-        jax.block_until_ready(product(x))
-        best = min(best, time.perf_counter() - start)
+        end = start + 0.025
+        while start < end:
+            jax.block_until_ready(product(x))
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            best = max(best, 2 * n**3 / seconds)
     # Host devices share the cores that one product already uses all of.
     count = jax.process_count() if devices[0].platform == "cpu" else len(devices)
-    return 2 * n**3 / best * count, f"measured {n}×{n} float32 product on {kind}"
+    return best * count, f"measured float32 products on {kind}"
