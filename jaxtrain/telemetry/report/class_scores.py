@@ -21,7 +21,6 @@ MAX_CLASSES = 512  # classes of a line: those with the most rows
 MAX_PAIRS = 200  # of a line
 EVALUATIONS = 6  # of a page
 SHOWN, MATRIX = 30, 20  # classes of a table, and of a matrix
-MAX_COMPARED = 8  # runs
 COLUMNS = [("class", ""), ("rows", "n"), ("right", "n"), ("answers", "n"), ("recall", ""), ("precision", ""), ("F1", "n")]
 Z = 1.959964  # of a normal distribution's 95 %
 
@@ -82,14 +81,10 @@ def interval(right: int, of: int) -> tuple[float, float]:
     return max((middle - half) / (1 + Z * Z / n), 0.0), min((middle + half) / (1 + Z * Z / n), 1.0)
 
 
-def section(runs: Sequence[Run]) -> str:
-    """Return a run's evaluations behind a slider, or the classes in which runs differ most."""
-    found = [(run, by_step) for run in runs[:MAX_COMPARED] if (by_step := read(run.path / FILE))]
-    if not found:
+def section(run: Run) -> str:
+    """Return a run's evaluations behind a slider."""
+    if not (by_step := read(run.path / FILE)):
         return ""
-    if len(runs) > 1:
-        return _compared([(run, by_step[max(by_step)]) for run, by_step in found])
-    [(run, by_step)] = found
     steps = spread(list(by_step), EVALUATIONS)
     names = _names(run)
     sets = [
@@ -182,23 +177,3 @@ def _matrix(record: Mapping[str, Any], names: Sequence[str]) -> str:
         f'<h3>Confusions</h3><p class="meaning">{note}</p><div class="scroll"><table class="matrix"><tr><td></td>{head}</tr>'
         f"{''.join(body)}</table></div>"
     )
-
-
-def _compared(found: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
-    recalls: dict[str, dict[int, tuple[int, int]]] = {}
-    for k, (run, record) in enumerate(found):
-        names = _names(run)
-        for i, rows in enumerate(record["rows"]):
-            if rows:
-                recalls.setdefault(_name(names, record, i), {})[k] = (record["right"][i], rows)
-    both = {name: each for name, each in recalls.items() if len(each) > 1}
-    if not both:
-        return ""
-    gap = {name: max(r / n for r, n in each.values()) - min(r / n for r, n in each.values()) for name, each in both.items()}
-    columns = [("class", ""), *((run.name, "") for run, _ in found)]
-    rows = (
-        [esc(name[:80]), *(_range(*both[name][k]) if k in both[name] else "" for k in range(len(found)))]
-        for name in sorted(both, key=lambda name: (-gap[name], name))[:SHOWN]
-    )
-    note = "Recall at the last evaluation, with intervals of 95 %; the classes in which the runs differ most come first."
-    return f'<p class="soft">{note}</p>{table(columns, rows)}'

@@ -86,7 +86,7 @@ class Page:
         drawn = dict(curves.section(self.runs, self.records, self.charts))
         for group in curves.GROUPS[:2]:
             yield group, drawn.pop(group, "")
-        yield "Classes", class_scores.section([self.runs[i] for i in compare.ranked(self.scores)])
+        yield "Classes", "" if several else class_scores.section(self.runs[0])
         yield "Pictures", media.pictures(self.runs, self.notes)
         yield "Generations", "".join(media.generations(run, i, of=len(self.runs)) for i, run in enumerate(self.runs))
         yield "Where the time went", "".join(timeline.section(run, several=several) for run in self.runs)
