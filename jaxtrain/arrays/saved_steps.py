@@ -35,7 +35,7 @@ WEIGHTS = ("step", "params", "ema", "model_state")  # the parts of a state that 
 _bytes = functools.partial(console.in_bytes, form=".1f")
 
 
-def inspect(source: Source, *, as_json: bool = False) -> int:
+def inspect(source: Source) -> int:
     arrays, data, meta = source.arrays(), source.data(), source.meta()
     step = source.step(arrays)
     groups: dict[str, list[Stored]] = {}
@@ -45,13 +45,6 @@ def inspect(source: Source, *, as_json: bool = False) -> int:
         name: {"arrays": len(g), "numbers": sum(math.prod(s.shape) for s in g), "bytes": sum(s.n_bytes for s in g)}
         for name, g in groups.items()
     }
-    if as_json:
-        tree = {
-            path: {"shape": s.shape, "dtype": s.dtype.name, "sharding": s.sharding, "bytes": s.n_bytes}
-            for path, s in arrays.items()
-        }
-        print(json.dumps({"step": step, "arrays": tree, "groups": totals, "data": data, "meta": meta}, indent=1))
-        return 0
     print(source.path)
     print(f"step {step}{', weights only' if meta.get('weights_only') else ''}")
     print(f"data {json.dumps(data)}")

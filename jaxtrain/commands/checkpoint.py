@@ -36,15 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = "a workdir to make; DIR/checkpoints/<step> must not exist"
             action.add_argument("--out", type=arguments.out_folder, metavar="DIR", required=True, help=text)
             arguments.add_base(action)
-        if name == "inspect":
-            action.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
 
     from jaxtrain.arrays import saved_steps, source
 
     sources = [source.find(run, args.step) for run in args.run]
     if args.action == "inspect":
-        return saved_steps.inspect(sources[0], as_json=args.json)
+        return saved_steps.inspect(sources[0])
     if args.action == "export":
         return saved_steps.export(sources[0], args.out, base=args.base)
     return saved_steps.verify(sources[0]) if args.action == "verify" else saved_steps.diff(*sources)

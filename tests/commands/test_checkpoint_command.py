@@ -63,25 +63,8 @@ def test_inspect_on_one_device_without_model_code(saved):
         assert part in row, row
     assert "bfloat16" in lines["params/head/w"]
     assert lines["opt_state"].split()[1] == "13" and lines["ema"].split()[1] == "6"
-
-
-def test_inspect_for_programs(saved, capsys):
-    code, out = call(capsys, "inspect", saved / "checkpoints" / "10", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["step"] == 10 and found["data"]["position"] == 10
-    assert found["arrays"]["params/head/w"] == {
-        "shape": [128, 5],
-        "dtype": "bfloat16",
-        "sharding": "whole on data 2 × fsdp 2 × model 2",
-        "bytes": 1280,
-    }
     n = 64 * 128 + 3 * 128 * 64 + 3 * 64 + 128 + 128 * 5 + 5
-    assert found["groups"]["params"]["numbers"] == found["groups"]["ema"]["numbers"] == n
-    assert found["groups"]["opt_state"] == {
-        "arrays": 13,
-        "numbers": 2 * n + 1,
-        "bytes": 2 * found["groups"]["ema"]["bytes"] + 4,
-    }
+    assert [lines[name].split()[2] for name in ("params", "ema", "opt_state")] == [f"{n:,}", f"{n:,}", f"{2 * n + 1:,}"]
 
 
 def test_every_array_reads_back_bit_for_bit_whole_and_in_pieces(saved):

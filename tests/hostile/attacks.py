@@ -40,7 +40,6 @@ OTHER = BIRDS.replace("{input}", "{recordings}")  # other than the damaged input
 
 ATTACKS = (
     _attack("inspect a run", "checkpoint inspect {input}", inputs.birds),
-    _attack("inspect a run as JSON", "checkpoint inspect --json {input}", inputs.birds, short=2),
     _attack("inspect an export", "checkpoint inspect {input}", inputs.export),
     _attack("verify a run", "checkpoint verify {input}", inputs.birds, short=6),
     _attack("verify an export", "checkpoint verify {input}", inputs.export, short=6),
