@@ -117,6 +117,18 @@ def test_a_file_that_is_cut_short_or_odd_costs_its_part_alone(tmp_path, capsys):
     assert shown(tmp_path / "none", capsys) == f"no run in {tmp_path / 'none'}, nor below it\n"
 
 
+def test_a_record_that_is_a_link_out_of_the_run_is_left_out(tmp_path):
+    (tmp_path / "theirs.jsonl").write_text('{"step": 1, "prompt": "private"}\n')
+    run, name = tmp_path / "run", "generations.jsonl"
+    run.mkdir()
+    (run / name).symlink_to("../theirs.jsonl")
+    assert run_lib.objects(run / name) == []
+    (run / "renamed.jsonl").write_bytes((tmp_path / "theirs.jsonl").read_bytes())
+    (run / name).unlink()
+    (run / name).symlink_to("renamed.jsonl")
+    assert len(run_lib.objects(run / name)) == 1
+
+
 def test_fields_in_which_configs_differ():
     configs = {"a": {"workdir": "a", "optim": {"lr": 1}, "groups": []}, "b": {"workdir": "b", "optim": {"lr": 2}, "seed": 0}}
     assert run_lib.differences(configs) == {

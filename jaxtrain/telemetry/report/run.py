@@ -289,7 +289,7 @@ def objects(path: pathlib.Path) -> list[dict[str, Any]]:
     """List a file's lines that are JSON objects with a step. Others are left out, and odd files."""
     found = []
     with contextlib.suppress(files.FileError, OSError):
-        for line in files.read(path, most=64 << 20).split(b"\n"):
+        for line in files.read(files.inside(path.parent, path.name), most=64 << 20).split(b"\n"):
             with contextlib.suppress(ValueError):
                 record = files.parse(line.decode(), path.name)
                 if type(record.get("step")) is int and 0 <= record["step"] < 1 << 53:
