@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub const VERSION: u32 = 1;
 
 const ROUNDS: usize = 8;
-const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15; // 2^64 / golden ratio, the increment of splitmix64
+pub(crate) const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15; // 2^64 / golden ratio, the increment of splitmix64
 
 /// Domain separation: the first part of every hash, so that two uses of the same numbers draw independently.
 const ORDER: u64 = 1;

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memmap2::{MmapMut, MmapOptions};
 
 /// The alignment in bytes that XLA's CPU client needs to use a buffer in place.
-pub const ALIGN: usize = 64;
+const ALIGN: usize = 64;
 
 /// Where each array lies inside a slab.
 pub struct Layout {

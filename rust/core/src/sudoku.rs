@@ -1,12 +1,12 @@
 //! Sudoku boards: a solver that counts solutions and guesses, and a generator of puzzles with one solution.
 //!
 //! A board is `side`² cells, row by row, 0 for a blank and 1 … side for a digit; side is 4, 6 (boxes of 2 rows and 3 columns)
-//! or 9. Candidates are bits. `grades` says which steps of reasoning a puzzle needs. The
+//! or 9. Candidates are bits. `sudoku_grades` says which steps of reasoning a puzzle needs. The
 //! solver fills forced cells (a cell with one candidate; a digit with one possible cell in a row, column or box) until
 //! there are none, then guesses in the cell with the fewest candidates. The number of guesses, over the whole search that
 //! also proves that the solution is unique, is the puzzle's difficulty: 0 means that forced cells alone solve it.
 
-use crate::order::{hash, mix};
+use crate::order::{hash, mix, GOLDEN};
 
 /// Domain separation of hashes; see `order`.
 const PUZZLE: u64 = 16;
@@ -53,7 +53,7 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0 = self.0.wrapping_add(GOLDEN);
         (((mix(self.0) >> 32) * n as u64) >> 32) as usize
     }
 

@@ -7,8 +7,7 @@ use super::{corrupt, riff, Error};
 /// Bytes of the AIFF chunk that begins here.
 fn chunk(bytes: &[u8]) -> Option<usize> {
     let size = u32_at(bytes, 4)? as usize;
-    let sound = bytes[..4].iter().all(|byte| matches!(byte, b' '..=b'~')) && size <= bytes.len();
-    sound.then_some(8 + size + (size & 1))
+    (riff::is_name(&bytes[..4]) && size <= bytes.len()).then_some(8 + size + (size & 1))
 }
 
 pub(super) fn aiff(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {

@@ -72,7 +72,7 @@ impl Info {
 }
 
 /// The stated length of a recording that goes on for an unknown time. It fits into 63 bits, since tables hold it.
-pub const MORE: u64 = i64::MAX as u64;
+const MORE: u64 = i64::MAX as u64;
 
 /// Why a recording cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

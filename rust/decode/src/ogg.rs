@@ -104,7 +104,7 @@ pub(super) fn find_last(bytes: &[u8], mut to: usize, wrong: &mut usize) -> Optio
 }
 
 /// The codec of a stream.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, PartialEq)]
 pub(super) enum Codec {
     Vorbis,
     Opus,

@@ -1,10 +1,10 @@
 //! Plain samples in any container: integers of 8 to 32 bits, floats and G.711, read straight from the bytes.
-//! `riff` and `chunks` say where they lie.
+//! `riff` and `aiff` say where they lie.
 
 use super::{aiff, corrupt, riff, Error, Info};
 
 /// The coding of one sample.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, PartialEq)]
 pub(super) enum Encoding {
     U8,
     I8,

@@ -37,6 +37,11 @@ pub(super) fn whole(rest: &[u8], size: usize, is_chunk: impl Fn(&[u8]) -> Option
     &rest[..size]
 }
 
+/// Whether bytes can be the name of a chunk.
+pub(super) fn is_name(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| matches!(byte, b' '..=b'~'))
+}
+
 /// Bytes of the RIFF chunk, or of a tag, that begins here; None where neither does. Zeros count as padding.
 pub(super) fn chunk(bytes: &[u8]) -> Option<usize> {
     let head = bytes.get(..8)?;
@@ -44,8 +49,7 @@ pub(super) fn chunk(bytes: &[u8]) -> Option<usize> {
         return Some(bytes.len());
     }
     let size = u32_at(head, 4) as usize;
-    let sound = head[..4].iter().all(|byte| matches!(byte, b' '..=b'~')) && size <= bytes.len();
-    sound.then_some(8 + size + (size & 1))
+    (is_name(&head[..4]) && size <= bytes.len()).then_some(8 + size + (size & 1))
 }
 
 /// The chunks from `at` on, whose first bytes are a name and a size, by `size`, of what follows. After it comes padding up to a
@@ -113,8 +117,8 @@ fn wraps(left: u64, size: u32) -> bool {
 /// Bytes of the chunk of a Wave64 file that begins here.
 fn long_chunk(bytes: &[u8]) -> Option<usize> {
     let size = u64::from_le_bytes(*bytes.get(16..)?.first_chunk()?);
-    let sound = bytes[..4].iter().all(|byte| matches!(byte, b' '..=b'~')) && (24..=bytes.len() as u64).contains(&size);
-    sound.then_some((size as usize).next_multiple_of(8))
+    let valid = is_name(&bytes[..4]) && (24..=bytes.len() as u64).contains(&size);
+    valid.then_some((size as usize).next_multiple_of(8))
 }
 
 pub(super) fn w64(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {

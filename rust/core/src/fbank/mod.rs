@@ -30,7 +30,7 @@ use jaxtrain_decode::simd;
 use jaxtrain_decode::RATES;
 
 /// Smallest band energy, float32's epsilon; its logarithm is the floor of every spectrogram.
-pub const FLOOR: f32 = f32::EPSILON;
+const FLOOR: f32 = f32::EPSILON;
 
 const EMPHASIS: f32 = 0.97;
 /// Frames that are computed together at most, one in each lane.
@@ -41,7 +41,7 @@ const MAX_HOP: usize = 1 << 20;
 const MAX_MELS: usize = 4096;
 
 /// What a spectrogram is made of.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct FrontEnd {
     pub sample_rate: u32, // Hz of the waveform
     pub window: usize,    // samples of a frame

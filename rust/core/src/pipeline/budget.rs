@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use super::lock;
 
 /// Unusable recordings that are kept with their reason. All are counted.
-pub const LISTED: usize = 100;
+const LISTED: usize = 100;
 
 /// Entries of the list that an error message shows.
 const SHOWN: usize = 10;

@@ -1,7 +1,7 @@
 //! Which samples of a recording make a clip.
 
 /// Where samples that are fewer than a clip lie in it.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Default)]
 pub enum Short {
     #[default]
     Origin, // at the start in training, in the centre in testing
@@ -11,7 +11,7 @@ pub enum Short {
 }
 
 /// How a clip is taken from a recording.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 pub struct Clip {
     pub short: Short,
     pub repeat: bool,  // what surrounds a short recording in its clip is itself again, not silence
@@ -19,7 +19,6 @@ pub struct Clip {
 }
 
 /// Which samples of a recording make a clip, and where they lie in it.
-#[derive(Debug, PartialEq)]
 pub(super) struct Crop {
     pub start: u64,    // first sample, at the recording's rate
     pub len: u64,      // samples, at the recording's rate
@@ -30,7 +29,7 @@ pub(super) struct Crop {
 }
 
 /// The samples \[from, to) of a recording of `frames` that a row is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(super) struct Bounds {
     pub from: u64,
     pub to: u64,

@@ -42,7 +42,6 @@ use crate::error::Error;
 use crate::order::{Blocks, Order};
 use crate::slab::{Layout, Pool};
 use crate::source::Index;
-pub use budget::LISTED;
 pub use config::{Block, Config, Form};
 pub use crop::{Clip, Short};
 pub use diagnostics::{Diagnostics, STAGES};

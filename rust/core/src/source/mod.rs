@@ -25,6 +25,8 @@ mod hash;
 mod open;
 mod parquet;
 mod parts;
+#[cfg(test)]
+mod tests;
 mod there;
 
 use jaxtrain_decode::refuse;
@@ -126,11 +128,6 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Bytes of decompressed pages that are kept.
-    pub fn bytes(&self) -> usize {
-        self.pages.bytes()
-    }
-
     /// Releases what earlier rows read of a long file, now and then: it counts as memory of this process, in which a day of
     /// recording has no place.
     fn release(&mut self) {
@@ -188,18 +185,6 @@ impl Index {
         }
         index.fingerprint = index.digest(options.label);
         Ok(index)
-    }
-
-    /// An index of n recordings that lie outside their shard, which `open` would refuse: reading one panics.
-    #[cfg(test)]
-    pub(crate) fn broken(n: usize) -> Self {
-        let map = memmap2::MmapMut::map_anon(1).and_then(memmap2::MmapMut::make_read_only).unwrap();
-        let table = Table::Arrow { audio: vec![Span { start: 10, len: 10 }; n], paths: vec![Span::NULL; n] };
-        Self {
-            shards: vec![Shard { path: "broken.arrow".into(), map, there: There::all(), first_row: 0, table }],
-            labels: vec![-1; n],
-            ..Self::default()
-        }
     }
 
     /// Reads one shard from memory, and every row of it, for fuzzers: arbitrary bytes may cause nothing worse than an error.

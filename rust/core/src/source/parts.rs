@@ -12,7 +12,7 @@ pub(super) const VERSION: &str = "1";
 pub(super) const MEAN: i16 = -1;
 
 /// A part of a recording.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy)]
 pub struct Part {
     pub start: f64,           // seconds
     pub end: f64,             // seconds; infinite where the part ends with the recording

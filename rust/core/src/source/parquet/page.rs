@@ -54,7 +54,7 @@ impl Page {
 }
 
 /// Where a page lies and how it is packed. These numbers are checked against the file when the page is opened.
-#[derive(Clone, Copy, Default, Debug, PartialEq)]
+#[derive(Clone, Copy, Default)]
 pub struct Body {
     pub at: u64,
     pub packed: u32,
@@ -103,11 +103,6 @@ impl Pages {
         let drop = self.kept.len() - fits.count();
         self.kept.drain(..drop);
         self.kept.push((shard, at, page.clone()));
-    }
-
-    /// Bytes of the decompressed pages that are kept.
-    pub fn bytes(&self) -> usize {
-        self.kept.iter().map(|(_, _, p)| p.data.as_ref().map_or(0, |d| d.capacity())).sum()
     }
 }
 
