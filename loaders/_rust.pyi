@@ -342,7 +342,7 @@ class Pipeline:
     def seek(self, position: int) -> None:
         """Continue with global batch number position, also after the end of a test split.
 
-        Raises ValueError for a position whose samples cannot be numbered in 64 bits.
+        Raises ValueError for a position whose examples cannot be numbered in 64 bits.
         """
 
     def next(self) -> tuple[int, dict[str, list[NDArray[Any]]]]:

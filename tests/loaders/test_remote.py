@@ -174,7 +174,7 @@ def test_a_run_begins_before_all_is_there_and_reads_the_same(store, tmp_path, lo
 def test_a_store_that_ends_midway_ends_the_run_and_the_next_one_resumes(store, tmp_path, long_shard):
     address = f"{store.url}/long/"
     store.faults = lambda name, n: "error" if n > 30 else None
-    with pytest.raises(DataError, match=r"is not all there, and the rest cannot be had .*after 6 tries .*; rerun to resume"):
+    with pytest.raises(DataError, match=r"is incomplete, and the rest cannot be copied .*after 6 tries .*; rerun to resume"):
         list(batches(address))
     with pytest.raises(DataError, match="after 6 tries"):
         remote.fetch(address)

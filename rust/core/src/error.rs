@@ -1,4 +1,4 @@
-//! Errors of the loader. Every message about data names the file, and the row where there is one.
+//! Errors of the loader. Every message about data names the file, and the row if it is about one.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ pub enum Error {
     Failed(String),
 }
 
-/// Why a shard, or one row of it, cannot be used.
+/// The reason why a shard, or one row of it, cannot be used.
 pub struct Fault {
     pub at: Option<u64>, // a byte that is invalid in the shard's format
     pub what: String,
@@ -56,7 +56,7 @@ impl Fault {
         Self::plain(format!("column {name:?} is {found}, but labels must be an int64 ClassLabel"))
     }
 
-    /// The fault of this shard.
+    /// The error of this shard.
     pub fn of(self, path: &Path) -> Error {
         let place = self.at.map_or(String::new(), |at| format!(" (at byte {at})"));
         Error::Invalid(format!("{}: {}{place}", path.display(), self.what))

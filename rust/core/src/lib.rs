@@ -1,5 +1,5 @@
-//! Recordings in Arrow and Parquet shards to batches of log-mel spectrograms, in an order that is a pure function of the
-//! position.
+//! Recordings in Arrow and Parquet shards to batches of log-mel spectrograms, in an order that is a pure function of
+//! the position.
 //!
 //! ```text
 //!             order: (seed, position, row) -> (epoch, recording)

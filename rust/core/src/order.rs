@@ -1,12 +1,13 @@
 //! The order of the data, as pure functions: (seed, epoch, place) -> recording, and (seed, epoch, recording) -> crop.
 //!
-//! `loaders/order.py` is the readable reference; a test checks that the two are equal. Nothing here has state, so resuming,
-//! changing the world size and reading from any number of threads are the same operation.
+//! `loaders/order.py` is the readable reference; a test checks that the two are equal. Nothing here has state, so
+//! resuming, changing the world size and reading from any number of threads are the same operation.
 //!
 //! The permutation is a Feistel network over the mixed-radix digits of the place, for any n, not only powers of two
-//! (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): with a = ceil(sqrt n) and b = ceil(n / a), a place
-//! is (l, r) = (place / b, place mod b), and the rounds alternate l += F(r) mod a and r += F(l) mod b. a·b exceeds n by
-//! less than a, so walking the cycle until it lands below n takes one extra step for about one place in sqrt(n).
+//! (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). With a = ceil(sqrt n) and b = ceil(n / a), a
+//! place is (l, r) = (place / b, place mod b). The rounds alternate l += F(r) mod a and r += F(l) mod b. The product
+//! a·b exceeds n by less than a. Walking the cycle until it lands below n takes one extra step for about one place in
+//! sqrt(n).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -79,7 +80,7 @@ impl Permutation {
     }
 }
 
-/// Which recording is at each place of an epoch.
+/// The recording at each place of an epoch.
 pub enum Order {
     Global { seed: u64, n: u64 },
     Block(Blocks),
@@ -118,8 +119,8 @@ impl Epoch<'_> {
     }
 }
 
-/// The block order: runs of neighbouring recordings (blocks) are permuted as units, then the recordings of each `window`
-/// consecutive blocks are permuted together. Reading ahead therefore reads runs, one window at a time.
+/// The block order: runs of neighbouring recordings (blocks) are permuted as units, then the recordings of each
+/// `window` consecutive blocks are permuted together. Reading ahead therefore reads runs, one window at a time.
 pub struct Blocks {
     seed: u64,
     window: u64,                   // blocks
@@ -127,7 +128,7 @@ pub struct Blocks {
     last: Mutex<Vec<Arc<Starts>>>, // a cache of the epochs used last
 }
 
-/// Where each block of an epoch begins, in the permuted order, and where the last one ends.
+/// The starts of an epoch's blocks in the permuted order, and the end of the last one.
 pub struct Starts {
     epoch: u64,
     blocks: Permutation,
@@ -188,7 +189,8 @@ impl Blocks {
         (if k == 0 { 0 } else { self.stops[k - 1] }, self.stops[k])
     }
 
-    /// The window of place `i`: the places [start, stop) of an epoch whose recordings are permuted together with its own.
+    /// The window of place `i`: the places [start, stop) of an epoch whose recordings are permuted together with its
+    /// own.
     pub fn window(&self, epoch: u64, i: u64) -> (u64, u64) {
         self.span(&self.starts(epoch), i).1
     }

@@ -1,7 +1,7 @@
 //! A recording to a prepared one: mono, at the front end's rate, 16 bits, in blocks that are decoded quickly
 //! (`jaxtrain_decode::FlacWriter`).
 //!
-//! Chunks begin where a sample of the recording and one of the prepared recording coincide, so that the samples are those of
+//! Chunks begin at samples at which the recording and the prepared recording coincide. The result is therefore that of
 //! a resampler that is given the whole recording.
 
 use jaxtrain_decode::refuse;
@@ -14,10 +14,10 @@ use crate::resample::Resampler;
 
 /// Samples of a chunk, about.
 const CHUNK: u64 = 1 << 18;
-/// The same of a recording whose parts symphonia looks for from its start.
+/// The same of a recording whose parts symphonia finds only from its start.
 const SLOW_CHUNK: u64 = 1 << 26;
 
-/// What recordings are prepared as.
+/// The settings of prepared recordings.
 #[derive(Clone, Copy)]
 pub struct Options {
     pub rate: u32,            // Hz
@@ -26,11 +26,11 @@ pub struct Options {
     pub packed: bool,         // losslessly, instead of samples as they are
 }
 
-/// Why a recording was not prepared.
+/// The reason why a recording was not prepared.
 #[derive(Debug)]
 pub enum Failed {
     Unusable(String), // the recording
-    Io(io::Error),    // where it is written to
+    Io(io::Error),    // of the output
     Stopped,
 }
 
@@ -47,7 +47,7 @@ impl From<jaxtrain_decode::Error> for Failed {
 }
 
 /// Writes a recording as a prepared one. Returns `out`, and how many samples were clipped.
-/// Errors: See `Failed`; `out` may then hold a part.
+/// Errors: See `Failed`. `out` may then hold a part.
 pub fn prepare<W: Write>(
     bytes: &[u8], options: Options, out: W, stop: &mut dyn FnMut() -> bool,
 ) -> Result<(W, u64), Failed> {

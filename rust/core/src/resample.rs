@@ -1,14 +1,14 @@
 //! Sample-rate conversion by a windowed-sinc polyphase filter: exact ratio, no delay.
 //!
-//! Output k is at time k / target; it is the sum of input samples around that time, weighted by a low-pass filter of
-//! cut-off a little below the lower of the two Nyquist frequencies. With target / source = up / down in lowest terms
+//! Output k is at time k / target. It is the sum of input samples around that time, weighted by a low-pass filter with
+//! a cut-off a little below the lower of the two Nyquist frequencies. With target / source = up / down in lowest terms
 //! there are `up` distinct filters (phases), computed once in float64. When that table would be large (31,999 Hz to
-//! 32,000 Hz has 32,000 phases), 512 phases are tabulated and interpolated linearly, which takes twice the time and adds
-//! an error of -110 dB.
+//! 32,000 Hz has 32,000 phases), 512 phases are tabulated and interpolated linearly, which takes twice the time and
+//! adds an error of -110 dB.
 //!
 //! The filter is a sinc with a Kaiser window (J. F. Kaiser, R. W. Schafer, "On the use of the I0-sinh window for
-//! spectrum analysis", 1980) of beta 8 and 46 periods of the lower rate to each side, so that aliases are below
-//! -80 dB while the band up to 0.9 of the lower Nyquist frequency is flat within 0.1 dB.
+//! spectrum analysis", 1980) of beta 8 and 46 periods of the lower rate to each side. Aliases are below -80 dB. The
+//! band up to 0.9 of the lower Nyquist frequency is flat within 0.1 dB.
 //!
 //! `cargo test --release response -- --nocapture` measures both with sines.
 
@@ -29,7 +29,8 @@ const MAX_WEIGHTS: usize = 1 << 19;
 const PHASES: f64 = 512.0;
 /// Weights of one phase are a multiple of this many.
 const BLOCK: usize = 16;
-/// An output is the sum of this many sums: number i of them is over every 8th weight from i on, and `Lanes::sum` adds them.
+/// An output is the sum of this many sums. Number i of them is over every 8th weight from i on, and `Lanes::sum` adds
+/// them.
 const SUMS: usize = 8;
 /// Their order in that sum's tree: neighbours are added, then neighbours of those.
 const ORDER: [usize; SUMS] = [0, 4, 2, 6, 1, 5, 3, 7];
@@ -58,7 +59,7 @@ pub struct Resampler {
     rows: Vec<Line>, // the inputs of all lanes side by side
 }
 
-/// Values side by side.
+/// Adjacent values.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Line([f32; MAX_LANES]);
@@ -165,8 +166,8 @@ simd::kernel! {
         else process_lanes::<Portable, Portable>
 }
 
-/// Many outputs in the lanes of `V`, the others one by one with those of `W`: with the same sums, so that an output does not
-/// depend on its neighbours.
+/// Many outputs in the lanes of `V`, the others one by one in those of `W`. Both use the same sums, so that an output
+/// does not depend on its neighbours.
 #[inline(always)]
 unsafe fn process_lanes<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: usize, out: &mut [f32]) {
     const { assert!(W::N == SUMS && V::N * VECTORS <= MAX_LANES) };
@@ -192,7 +193,7 @@ unsafe fn process_lanes<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: 
     let (wide, narrow) = (VECTORS * V::N * r.span, V::N * r.span);
     let mut k = first;
     while k < last {
-        // A block that is mostly needed is computed whole, from earlier on: its first outputs stay what they are.
+        // A block that is mostly needed is computed whole, from earlier on: its first outputs do not change.
         if last - k >= wide / 2 && last - first >= wide {
             k = k.min(last - wide);
             block::<V, VECTORS, 2>(r, x, lead, k, out);
@@ -210,7 +211,7 @@ unsafe fn process_lanes<V: Lanes, W: Lanes>(r: &mut Resampler, x: &[f32], lead: 
     }
 }
 
-/// Outputs [k, k + lanes * span), where a lane has a run of `span` outputs: in all lanes output q of the run uses the same
+/// Outputs [k, k + lanes * span): each lane has a run of `span` outputs. In all lanes output q of the run uses the same
 /// phase, so that its weights are loaded once. `AT_ONCE` of the sums of an output are computed together.
 /// The filters of these outputs lie inside `x`.
 #[inline(always)]
@@ -327,7 +328,8 @@ unsafe fn edge<V: Lanes>(r: &Resampler, x: &[f32], lead: usize, k: usize) -> f32
     sum.sum()
 }
 
-/// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones, the last one at the end.
+/// Filters by (source, target) rate, one cache per thread. It keeps only the most recently used ones, the last one at
+/// the end.
 #[derive(Default)]
 pub struct Resamplers(Vec<((u32, u32), Resampler)>);
 
@@ -452,7 +454,7 @@ mod tests {
         assert_eq!(out, [2.0, 3.0, 0.0, 0.0]);
     }
 
-    /// Of each rate, enough for both kinds of blocks, and for what is left of them.
+    /// Enough of each rate for both kinds of blocks, and for the rest.
     #[test]
     fn an_output_is_the_same_alone_in_a_block_and_with_every_instruction_set() {
         let x: Vec<f32> = (0..60000u32).map(|i| (i.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0).collect();

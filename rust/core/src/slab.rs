@@ -5,10 +5,10 @@
 //!          ^ every array begins on a multiple of 64 bytes, and is contiguous
 //! ```
 //!
-//! JAX on CPU does not copy a numpy array that is aligned to 64 bytes: the device array *is* the slab. So a slab may not
-//! be reused before the last array over it is gone. It is reference counted, each numpy array owns a reference, and the
-//! last drop returns the memory to the pool. If a consumer holds many batches, the pool allocates more rather than wait
-//! forever; returned slabs beyond `keep` are freed.
+//! JAX on CPU does not copy a numpy array that is aligned to 64 bytes: the device array *is* the slab. So a slab may
+//! not be reused before the last array over it is gone. It is reference counted, each numpy array owns a reference, and
+//! the last drop returns the memory to the pool. If a consumer holds many batches, the pool allocates more rather than
+//! wait forever. Returned slabs beyond `keep` are freed.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +18,7 @@ use memmap2::{MmapMut, MmapOptions};
 /// The alignment in bytes that XLA's CPU client needs to use a buffer in place.
 const ALIGN: usize = 64;
 
-/// Where each array lies inside a slab.
+/// The place of each array inside a slab.
 pub struct Layout {
     row_bytes: Vec<usize>,
     rows: Vec<usize>,
@@ -50,7 +50,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// At most `keep` unused slabs stay in the pool; any number may be in use.
+    /// At most `keep` unused slabs stay in the pool. Any number may be in use.
     pub fn new(layout: Layout, keep: usize) -> Arc<Self> {
         Arc::new(Self { layout, keep, free: Mutex::new(Vec::new()), alive: AtomicUsize::new(0) })
     }
@@ -87,8 +87,8 @@ pub struct Slab {
     buffer: Option<MmapMut>, // None only while it is dropped
 }
 
-// SAFETY: `start` points into the slab's own buffer. Shared access is through `array` and `row`, whose callers keep the rows
-// that are written separate from all others.
+// SAFETY: `start` points into the slab's own buffer. Shared access is through `array` and `row`, whose callers keep the
+// rows that are written separate from all others.
 unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 

@@ -1,10 +1,10 @@
 //! Sudoku boards: a solver that counts solutions and guesses, and a generator of puzzles with one solution.
 //!
-//! A board is `side`² cells, row by row, 0 for a blank and 1 … side for a digit; side is 4, 6 (boxes of 2 rows and 3 columns)
-//! or 9. Candidates are bits. `sudoku_grades` says which steps of reasoning a puzzle needs. The
-//! solver fills forced cells (a cell with one candidate; a digit with one possible cell in a row, column or box) until
-//! there are none, then guesses in the cell with the fewest candidates. The number of guesses, over the whole search that
-//! also proves that the solution is unique, is the puzzle's difficulty: 0 means that forced cells alone solve it.
+//! A board is `side`² cells, row by row, 0 for a blank and 1 … side for a digit; side is 4, 6 (boxes of 2 rows and 3
+//! columns) or 9. Candidates are bits. `sudoku_grades` says which steps of reasoning a puzzle needs. The solver fills
+//! forced cells (a cell with one candidate; a digit with one possible cell in a row, column or box) until there are
+//! none, then guesses in the cell with the fewest candidates. The number of guesses, over the whole search that also
+//! proves that the solution is unique, is the puzzle's difficulty: 0 means that forced cells alone solve it.
 
 use crate::order::{hash, mix, GOLDEN};
 
@@ -65,7 +65,7 @@ impl Random {
 }
 
 impl Rules {
-    /// The rules for a side of 4, 6 or 9; None for any other.
+    /// The rules for a side of 4, 6 or 9. None for any other.
     pub fn new(side: usize) -> Option<Self> {
         let (high, wide) = match side {
             4 => (2, 2),
@@ -97,13 +97,14 @@ impl Rules {
         result
     }
 
-    /// Puzzle number `index` of a seed: a pure function. The number of blanks is drawn from [fewest, most]; it is smaller where
-    /// removing another digit would allow a second solution.
-    pub fn generate(&self, seed: u64, index: u64, fewest: usize, most: usize) -> Puzzle {
+    /// Puzzle number `index` of a seed: a pure function. The number of blanks is drawn from [min_blanks, max_blanks].
+    /// It is smaller if removing another digit would allow a second solution.
+    pub fn generate(&self, seed: u64, index: u64, min_blanks: usize, max_blanks: usize) -> Puzzle {
         let n = self.n_cells();
         let mut random = Random(hash(&[PUZZLE, seed, index]));
-        let most = most.min(n);
-        let target = fewest.min(most) + random.below(most - fewest.min(most) + 1);
+        let max_blanks = max_blanks.min(n);
+        let min_blanks = min_blanks.min(max_blanks);
+        let target = min_blanks + random.below(max_blanks - min_blanks + 1);
         let mut result = Search::default();
         let empty = self.start(&vec![0; n]).expect("an empty board breaks no rule");
         self.search(empty, 1, &mut result, &mut Some(&mut random));
@@ -117,7 +118,8 @@ impl Rules {
                 break;
             }
             let digit = std::mem::replace(&mut board[cell], 0);
-            // The board had one solution with this digit here. It still has only that one, unless another digit leads to one.
+            // The board had one solution with this digit here. It still has only that one, unless another digit leads
+            // to one.
             if self.other_solution(&board, cell, digit) {
                 board[cell] = digit;
             } else {
@@ -147,7 +149,7 @@ impl Rules {
         Some(state)
     }
 
-    /// Places a digit; false when it is already in one of the cell's units, or ruled out there.
+    /// Places a digit. False when it is already in one of the cell's units, or ruled out there.
     fn place(&self, state: &mut State, cell: usize, bit: u16) -> bool {
         if self.candidates(state, cell) & bit == 0 {
             return false;
@@ -166,10 +168,11 @@ impl Rules {
         state.open[cell] & !(state.used[row] | state.used[column] | state.used[square])
     }
 
-    /// Fills forced cells. None for a contradiction, otherwise the open cell with the fewest candidates, if any is left.
+    /// Fills forced cells. None for a contradiction, otherwise the open cell with the fewest candidates, if any is
+    /// left.
     pub(crate) fn propagate(&self, state: &mut State) -> Option<Option<usize>> {
         loop {
-            let (mut moved, mut best, mut fewest) = (false, None, u32::MAX);
+            let (mut moved, mut best, mut smallest) = (false, None, u32::MAX);
             for cell in 0..self.n_cells() {
                 if state.digit[cell] != 0 {
                     continue;
@@ -181,7 +184,7 @@ impl Rules {
                         self.place(state, cell, open);
                         moved = true;
                     }
-                    n if n < fewest => (best, fewest) = (Some(cell), n),
+                    n if n < smallest => (best, smallest) = (Some(cell), n),
                     _ => {}
                 }
             }
@@ -258,7 +261,7 @@ impl Rules {
     }
 }
 
-/// Computes `f` of every index in [0, n) on `threads` threads; the results are in order.
+/// Computes `f` of every index in [0, n) on `threads` threads. The results are in order.
 pub fn parallel<T: Send>(n: usize, threads: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let share = n.div_ceil(threads.max(1)).max(1);
     std::thread::scope(|scope| {
@@ -267,7 +270,7 @@ pub fn parallel<T: Send>(n: usize, threads: usize, f: impl Fn(usize) -> T + Sync
             .step_by(share)
             .map(|start| {
                 let work = move || (start..n.min(start + share)).map(f).collect::<Vec<_>>();
-                // Where no thread can be started, its part is done here.
+                // If no thread can be started, its part is done here.
                 std::thread::Builder::new().spawn_scoped(scope, work).map_err(|_| work())
             })
             .collect();

@@ -1,12 +1,13 @@
-//! How hard a Sudoku is for a person, and a number that every symmetric copy of a board shares.
+//! The difficulty of a Sudoku for a person, and a number that every symmetric copy of a board shares.
 //!
 //! A grade is the hardest step that a puzzle needs, when an easier one is always taken first:
 //!
-//!   0 singles   a cell with one candidate, or a digit with one place in a row, column or box
-//!   1 pairs     a digit whose places in a unit all lie in a second unit; two cells of a unit with the same two candidates; two
-//!               digits with the same two places
-//!   2 chains    a candidate that contradicts itself through links of two: a cell with two candidates, a digit with two places
-//!   3 guesses   none of these solves it
+//! - 0, singles: a cell with one candidate, or a digit with one place in a row, column or box.
+//! - 1, pairs: a digit whose places in a unit all lie in a second unit, two cells of a unit with the same two candidates, or
+//!   two digits with the same two places.
+//! - 2, chains: a candidate that contradicts itself through links of two. A link is a cell with two candidates, or a digit
+//!   with two places.
+//! - 3, guesses: none of these solves it.
 
 use crate::order::mix;
 use crate::sudoku::{Rules, State, MAX_CELLS};
@@ -20,7 +21,8 @@ const ROUNDS: usize = 4;
 type Pairs = Vec<[Option<(usize, usize)>; 9]>;
 
 impl Rules {
-    /// The grade of a board, 0 to 3. A board that has no solution, or several, has the last one, if no step contradicts that.
+    /// The grade of a board, 0 to 3. A board that has no solution, or several, has the last one, if no step contradicts
+    /// that.
     pub fn grade(&self, board: &[u8]) -> u8 {
         let Some(mut state) = self.start(board) else { return GUESSES };
         let mut grade = 0;
@@ -148,11 +150,12 @@ impl Rules {
         false
     }
 
-    /// A hash that a board shares with each of its symmetric copies: other names of the digits, other orders of the bands, of
-    /// the rows in them, of the stacks and of the columns in them, and, if the boxes are square, the transposed board.
+    /// A hash that a board shares with each of its symmetric copies. In a copy, the digits have other names, and the
+    /// bands, the rows in them, the stacks and the columns in them have other orders. If the boxes are square, the
+    /// transposed board is a copy, too.
     ///
-    /// Each cell in turn gets a colour of its own. A cell's next colour follows from the colours of its row and band, of its
-    /// column and stack, of its box, and of the cells of its digit.
+    /// Each cell in turn gets a colour of its own. A cell's next colour follows from the colours of its row and band,
+    /// of its column and stack, of its box, and of the cells of its digit.
     pub fn invariant(&self, board: &[u8]) -> u64 {
         (0..self.n_cells()).fold(0u64, |sum, cell| sum.wrapping_add(mix(self.colours_around(board, cell))))
     }

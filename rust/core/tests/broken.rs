@@ -1,6 +1,6 @@
-//! The fuzz targets' loops with a fixed seed, on any toolchain: damaged shards and recordings, read from beginning to end.
-//! Nothing may panic, take more memory than a small multiple of what the formats allow, or take long. FUZZ_ROUNDS sets the
-//! number of damaged copies of each shard; each recording, which takes longer, gets a twentieth.
+//! The fuzz targets' loops with a fixed seed, on any toolchain: damaged shards and recordings, read from beginning to
+//! end. Nothing may panic, take more memory than a small multiple of the formats' limits, or take long. FUZZ_ROUNDS
+//! sets the number of damaged copies of each shard. Each recording, which takes longer, gets a twentieth.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,7 +14,7 @@ mod counting;
 
 use counting::{NOW, PEAK};
 
-/// A compressed page may claim 16 MiB plus 64 times its size; reading a row of it also needs its dictionary.
+/// A compressed page may claim 16 MiB plus 64 times its size. Reading a row of it also needs its dictionary.
 const MEMORY: usize = 128 << 20;
 const TIME: Duration = Duration::from_secs(5);
 
@@ -47,7 +47,7 @@ fn damage(whole: &[u8], state: &mut u64) -> Vec<u8> {
     bytes
 }
 
-/// Reads `rounds` damaged copies of `whole`, and counts those whose damage was detected.
+/// Reads `rounds` damaged copies of `whole`, and counts the copies with detected damage.
 fn attack(name: &Path, whole: &[u8], rounds: usize, state: &mut u64, fails: impl Fn(&[u8]) -> bool) -> usize {
     // Memory is counted over all threads, so only one test may run at a time.
     static ALONE: Mutex<()> = Mutex::new(());

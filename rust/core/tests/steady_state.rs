@@ -80,8 +80,8 @@ fn no_row_allocates_once_warm() {
         let before = CALLS.load(Relaxed);
         take(25);
         let calls = CALLS.load(Relaxed) - before;
-        // For 25 batches: a slot and a slab each, and those of batches that were only begun. In the block order each epoch
-        // (40 rows here) adds lists, for the workers and for reading ahead.
+        // For 25 batches: a slot and a slab each, and those of batches that were only started. In the block order each
+        // epoch (40 rows here) adds lists, for the workers and for reading ahead.
         let allowed = if block.is_some() { 25 * 8 } else { 25 * 4 };
         assert!(calls <= allowed, "{calls} allocations in 25 batches of 16 rows ({views} views, {form:?})");
         pipeline.close();

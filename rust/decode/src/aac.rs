@@ -3,14 +3,14 @@
 
 use super::bits::Msb;
 
-/// Packets that are looked at for data of SBR, and the share of them that must have some.
-pub(super) const LOOKED_AT: usize = 12;
+/// Packets that are searched for data of SBR. More than half of them must have some.
+pub(super) const MAX_PACKETS: usize = 12;
 
 const LOW_COMPLEXITY: u32 = 2;
 const SBR: u32 = 5;
 const PS: u32 = 29;
 
-/// Why AAC with this AudioSpecificConfig (ISO/IEC 14496-3, 1.6.2.1) is not decoded; None if it is.
+/// The reason why AAC with this AudioSpecificConfig (ISO/IEC 14496-3, 1.6.2.1) is not decoded. None if it is.
 pub(super) fn refusal(config: &[u8]) -> Option<&'static str> {
     let mut padded = [0; 32];
     let n = config.len().min(24);
@@ -39,13 +39,13 @@ pub(super) fn refusal(config: &[u8]) -> Option<&'static str> {
         bits.read(14);
     }
     bits.read(1);
-    // The extension that older decoders pass over.
+    // The extension that older decoders skip.
     (bits.read(11) == 0x2b7 && bits.read(5) == SBR && bits.read(1) == 1).then_some("HE-AAC")
 }
 
-/// Whether a packet ends with data of SBR, which headers need not announce. Its last elements are fill elements (ISO/IEC
-/// 14496-3, 4.4.2.7): the channels before them would have to be decoded to know where those begin, so they are looked for
-/// from the end. Other data may look like one, about once in 50 packets.
+/// Whether a packet ends with data of SBR, which headers need not announce. Its last elements are fill elements
+/// (ISO/IEC 14496-3, 4.4.2.7): the channels before them would have to be decoded to know where those begin, so they are
+/// looked for from the end. Other data may look like one, about once in 50 packets.
 pub(super) fn has_sbr(packet: &[u8]) -> bool {
     let Some(last) = packet.iter().rposition(|&byte| byte != 0) else { return false };
     // The end is three ones, and zeros up to the next byte.

@@ -1,4 +1,4 @@
-//! AIFF and AIFF-C, CAF and AU: where plain samples lie.
+//! AIFF and AIFF-C, CAF and AU: the places of plain samples.
 
 use super::bits::{u16_at, u32_at};
 use super::pcm::{Encoding, Pcm};
@@ -64,7 +64,7 @@ pub(super) fn caf_chunks(bytes: &[u8]) -> impl Iterator<Item = (&[u8; 12], u64, 
     riff::chunks(bytes, 8, 1, |head| Some(u64::from_be_bytes(*head.last_chunk()?)))
 }
 
-/// The samples of a CAF; None if they are of a codec.
+/// The samples of a CAF. None if they are of a codec.
 pub(super) fn caf(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     let mut format: Option<&[u8]> = None;
     for (head, size, at) in caf_chunks(bytes) {

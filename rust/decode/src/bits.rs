@@ -62,7 +62,7 @@ impl<'a> Msb<'a> {
         value
     }
 
-    /// Counts the zeros before the next one bit, and consumes both; None past the end.
+    /// Counts the zeros before the next one bit, and consumes both. None past the end.
     #[inline(always)]
     pub fn unary(&mut self) -> Option<u32> {
         let mut zeros = 0u32;
@@ -78,7 +78,7 @@ impl<'a> Msb<'a> {
         }
     }
 
-    /// A Rice code with parameter `k`, as a signed number; None past the end.
+    /// A Rice code with parameter `k`, as a signed number. None past the end.
     #[inline(always)]
     pub fn rice(&mut self, k: u32) -> Option<i32> {
         let zeros = self.unary()?;
@@ -125,7 +125,7 @@ impl<'a> Register<'a> {
     #[inline(always)]
     pub fn fill(&mut self) {
         let word = eight_bytes(self.data, self.at);
-        // What lies beyond the valid bits is the same as what is added here.
+        // The bits beyond the valid ones equal the bits that are added here.
         self.bits |= word >> self.valid;
         self.at += ((63 - self.valid) >> 3) as usize;
         self.valid |= Self::FULL;
@@ -214,8 +214,8 @@ impl<'a> Lsb<'a> {
     }
 }
 
-/// Tables for a cyclic redundancy check, most significant bit first, eight bytes at a time: table i holds the remainder of a
-/// byte that is followed by i zero bytes. The polynomial and the remainders lie in the highest bits.
+/// Tables for a cyclic redundancy check, most significant bit first, eight bytes at a time: table i holds the remainder
+/// of a byte that is followed by i zero bytes. The polynomial and the remainders lie in the highest bits.
 const fn crc_tables(polynomial: u32) -> [[u32; 256]; 8] {
     let mut tables = [[0u32; 256]; 8];
     let mut i = 0;
@@ -280,9 +280,9 @@ const fn power_16(n: u32) -> i64 {
     value as i64
 }
 
-/// Folds all 64-byte blocks of `data` to 64 bytes with the same checksum, with what follows the blocks: each step moves
-/// four times 128 bits over 512 bits, by two products of polynomials (V. Gopal et al., "Fast CRC computation for generic
-/// polynomials using PCLMULQDQ instruction", 2009).
+/// Folds all 64-byte blocks of `data` to 64 bytes with the same checksum. Returns these and the rest after the blocks.
+/// Each step moves four times 128 bits over 512 bits, by two products of polynomials (V. Gopal et al., "Fast CRC
+/// computation for generic polynomials using PCLMULQDQ instruction", 2009).
 ///
 /// `data` must have at least 64 bytes.
 #[cfg(target_arch = "x86_64")]
@@ -309,7 +309,7 @@ unsafe fn fold_16(data: &[u8]) -> ([u8; 64], &[u8]) {
     (folded, rest)
 }
 
-/// OGG's page checksum; `so_far` is that of the part before.
+/// OGG's page checksum. `so_far` is that of the part before.
 pub(super) fn crc32(so_far: u32, data: &[u8]) -> u32 {
     static TABLES: [[u32; 256]; 8] = crc_tables(0x04c1_1db7);
     crc(&TABLES, so_far, data)

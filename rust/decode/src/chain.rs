@@ -1,9 +1,10 @@
-//! OGG files that hold one recording after the other ("chained", as joining files makes them): each link is read by itself.
+//! OGG files that hold one recording after the other ("chained", as joining files makes them): each link is read by
+//! itself.
 
 use super::ogg::{self, Codec, Page};
 use super::{Error, Info};
 
-/// A file up to this size is walked page by page: links may bear one serial number.
+/// A file up to this size is walked page by page: links may have the same serial number.
 const SMALL: usize = 1 << 20;
 /// Places of a larger file at which the number of the page must be larger than at the place before.
 const PROBES: usize = 16;
@@ -26,7 +27,7 @@ impl Link {
     }
 }
 
-/// The links of the recording that was opened last; none if it is of one piece.
+/// The links of the recording that was opened last. Empty if it is of one piece.
 #[derive(Default)]
 pub(super) struct Chain {
     key: Option<(usize, usize, u64)>,
@@ -38,7 +39,7 @@ impl Chain {
         self.key = None;
     }
 
-    /// Finds the links. Whether there are several; then [`Chain::info`] must follow.
+    /// Finds the links. Returns whether there are several. Then [`Chain::info`] must follow.
     pub fn find(&mut self, bytes: &[u8], serial: u32) -> bool {
         let key = Some(super::mp3::key(bytes));
         if self.key == key {
@@ -92,7 +93,7 @@ impl Chain {
         whole.ok_or(Error::NoAudio { format: FORMAT })
     }
 
-    /// Reads `out` from `start` on, a link at a time, with `read` what lies in one: its number and first sample.
+    /// Reads `out` from `start` on, a link at a time: `read` is given the link, its first sample and its part of `out`.
     pub fn read(
         &self, start: u64, out: &mut [f32], mut read: impl FnMut(&Link, u64, &mut [f32]) -> Result<(), Error>,
     ) -> Result<(), Error> {
@@ -113,7 +114,7 @@ impl Chain {
     }
 }
 
-/// What changes from one part of a joined recording (rate, channels) to the next one, in words.
+/// The change from one part of a joined recording (rate, channels) to the next one, in words.
 pub(super) fn changes(before: (u32, u16), after: (u32, u16), seconds: f64) -> Option<String> {
     let what = match (before.0 == after.0, before.1 == after.1) {
         (false, _) => format!("rate changes from {} to {} Hz", before.0, after.0),

@@ -1,8 +1,9 @@
 //! Prepared recordings: FLAC (RFC 9639) of one channel and 16 bits, whose blocks can be decoded without counting zeros.
 //!
-//! A block of `BLOCK` samples is a frame with its own checksum. A raw one holds its samples as they are. A packed one holds
-//! the differences from a fixed predictor of order 1 or 2, `PART` at a time in as many bits as the largest of them takes
-//! (FLAC's escape code), unless the samples as they are take fewer bytes. Any player of FLAC plays either.
+//! A block of `BLOCK` samples is a frame with its own checksum. A raw one holds its samples as they are. A packed one
+//! holds the differences from a fixed predictor of order 1 or 2, `PART` at a time in as many bits as the largest of
+//! them takes (FLAC's escape code). If the samples as they are take fewer bytes, it is a raw one. Any player of FLAC
+//! plays either.
 //!
 //! The recording that it was prepared from is in a block of metadata of type APPLICATION: `ID`, its stated rate and its
 //! real rate (u32), its samples (u64), big-endian.
@@ -25,7 +26,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// That of a block of metadata; None for one of another application.
+    /// The origin in a block of metadata. None for a block of another application.
     pub(super) fn read(block: &[u8]) -> Option<Self> {
         let values: &[u8; 16] = block.strip_prefix(ID)?.try_into().ok()?;
         let word = |at: usize| u32::from_be_bytes(values[at..at + 4].try_into().expect("4 bytes"));
@@ -122,7 +123,7 @@ fn number(n: u32, out: &mut Vec<u8>) {
     out.extend((0..more).rev().map(|k| 0x80 | (n >> (6 * k)) as u8 & 0x3f));
 }
 
-/// The difference of sample `i` from what the `order` samples before it predict.
+/// The difference of sample `i` from the prediction of the `order` samples before it.
 fn residual(samples: &[i16], order: usize, i: usize) -> i32 {
     let x = |back: usize| i32::from(samples[i - back]);
     if order == 1 {
@@ -132,7 +133,7 @@ fn residual(samples: &[i16], order: usize, i: usize) -> i32 {
     }
 }
 
-/// Partitions of a block, as a power of 2: those of `PART` samples, or one where they do not come out even.
+/// Partitions of a block, as a power of 2: those of `PART` samples, or one if they do not divide it evenly.
 fn partition_order(n: usize) -> u32 {
     if n == BLOCK {
         (BLOCK / PART).ilog2()
@@ -186,7 +187,7 @@ fn pack(samples: &[i16], order: usize, out: &mut Vec<u8>) {
         put(15 << 5 | depth, 9);
         (from..to).for_each(|i| put(residual(samples, order, i) as u32, depth));
     }
-    put(0, 7); // what is left of a byte
+    put(0, 7); // the rest of a byte
 }
 
 #[cfg(test)]

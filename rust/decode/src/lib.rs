@@ -1,17 +1,17 @@
 //! Encoded bytes and \[start, length) to mono float32: only the packets that the crop needs are read and decoded.
 //!
-//! Plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more slowly
-//! the formats of `other`. Every format has its own index into the bytes (the containers are read here, so that a seek is
-//! exact to the sample); opus-pure decodes Opus packets. In each format a crop equals the same
-//! slice of the whole recording: exactly for plain samples and FLAC, and within 1e-5 for MP3, Vorbis and Opus, whose
-//! decoders are warmed up on the sound before the crop.
+//! Plain samples (WAV, W64, AIFF, CAF, AU), FLAC, MP3, OGG Vorbis and OGG Opus, recognised by their content, and more
+//! slowly the formats of `fallback`. Every format has its own index into the bytes: the containers are read here, so
+//! that a seek is exact to the sample. opus-pure decodes Opus packets. In each format a crop equals the same slice of
+//! the whole recording: exactly for plain samples and FLAC, and within 1e-5 for MP3, Vorbis and Opus, whose decoders
+//! are warmed up on the audio before the crop.
 //!
 //! Recordings that were joined end to end are read whole: MP3 by its frames, OGG as a `chain` of links.
 //!
-//! Damaged recordings: a truncated recording ends with its last complete packet. Damage inside the crop (a checksum that does not match, a packet that cannot be
-//! decoded) is an error, except in MP3, where every archive has a few bad frames: there a bad frame becomes silence, as in
-//! other decoders. Samples that are not finite are an error. No bytes may make the decoders panic, allocate more than a
-//! small multiple of the input, or loop forever.
+//! Damaged recordings: a truncated recording ends with its last complete packet. Damage inside the crop (a checksum
+//! that does not match, a packet that cannot be decoded) is an error. MP3 is the exception: every archive has a few bad
+//! frames, so a bad frame becomes silence, as in other decoders. Samples that are not finite are an error. No bytes may
+//! make the decoders panic, allocate more than a small multiple of the input, or loop forever.
 
 /// Returns a result, mostly an error, from the function around it if a condition holds.
 #[macro_export]
@@ -27,17 +27,17 @@ mod aac;
 mod aiff;
 mod bits;
 mod chain;
+mod fallback;
 mod flac;
 mod flac_write;
-mod foreign;
 mod mp3;
 mod mp4;
 mod ogg;
 mod opus;
-mod other;
 mod pcm;
 mod riff;
 pub mod simd;
+mod unsupported;
 mod vorbis;
 
 use std::ops::RangeInclusive;
@@ -49,17 +49,17 @@ use pcm::Pcm;
 /// Sample rates of recordings in Hz. A header that claims another is damaged, or would need an absurdly large filter.
 pub const RATES: RangeInclusive<u32> = 1_000..=768_000;
 
-/// What the headers of a recording state.
+/// The format of a recording, as its headers state it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Info {
-    /// Sample rate in Hz; always 48,000 for Opus, whatever rate was encoded.
+    /// Sample rate in Hz. Always 48,000 for Opus, for any encoded rate.
     pub rate: u32,
-    /// Channels in the file; [`Decoder::read`] returns their mean, or one of them.
+    /// Channels in the file. [`Decoder::read`] returns their mean, or one of them.
     pub channels: u16,
     /// Length in samples per channel, without the encoder's delay and padding.
     pub frames: u64,
-    /// The length that the headers state, which a file that was cut short or never finished does not have; 0 if none, and
-    /// `MORE` if a file without a stated length ends inside a page or a frame.
+    /// The length that the headers state. A file that was cut short or never finished does not have it. 0 if none is
+    /// stated, and `UNKNOWN_LENGTH` if a file without a stated length ends inside a page or a frame.
     pub stated: u64,
 }
 
@@ -71,10 +71,10 @@ impl Info {
     }
 }
 
-/// The stated length of a recording that goes on for an unknown time. It fits into 63 bits, since tables hold it.
-const MORE: u64 = i64::MAX as u64;
+/// The stated length of a recording of unknown length. It fits into 63 bits, since tables hold it.
+const UNKNOWN_LENGTH: u64 = i64::MAX as u64;
 
-/// Why a recording cannot be decoded.
+/// The reason why a recording cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("the recording is empty (0 bytes)")]
@@ -82,7 +82,7 @@ pub enum Error {
     #[error("not a WAV, FLAC, MP3, OGG, AIFF, CAF or M4A recording (it begins with bytes {0:02x?})")]
     Unknown([u8; 4]),
     #[error("it is {0}")]
-    NoSound(&'static str),
+    NotAudio(&'static str),
     #[error("{format}: {what} cannot be read here; convert it: ffmpeg -i OLD NEW.flac")]
     Unsupported { format: &'static str, what: String },
     #[error("{format}: several files, joined byte by byte; take them one by one, or join them with sox")]
@@ -111,8 +111,8 @@ enum Format<'a> {
     Mp3,
     /// With the first stream's serial number.
     Ogg(ogg::Codec, u32),
-    /// Left to symphonia.
-    Other,
+    /// Read by symphonia.
+    Fallback,
 }
 
 /// Decoders of all formats and their memory, kept between calls. One per thread.
@@ -122,7 +122,7 @@ pub struct Decoder {
     mp3: mp3::Mp3,
     ogg: Ogg,
     chain: Chain,
-    is_other: bool,
+    is_fallback: bool,
 }
 
 /// Decoders of the streams in OGG.
@@ -152,11 +152,11 @@ impl Ogg {
 
 impl Decoder {
     /// Rate, channels and exact length of a recording, without decoding it.
-    /// Errors: Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate that
-    /// is none of `RATES`.
+    /// Errors: Bytes that are none of the formats, use a feature that is not supported, hold no audio, or claim a rate
+    /// that is none of `RATES`.
     pub fn info(&mut self, bytes: &[u8]) -> Result<Info, Error> {
         let (format, bytes) = format(bytes)?;
-        self.is_other = matches!(format, Format::Other);
+        self.is_fallback = matches!(format, Format::Fallback);
         self.flac.origin = None;
         self.chain.forget(); // other bytes may lie at the address of earlier ones
         let cut = matches!(format, Format::Ogg(..)) && ogg::is_cut(bytes);
@@ -169,10 +169,10 @@ impl Decoder {
                 ("OGG", chain.info(|link: &Link| ogg.info(link.bytes(bytes), link.codec, link.serial))?)
             }
             Format::Ogg(codec, serial) => (codec.name(), self.ogg.info(bytes, codec, serial)?),
-            Format::Other => (other::name(bytes), other::info(bytes)?),
+            Format::Fallback => (fallback::name(bytes), fallback::info(bytes)?),
         };
         if cut {
-            info.stated = MORE;
+            info.stated = UNKNOWN_LENGTH;
         }
         refuse!(info.rate == 0 || info.channels == 0, corrupt(name, "the sample rate or the number of channels is 0"));
         refuse!(!RATES.contains(&info.rate), Err(Error::Rate(info.rate)));
@@ -180,28 +180,29 @@ impl Decoder {
         Ok(info)
     }
 
-    /// Whether the recording will be decoded whole and right, as far as [`Decoder::info`], which every crop calls, does not say.
-    /// Errors: FLAC files that were joined, and variants of the formats of `other` that symphonia does not read.
+    /// Whether the recording will be decoded whole and right, as far as [`Decoder::info`], which every crop calls, does
+    /// not say.
+    /// Errors: FLAC files that were joined, and variants of the formats of `fallback` that symphonia does not read.
     pub fn check(&mut self, bytes: &[u8], info: &Info) -> Result<(), Error> {
         match format(bytes)? {
             (Format::Flac, bytes) => flac::Flac::check(bytes, info),
-            (Format::Other, bytes) => other::check(bytes),
+            (Format::Fallback, bytes) => fallback::check(bytes),
             _ => Ok(()),
         }
     }
 
-    /// Whether the recording that [`Decoder::info`] was last called for is left to symphonia: read, but slowly.
+    /// Whether symphonia reads the recording that [`Decoder::info`] was last called for. It is several times slower.
     pub fn is_slow(&self) -> bool {
-        self.is_other
+        self.is_fallback
     }
 
-    /// The recording that the one [`Decoder::info`] was last called for was prepared from; None for any other.
+    /// The origin of the recording that [`Decoder::info`] was last called for. None if it is not a prepared one.
     pub fn origin(&self) -> Option<Origin> {
         self.flac.origin
     }
 
-    /// Decodes as [`Decoder::read`] does, a recording with one channel of 16 bits, without a loss of time or of bits. False,
-    /// with nothing read, for any other.
+    /// Decodes as [`Decoder::read`] does, a recording with one channel of 16 bits, without a loss of time or of bits.
+    /// False, with nothing read, for any other.
     /// Errors: A range that is not in the recording, or damage in it.
     pub fn read_16(&mut self, bytes: &[u8], info: &Info, start: u64, out: &mut [i16]) -> Result<bool, Error> {
         refuse!(info.channels != 1, Ok(false));
@@ -242,8 +243,8 @@ impl Decoder {
         found
     }
 
-    /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one `channel`.
-    /// `info` is the result of [`Decoder::info`] for these bytes.
+    /// Decodes samples \[start, start + out.len()) at the recording's own rate: the mean of all channels, or one
+    /// `channel`. `info` is the result of [`Decoder::info`] for these bytes.
     /// Errors: A range or a channel that is not in the recording, damage in it, or a sample that is not finite.
     pub fn read(
         &mut self, bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &mut [f32],
@@ -270,7 +271,7 @@ impl Decoder {
                 })?;
             }
             Format::Ogg(codec, serial) => self.ogg.read(bytes, (codec, serial), start, channel, out)?,
-            Format::Other => other::read(bytes, info, start, channel, out)?,
+            Format::Fallback => fallback::read(bytes, info, start, channel, out)?,
         }
         // Without a branch for each sample, so that it is vectorised.
         let exponent = f32::INFINITY.to_bits();
@@ -310,19 +311,19 @@ fn format(bytes: &[u8]) -> Result<(Format<'_>, &[u8]), Error> {
         return Ok((Format::Pcm(pcm), rest));
     }
     let format = match rest.get(..4).unwrap_or(&[]) {
-        _ if other::is_other(rest) => Format::Other,
+        _ if fallback::is_fallback(rest) => Format::Fallback,
         b"fLaC" => Format::Flac,
         b"OggS" => {
             let (codec, serial) = ogg::stream(rest)?;
             Format::Ogg(codec, serial)
         }
         _ if mp3::is_mp3(rest) => Format::Mp3,
-        _ => return Err(foreign::refusal(rest)),
+        _ => return Err(unsupported::refusal(rest)),
     };
     Ok((format, rest))
 }
 
-/// Size in bytes of an ID3v2 tag at the beginning; None where there is none.
+/// Size in bytes of an ID3v2 tag at the beginning. None if there is none.
 fn id3v2(bytes: &[u8]) -> Option<usize> {
     let header: &[u8; 10] = bytes.first_chunk()?;
     refuse!(&header[..3] != b"ID3" || header[6..].iter().any(|b| b & 0x80 != 0), None);

@@ -33,16 +33,16 @@ fn inside<'a>(bytes: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     boxes(bytes).find(|(found, _)| *found == name).map(|(_, content)| content)
 }
 
-/// The first track of sound.
-fn sound(movie: &[u8]) -> Option<&[u8]> {
-    let is_sound = |track: &[u8]| {
+/// The first track of audio.
+fn audio_track(movie: &[u8]) -> Option<&[u8]> {
+    let is_audio = |track: &[u8]| {
         let handler = inside(track, b"mdia").and_then(|media| inside(media, b"hdlr"));
         handler.is_some_and(|handler| handler.get(8..12) == Some(b"soun"))
     };
-    boxes(movie).find(|(name, content)| *name == b"trak" && is_sound(content)).map(|(_, track)| track)
+    boxes(movie).find(|(name, content)| *name == b"trak" && is_audio(content)).map(|(_, track)| track)
 }
 
-/// Why a recording is refused that symphonia would read in part, or wrongly.
+/// The reason why a recording is refused that symphonia would read in part, or wrongly.
 pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     let unsupported = |what: &str| Some(Error::Unsupported { format: FORMAT, what: what.into() });
     let Some(movie) = inside(bytes, b"moov") else {
@@ -51,7 +51,7 @@ pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     if boxes(bytes).any(|(name, _)| name == b"moof") {
         return unsupported("a fragmented file (as streams and some phones write)");
     }
-    let Some(track) = sound(movie) else { return Some(Error::NoAudio { format: FORMAT }) };
+    let Some(track) = audio_track(movie) else { return Some(Error::NoAudio { format: FORMAT }) };
     let path: [&[u8]; 3] = [b"mdia", b"minf", b"stbl"];
     let table = path.into_iter().try_fold(track, |content, name| inside(content, name)).unwrap_or(&[]);
     let entry = inside(table, b"stsd").unwrap_or(&[]);
@@ -72,7 +72,7 @@ pub(super) fn refusal(bytes: &[u8]) -> Option<Error> {
     matches!(edits(track), Edits::Several).then(|| unsupported("an edit list of several pieces"))?
 }
 
-/// An edit list, of which leading empty edits only delay the sound: by length and begin, in ticks of movie and media.
+/// An edit list, of which leading empty edits only delay the audio: by length and start, in ticks of movie and media.
 enum Edits {
     None,
     One(u64, u64),
@@ -98,12 +98,12 @@ fn edits(track: &[u8]) -> Edits {
     }
 }
 
-/// What the edit list leaves out, with which encoders say what delay and padding they added.
+/// The part that the edit list keeps. With it encoders state the delay and padding that they added.
 pub(super) fn edit(bytes: &[u8], rate: u32) -> Option<Edit> {
     let movie = inside(bytes, b"moov")?;
     let scale =
         inside(movie, b"mvhd").and_then(|header| word(header, if header.first() == Some(&1) { 20 } else { 12 }))?;
-    let track = sound(movie)?;
+    let track = audio_track(movie)?;
     let media = inside(inside(track, b"mdia")?, b"mdhd")?;
     let media_scale = word(media, if media.first() == Some(&1) { 20 } else { 12 })?;
     let Edits::One(duration, time) = edits(track) else { return None };
@@ -125,7 +125,7 @@ mod tests {
         [&(content.len() as u32 + 8).to_be_bytes(), &name[..], &content].concat()
     }
 
-    /// A movie in ticks of a millisecond, and its track of sound in samples of `rate`, with one edit of version 1.
+    /// A movie in ticks of a millisecond, and its track of audio in samples of `rate`, with one edit of version 1.
     fn movie(rate: u32, duration: u64, time: u64) -> Vec<u8> {
         let header = boxed(b"mvhd", &[&[0; 12], &1000u32.to_be_bytes()]);
         let media = boxed(b"mdhd", &[&[0; 12], &rate.to_be_bytes()]);

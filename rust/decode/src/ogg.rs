@@ -1,5 +1,5 @@
-//! The OGG container (RFC 3533): pages, packets, and the search for both. The search is bounded: bytes that only look like
-//! pages are counted, and only a few pages on which no packet both begins and ends are skipped.
+//! The OGG container (RFC 3533): pages, packets, and the search for both. The search is bounded: bytes that only look
+//! like pages are counted, and only a few pages on which no packet both begins and ends are skipped.
 
 use super::bits::crc32;
 use super::{corrupt, Error};
@@ -14,18 +14,18 @@ const MAX_FALSE: usize = 256;
 const MAX_PASSED: usize = 16;
 
 /// Bytes of the largest page.
-const LARGEST: usize = HEADER + 255 + 255 * 255;
+const MAX_PAGE: usize = HEADER + 255 + 255 * 255;
 
-/// Samples for each byte that sound has at most: 4 kbit/s at 32 kHz.
-const USUAL: u64 = 64;
+/// Samples for each byte of audible audio, at most: 4 kbit/s at 32 kHz.
+const SAMPLES_PER_BYTE: u64 = 64;
 
-/// A page's header; its bytes are `bytes[at..at + size]`.
+/// A page's header. Its bytes are `bytes[at..at + size]`.
 #[derive(Clone, Copy)]
 pub(super) struct Page {
     pub at: usize,
     pub size: usize,
     flags: u8,
-    pub granule: Option<i64>, // position after the last packet that ends here; None where no packet ends
+    pub granule: Option<i64>, // position after the last packet that ends here; None if no packet ends
     pub serial: u32,
     pub sequence: u32, // the number of the page in its stream
     segments: u8,
@@ -48,7 +48,7 @@ impl Page {
     }
 
     /// Whether the checksum matches.
-    fn is_sound(&self, bytes: &[u8]) -> bool {
+    fn has_valid_checksum(&self, bytes: &[u8]) -> bool {
         let page = &bytes[self.at..self.at + self.size];
         let sum = crc32(crc32(crc32(0, &page[..22]), &[0; 4]), &page[26..]);
         sum.to_le_bytes() == page[22..26]
@@ -78,7 +78,7 @@ pub(super) fn find(bytes: &[u8], mut from: usize, to: usize, serial: Option<u32>
     while from < to && *wrong < MAX_FALSE {
         let end = (to + 3).min(bytes.len());
         from += bytes.get(from..end)?.windows(4).position(|w| w == b"OggS")?;
-        match Page::parse(bytes, from).filter(|page| page.is_sound(bytes)) {
+        match Page::parse(bytes, from).filter(|page| page.has_valid_checksum(bytes)) {
             Some(page) if serial.is_none_or(|serial| serial == page.serial) => return Some(page),
             Some(page) => from += page.size,
             None => {
@@ -95,7 +95,7 @@ pub(super) fn find_last(bytes: &[u8], mut to: usize, wrong: &mut usize) -> Optio
     while *wrong < MAX_FALSE {
         let end = (to + 3).min(bytes.len());
         to = bytes[..end].windows(4).rposition(|w| w == b"OggS")?;
-        if let Some(page) = Page::parse(bytes, to).filter(|page| page.is_sound(bytes)) {
+        if let Some(page) = Page::parse(bytes, to).filter(|page| page.has_valid_checksum(bytes)) {
             return Some(page);
         }
         *wrong += 1;
@@ -119,8 +119,8 @@ impl Codec {
     }
 }
 
-/// The first stream that can be decoded, and its serial number. Streams may be multiplexed: the first pages of all of them
-/// come at the beginning.
+/// The first stream that can be decoded, and its serial number. Streams may be multiplexed: the first pages of all of
+/// them come at the beginning.
 pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
     let (mut at, mut other) = (0, "a stream of another codec than Vorbis and Opus");
     loop {
@@ -144,7 +144,7 @@ pub(super) fn stream(bytes: &[u8]) -> Result<(Codec, u32), Error> {
     }
 }
 
-/// The last page of a stream that has a position; `audio` is where its first audio page begins.
+/// The last page of a stream that has a position. `audio` is the start of its first audio page.
 pub(super) fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page> {
     let mut wrong = 0;
     let mut to = bytes.len();
@@ -178,15 +178,15 @@ pub(super) fn last_page(bytes: &[u8], audio: usize, serial: u32) -> Option<Page>
 
 /// Whether the bytes end inside a page, as those of a file that was cut short do.
 pub(super) fn is_cut(bytes: &[u8]) -> bool {
-    let tail = bytes.len().saturating_sub(LARGEST);
+    let tail = bytes.len().saturating_sub(MAX_PAGE);
     let last = bytes[tail..].windows(5).rposition(|w| w == b"OggS\0");
     last.is_some_and(|at| Page::parse(bytes, tail + at).is_none())
 }
 
-/// Whether the packets from `audio` on can hold so many samples, of which each has `longest` at most. A page may state any
-/// position. Packets are counted only where the samples are many for the bytes: silence, or a lie.
+/// Whether the packets from `audio` on can hold so many samples, of which each has `longest` at most. A page may state
+/// any position. Packets are counted only if the samples are many for the bytes: silence, or a false position.
 pub(super) fn can_hold(bytes: &[u8], audio: usize, serial: u32, samples: u64, longest: u64) -> bool {
-    if samples / USUAL <= bytes.len().saturating_sub(audio) as u64 {
+    if samples / SAMPLES_PER_BYTE <= bytes.len().saturating_sub(audio) as u64 {
         return true;
     }
     let (mut packets, mut at, mut wrong) = (0u64, audio, 0);
@@ -197,7 +197,7 @@ pub(super) fn can_hold(bytes: &[u8], audio: usize, serial: u32, samples: u64, lo
     samples <= packets.saturating_mul(longest)
 }
 
-/// The last page at or before position `target` from whose last packet decoding can begin; None for the first page.
+/// The last page at or before position `target` from whose last packet decoding can begin. None for the first page.
 pub(super) fn seek(bytes: &[u8], audio: usize, serial: u32, mut target: i64) -> Option<Page> {
     let mut wrong = 0;
     for _ in 0..MAX_PASSED {
@@ -232,7 +232,7 @@ pub(super) fn seek(bytes: &[u8], audio: usize, serial: u32, mut target: i64) -> 
     None
 }
 
-/// A packet, and what its page states about it.
+/// A packet, and its page's statements about it.
 pub(super) struct Packet<'a> {
     pub data: &'a [u8],
     pub granule: Option<i64>, // the page's position, when this is the last packet that ends there
@@ -248,21 +248,21 @@ pub(super) struct Packets<'a, 's> {
     body: usize,
     next: usize,             // where the next page is expected
     pieces: &'s mut Vec<u8>, // the packet that spans pages, as far as it was read
-    begun: bool,             // whether `pieces` holds the beginning of a packet
+    started: bool,           // whether `pieces` holds the beginning of a packet
     wrong: usize,            // false pages seen so far
 }
 
 impl<'a, 's> Packets<'a, 's> {
     pub fn new(bytes: &'a [u8], at: usize, serial: u32, pieces: &'s mut Vec<u8>) -> Self {
-        Self { bytes, serial, page: None, segment: 0, body: 0, next: at, pieces, begun: false, wrong: 0 }
+        Self { bytes, serial, page: None, segment: 0, body: 0, next: at, pieces, started: false, wrong: 0 }
     }
 
-    /// Where the next page is expected: after a packet that ends its page, the end of that page.
+    /// The expected start of the next page: after a packet that ends its page, the end of that page.
     pub fn at(&self) -> usize {
         self.next
     }
 
-    /// The next packet; None at the end of the stream.
+    /// The next packet. None at the end of the stream.
     pub fn next(&mut self) -> Result<Option<Packet<'_>>, Error> {
         loop {
             let Some(page) = self.page else {
@@ -278,9 +278,9 @@ impl<'a, 's> Packets<'a, 's> {
                 let body = &self.bytes[self.body..page.at + page.size];
                 if self.segment > 0 || page.flags & CONTINUED == 0 {
                     self.pieces.clear();
-                    self.begun = !rest.is_empty();
+                    self.started = !rest.is_empty();
                 }
-                if self.begun {
+                if self.started {
                     self.pieces.extend_from_slice(body);
                 }
                 self.page = None;
@@ -291,7 +291,7 @@ impl<'a, 's> Packets<'a, 's> {
             let begin = self.body;
             self.segment += n + 1;
             self.body += size;
-            if continued && !self.begun {
+            if continued && !self.started {
                 continue;
             }
             let more = lacing[self.segment..].iter().any(|&n| n < 255);
@@ -299,7 +299,7 @@ impl<'a, 's> Packets<'a, 's> {
             let body = &self.bytes[begin..begin + size];
             let data = if continued {
                 self.pieces.extend_from_slice(body);
-                self.begun = false;
+                self.started = false;
                 &self.pieces[..]
             } else {
                 body
@@ -308,7 +308,7 @@ impl<'a, 's> Packets<'a, 's> {
         }
     }
 
-    /// Moves to the next page of the stream; false at its end.
+    /// Moves to the next page of the stream. False at its end.
     fn turn(&mut self) -> Result<bool, Error> {
         loop {
             let Some(page) = Page::parse(self.bytes, self.next) else {
@@ -323,8 +323,8 @@ impl<'a, 's> Packets<'a, 's> {
             if page.serial != self.serial {
                 continue;
             }
-            refuse!(!page.is_sound(self.bytes), corrupt("OGG", "a page's checksum does not match"));
-            self.begun &= page.flags & CONTINUED != 0;
+            refuse!(!page.has_valid_checksum(self.bytes), corrupt("OGG", "a page's checksum does not match"));
+            self.started &= page.flags & CONTINUED != 0;
             self.page = Some(page);
             self.segment = 0;
             self.body = page.at + HEADER + usize::from(page.segments);

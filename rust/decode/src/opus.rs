@@ -1,11 +1,12 @@
-//! Opus in OGG (RFC 7845): pages and positions are read here, opus-pure decodes the packets (RFC 6716), always to 48 kHz.
+//! Opus in OGG (RFC 7845): pages and positions are read here, opus-pure decodes the packets (RFC 6716), always to 48
+//! kHz.
 //!
 //! A page's granule position is the number of samples up to the end of its last packet, including the encoder's delay
-//! (`pre-skip`), after which the recording begins. A packet states how many samples it holds, so the packets between a page
-//! and the crop are skipped without decoding, except for the last `AHEAD` samples, within which the state of CELT (the coder
-//! of music) fades away. RFC 7845 recommends 80 ms, after which a difference is hard to hear but far above 1e-5. The state
-//! of SILK (the coder of speech) keeps a sustained tone for many seconds: where it was used, `AHEAD_SPEECH` samples are
-//! decoded. (With several coded streams, the first one decides.)
+//! (`pre-skip`), after which the recording begins. A packet states how many samples it holds, so the packets between a
+//! page and the crop are skipped without decoding, except for the last `PRE_ROLL` samples, within which the state of
+//! CELT (the coder of music) fades away. RFC 7845 recommends 80 ms, after which a difference is hard to hear but far
+//! above 1e-5. The state of SILK (the coder of speech) keeps a sustained tone for many seconds: if it was used,
+//! `PRE_ROLL_SPEECH` samples are decoded. (With several coded streams, the first one decides.)
 //!
 //! One or two channels (mapping family 0) and up to eight in the orders of Vorbis (family 1).
 
@@ -19,13 +20,13 @@ use super::{corrupt, Error, Info};
 
 const RATE: u32 = 48_000;
 /// Samples that are decoded before the crop.
-const AHEAD: i64 = 48_000;
-/// Samples that are decoded before the crop where SILK was used.
-const AHEAD_SPEECH: i64 = 30 * 48_000;
+const PRE_ROLL: i64 = 48_000;
+/// Samples that are decoded before the crop if SILK was used.
+const PRE_ROLL_SPEECH: i64 = 30 * 48_000;
 /// Samples of the longest packet: 120 ms.
-const LONGEST: usize = 5760;
+const MAX_PACKET_SAMPLES: usize = 5760;
 /// Bytes of the largest packet of two channels: six frames.
-const LARGEST: usize = 6 * 1275 + 2 * 6 + 2;
+const MAX_PACKET_BYTES: usize = 6 * 1275 + 2 * 6 + 2;
 const NAME: &str = "OGG Opus";
 
 /// Decoders by their number of channels, and their memory.
@@ -43,7 +44,7 @@ struct Head {
     gain: f32,
 }
 
-/// Where a stream's audio is.
+/// The place of a stream's audio.
 struct Stream {
     head: Head,
     audio: usize, // first audio page
@@ -85,17 +86,17 @@ impl Opus {
     pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
         let stream = self.open(bytes, serial)?;
         let frames = stream.end.saturating_sub(stream.begin).max(0) as u64;
-        if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST as u64) {
-            return corrupt(NAME, "its last position lies beyond what its packets can hold");
+        if !ogg::can_hold(bytes, stream.audio, serial, frames, MAX_PACKET_SAMPLES as u64) {
+            return corrupt(NAME, "its last position lies beyond the samples of its packets");
         }
         Ok(Info { rate: RATE, channels: stream.head.channels as u16, frames, stated: 0 })
     }
 
-    /// Reads the headers, and finds where the audio begins and ends.
+    /// Reads the headers, and finds the start and the end of the audio.
     fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
         // Enough for any packet that spans pages, so that it is allocated once.
         self.pieces.clear();
-        self.pieces.reserve(LARGEST);
+        self.pieces.reserve(MAX_PACKET_BYTES);
         let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
         let head = match packets.next()? {
             Some(packet) => Head::parse(packet.data)?,
@@ -107,8 +108,8 @@ impl Opus {
         let audio = packets.at();
         let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
         let end = last.granule.expect("last_page returns one with a position");
-        // Count the samples up to the first page that has a position: they may be more than the position if that page is also
-        // the last, and fewer if the stream was cut out of a longer one.
+        // Count the samples up to the first page that has a position: they may be more than the position if that page
+        // is also the last, and fewer if the stream was cut out of a longer one.
         let mut packets = Packets::new(bytes, audio, serial, &mut self.pieces);
         let mut n = 0;
         let first = loop {
@@ -131,20 +132,20 @@ impl Opus {
             return corrupt(NAME, "the pages end before the stated length");
         }
         // Put back if all goes well: damaged bytes may leave it in any state.
-        let kept = self.decoders[head.channels - 1].take();
-        let kept = kept.and_then(|mut decoder| decoder.reset_state().ok().map(|()| decoder));
-        let Some(mut decoder) = kept.or_else(|| OpusMSDecoder::new(RATE as i32, head.channels, 1).ok()) else {
+        let cached = self.decoders[head.channels - 1].take();
+        let cached = cached.and_then(|mut decoder| decoder.reset_state().ok().map(|()| decoder));
+        let Some(mut decoder) = cached.or_else(|| OpusMSDecoder::new(RATE as i32, head.channels, 1).ok()) else {
             return corrupt(NAME, "there is no decoder for its channels");
         };
-        self.samples.resize(LONGEST * head.channels, 0.0);
-        let mut ahead = begin.saturating_sub(AHEAD);
-        let seek = |ahead| match ogg::seek(bytes, audio, serial, ahead) {
+        self.samples.resize(MAX_PACKET_SAMPLES * head.channels, 0.0);
+        let mut first = begin.saturating_sub(PRE_ROLL);
+        let seek = |first| match ogg::seek(bytes, audio, serial, first) {
             Some(page) => (page.at, page.granule.unwrap_or(origin), true),
             None => (audio, origin, false),
         };
-        let (at, mut position, mut seeking) = seek(ahead);
+        let (at, mut position, mut seeking) = seek(first);
         let mut packets = Packets::new(bytes, at, serial, &mut self.pieces);
-        let (mut done, mut begun) = (0, false);
+        let (mut done, mut started) = (0, false);
         while done < out.len() {
             let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
             // Decoding begins at the end of the page that the seek returned.
@@ -157,16 +158,16 @@ impl Opus {
             };
             let after = position.saturating_add(n as i64);
             let is_speech = mode(packet.data).is_ok_and(|mode| mode != OpusMode::CeltOnly);
-            if after > ahead && !begun && is_speech && ahead > begin.saturating_sub(AHEAD_SPEECH) {
-                ahead = begin.saturating_sub(AHEAD_SPEECH);
+            if after > first && !started && is_speech && first > begin.saturating_sub(PRE_ROLL_SPEECH) {
+                first = begin.saturating_sub(PRE_ROLL_SPEECH);
                 let at;
-                (at, position, seeking) = seek(ahead);
+                (at, position, seeking) = seek(first);
                 packets = Packets::new(bytes, at, serial, &mut self.pieces);
                 continue;
             }
-            if after > ahead {
-                begun = true;
-                // A panic would be a bug of the decoder, met on damaged bytes. One stream needs no way over a buffer.
+            if after > first {
+                started = true;
+                // A panic would be a bug of the decoder on damaged bytes. One stream is decoded without another buffer.
                 let decoded = catch_unwind(AssertUnwindSafe(|| match decoder.streams_mut() {
                     [only] => only.decode(packet.data, n, &mut self.samples),
                     _ => decoder.decode(packet.data, n, &mut self.samples),

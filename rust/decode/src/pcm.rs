@@ -1,5 +1,5 @@
 //! Plain samples in any container: integers of 8 to 32 bits, floats and G.711, read straight from the bytes.
-//! `riff` and `aiff` say where they lie.
+//! `riff` and `aiff` find them.
 
 use super::{aiff, corrupt, riff, Error, Info};
 
@@ -36,7 +36,7 @@ impl Encoding {
     }
 }
 
-/// Where the samples of a recording lie, and how they are coded.
+/// The place of a recording's samples, and their coding.
 pub(super) struct Pcm<'a> {
     pub name: &'static str,
     pub rate: u32,
@@ -48,7 +48,7 @@ pub(super) struct Pcm<'a> {
 }
 
 impl<'a> Pcm<'a> {
-    /// The plain samples of a recording; None if the bytes are of another container, or hold another codec.
+    /// The plain samples of a recording. None if the bytes are of another container, or hold another codec.
     pub fn find(bytes: &'a [u8]) -> Result<Option<Self>, Error> {
         match bytes.get(..4).unwrap_or(&[]) {
             b"RIFF" | b"RF64" | b"BW64" if bytes.get(8..12) == Some(b"WAVE") => riff::wav(bytes),
@@ -75,7 +75,7 @@ impl<'a> Pcm<'a> {
         Info { rate: self.rate, channels: self.channels, frames: found, stated }
     }
 
-    /// The samples from `start` on of a recording with one channel of 16 bits, as they are; None for any other.
+    /// The samples from `start` on of a recording with one channel of 16 bits, as they are. None for any other.
     pub fn read_16(&self, start: u64, out: &mut [i16]) -> Option<()> {
         if (self.encoding, self.channels, self.big_endian) != (Encoding::I16, 1, false) {
             return None;
@@ -88,8 +88,8 @@ impl<'a> Pcm<'a> {
         Some(())
     }
 
-    /// Decodes the frames from `start` on, which must lie inside the recording; only their bytes are read. With a `channel`,
-    /// which must be one of the recording's, that one instead of the mean.
+    /// Decodes the frames from `start` on, which must lie inside the recording. Only their bytes are read. With a
+    /// `channel`, which must be one of the recording's, that one instead of the mean.
     pub fn read(&self, start: u64, channel: Option<u16>, out: &mut [f32]) -> Result<(), Error> {
         let mut channels = usize::from(self.channels);
         let block = self.frame();
@@ -146,7 +146,8 @@ fn mu_law(byte: u8) -> f64 {
     f64::from(if byte & 0x80 == 0 { size } else { -size })
 }
 
-/// The same result as `mix`, faster: a sum of 17 bits is exact in float32, and scaling by a power of two rounds nothing.
+/// The same result as `mix`, faster: a sum of 17 bits is exact in float32, and scaling by a power of two rounds
+/// nothing.
 fn mix_i16(data: &[u8], channels: usize, out: &mut [f32]) {
     if channels == 1 {
         for (y, x) in out.iter_mut().zip(data.as_chunks().0) {
@@ -161,7 +162,7 @@ fn mix_i16(data: &[u8], channels: usize, out: &mut [f32]) {
     }
 }
 
-/// The mean of the channels, where full scale is 2^`scale`. In float64, so that it is rounded only once.
+/// The mean of the channels, for a full scale of 2^`scale`. In float64, so that it is rounded only once.
 #[inline(always)]
 fn mix<const N: usize>(data: &[u8], channels: usize, out: &mut [f32], scale: i32, value: impl Fn([u8; N]) -> f64) {
     let gain = 2f64.powi(-scale);

@@ -1,7 +1,7 @@
-//! WAV (RIFF, RF64 and BW64) and Sony's Wave64: where the samples lie.
+//! WAV (RIFF, RF64 and BW64) and Sony's Wave64: the places of the samples.
 //!
 //! Recorders that stop without warning leave headers that were never brought up to date. The data chunk then states no
-//! samples, or few, and the others lie behind it, where no chunk begins: they are read (`whole`).
+//! samples, or few. The others follow it, without a chunk's header: they are read (`whole`).
 
 use super::pcm::{Encoding, Pcm};
 use super::{corrupt, Error};
@@ -22,8 +22,9 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// The bytes of a data chunk at the beginning of `rest` that states `size`: all up to the end of the file, if that is cut
-/// short, or if neither chunks nor a tag follow the stated ones. `is_chunk` says how long a chunk at the beginning of bytes is.
+/// The bytes of a data chunk at the beginning of `rest` that states `size`: all up to the end of the file, if that is
+/// cut short, or if neither chunks nor a tag follow the stated ones. `is_chunk` returns the length of a chunk at the
+/// beginning of bytes.
 pub(super) fn whole(rest: &[u8], size: usize, is_chunk: impl Fn(&[u8]) -> Option<usize>) -> &[u8] {
     let next = size.checked_add(size & 1);
     let Some(mut after) = next.and_then(|next| rest.get(next..)) else { return rest.get(..size).unwrap_or(rest) };
@@ -42,7 +43,7 @@ pub(super) fn is_name(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
-/// Bytes of the RIFF chunk, or of a tag, that begins here; None where neither does. Zeros count as padding.
+/// Bytes of the RIFF chunk, or of a tag, that begins here. None if neither does. Zeros count as padding.
 pub(super) fn chunk(bytes: &[u8]) -> Option<usize> {
     let head = bytes.get(..8)?;
     if matches!(&head[..3], b"ID3" | b"TAG" | b"APE") || head.iter().all(|&byte| byte == 0) {
@@ -52,8 +53,8 @@ pub(super) fn chunk(bytes: &[u8]) -> Option<usize> {
     (is_name(&head[..4]) && size <= bytes.len()).then_some(8 + size + (size & 1))
 }
 
-/// The chunks from `at` on, whose first bytes are a name and a size, by `size`, of what follows. After it comes padding up to a
-/// multiple of `align`. Returns these first bytes, the size, and where the content begins.
+/// The chunks from `at` on. Their first bytes are a name and, by `size`, the size of the content, which is padded to a
+/// multiple of `align`. Returns these first bytes, the size, and the start of the content.
 pub(super) fn chunks<const HEAD: usize>(
     bytes: &[u8], mut at: usize, align: usize, size: impl Fn(&[u8; HEAD]) -> Option<u64>,
 ) -> impl Iterator<Item = (&[u8; HEAD], u64, usize)> {
@@ -93,7 +94,7 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
                     Some(long) if size == u32::MAX || long_format && size == 0 => {
                         (whole(body, usize::try_from(long).unwrap_or(usize::MAX), chunk), long)
                     }
-                    // A recorder that went on after 4 GiB states what is left of the size in 32 bits.
+                    // A recorder that went on after 4 GiB states the lowest 32 bits of the size.
                     _ if wraps(body.len() as u64, size) => (body, 0),
                     // A writer to a pipe leaves it open.
                     _ if size == u32::MAX => (whole(body, size as usize, chunk), 0),
@@ -107,8 +108,8 @@ pub(super) fn wav(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     corrupt("WAV", "there is no data chunk")
 }
 
-/// Whether a stated size is that of the rest of the file, but for multiples of 4 GiB that 32 bits do not hold and for what
-/// little may follow the data.
+/// Whether a stated size is that of the rest of the file, except for multiples of 4 GiB, which 32 bits do not hold, and
+/// for a few bytes that may follow the data.
 fn wraps(left: u64, size: u32) -> bool {
     const FOLLOWS: u64 = 1 << 20;
     left >> 32 > 0 && left.wrapping_sub(size.into()) % (1 << 32) <= FOLLOWS
@@ -135,7 +136,7 @@ pub(super) fn w64(bytes: &[u8]) -> Result<Option<Pcm<'_>>, Error> {
     corrupt("W64", "there is no data chunk")
 }
 
-/// The samples in `data`, as a format chunk describes them; None if they are of ADPCM, which `other` reads.
+/// The samples in `data`, as a format chunk describes them. None if they are of ADPCM, which `fallback` reads.
 fn with_format<'a>(
     name: &'static str, format: Option<&[u8]>, data: &'a [u8], stated: u64,
 ) -> Result<Option<Pcm<'a>>, Error> {

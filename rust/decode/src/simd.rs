@@ -1,15 +1,15 @@
 //! A few float32 lanes, so that one generic kernel compiles to machine code for each instruction set.
 //!
-//! A kernel is written once over [`Lanes`] and marked `#[inline(always)]`. [`kernel!`](crate::kernel) compiles it inside a
-//! `#[target_feature]` function for each instruction set, and calls the best one of the machine. The wheel therefore runs on
-//! every x86-64 and arm64 machine. Results may differ in the last bits between machines (a fused multiply-add rounds once),
-//! never between runs or thread counts on one.
+//! A kernel is written once over [`Lanes`] and marked `#[inline(always)]`. [`kernel!`](crate::kernel) compiles it
+//! inside a `#[target_feature]` function for each instruction set, and calls the best one of the machine. The wheel
+//! therefore runs on every x86-64 and arm64 machine. Results may differ in the last bits between machines (a fused
+//! multiply-add rounds once), never between runs or thread counts on one.
 //!
 //! Inside a kernel there are no closures (and so no `array::from_fn`): a closure does not inherit the instruction set
 //! of the function around it, and each of its intrinsics would become a call.
 
-/// Writes a function that calls the first of some kernels whose instruction set this machine has. The sets are `avx512`,
-/// `avx2` and `bits` (counting zeros and shifting by a register). The last kernel runs on any machine.
+/// Writes a function that calls the first of some kernels whose instruction set this machine has. The sets are
+/// `avx512`, `avx2` and `bits` (counting zeros and shifting by a register). The last kernel runs on any machine.
 #[macro_export]
 macro_rules! kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $arguments:tt -> $out:ty: $($set:ident $fast:path),+; else $any:path) => {
@@ -133,7 +133,7 @@ pub unsafe fn four<V: Lanes>([a, b, c, d]: [Complex<V>; 4]) -> [Complex<V>; 4] {
     [sum.add(sum_2), difference.sub_turned(difference_2), sum.sub(sum_2), difference.add_turned(difference_2)]
 }
 
-/// Lanes for any machine: the compiler uses what the baseline instruction set offers.
+/// Lanes for any machine: the compiler uses the baseline instruction set.
 #[derive(Clone, Copy)]
 pub struct Portable([f32; 8]);
 
@@ -372,9 +372,9 @@ macro_rules! has {
 }
 
 has! {
-    /// AVX2 and what came with it: fused multiply-add, counting zeros, and shifting by a register.
+    /// AVX2 and the sets that came with it: fused multiply-add, counting zeros, and shifting by a register.
     avx2["avx2" "fma" "bmi1" "bmi2" "lzcnt"]
-    /// AVX-512's foundation besides.
+    /// The same, and AVX-512's foundation.
     avx512["avx512f" "avx2" "fma" "bmi1" "bmi2" "lzcnt"]
     /// Products of polynomials over bits, and shuffles of bytes.
     polynomials["pclmulqdq" "ssse3"]

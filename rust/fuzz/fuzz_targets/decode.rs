@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a recording, as their first bytes decide: WAV, FLAC, MP3, OGG Vorbis or Opus, and what symphonia reads
-//! (AIFF, CAF, M4A, ADPCM). Decoded samples must be finite. Each format has a corpus of its own (tools/fuzz.py).
+//! Arbitrary bytes as a recording, as their first bytes decide: WAV, FLAC, MP3, OGG Vorbis or Opus, and the formats of
+//! symphonia (M4A, CAF, ADPCM). Decoded samples must be finite. Each format has a corpus of its own (tools/fuzz.py).
 #![no_main]
 
 mod bounds;
@@ -9,17 +9,17 @@ use std::sync::Mutex;
 
 use bounds::{within, Bounds};
 
-/// Three parts of 20,000 samples are decoded, of at most 255 channels; tables of Vorbis may be large for few bytes.
+/// Three parts of 20,000 samples are decoded, of at most 255 channels. Tables of Vorbis may be large for few bytes.
 const RECORDING: Bounds = Bounds { memory: 64 << 20, memory_per_byte: 256, seconds: 4.0, seconds_per_byte: 1e-4 };
 
-/// Lets panics of symphonia unwind, which the loader catches and answers with an error; each place is told once. Any other ends
-/// the process, as does one that nobody catches.
+/// Lets panics of symphonia unwind, which the loader catches and turns into errors. Each place is reported once. Any
+/// other panic ends the process, as does an uncaught one.
 fn forgive_symphonia() {
     let strict = std::panic::take_hook();
-    let told = Mutex::new(HashSet::new());
+    let reported = Mutex::new(HashSet::new());
     std::panic::set_hook(Box::new(move |panic| match panic.location() {
         Some(place) if place.file().contains("/symphonia-") => {
-            if told.lock().is_ok_and(|mut told| told.insert(place.to_string())) {
+            if reported.lock().is_ok_and(|mut reported| reported.insert(place.to_string())) {
                 eprintln!("caught: {place}");
             }
         }

@@ -1,4 +1,4 @@
-//! Arbitrary bytes as a board: what the solver calls a solution is one, and the search ends.
+//! Arbitrary bytes as a board: the solver's solution solves it, and the search ends.
 #![no_main]
 
 mod bounds;

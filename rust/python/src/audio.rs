@@ -18,12 +18,15 @@ use crate::exception;
 /// Frames of a normalised spectrogram.
 pub const N_FRAMES: usize = 512;
 
-/// The most samples, or values of a spectrogram, that one call gives: 4 GiB of them.
-const MOST: u64 = 1 << 30;
+/// Samples, or values of a spectrogram, of one call, at most: 4 GiB of them.
+const MAX_VALUES: u64 = 1 << 30;
 
-/// Zeros, or an error where they would be more than `MOST` or than there is memory for.
+/// Zeros, or an error if they would be more than `MAX_VALUES`, or than the memory holds.
 fn zeros(n: u64) -> Result<Vec<f32>, String> {
-    refuse!(n > MOST, Err(format!("{n} values are more than the {MOST} that one call gives; ask for a part")));
+    refuse!(
+        n > MAX_VALUES,
+        Err(format!("{n} values are more than the {MAX_VALUES} that one call gives; ask for a part"))
+    );
     let mut values = Vec::new();
     values.try_reserve_exact(n as usize).map_err(|e| e.to_string())?;
     values.resize(n as usize, 0.0);
@@ -48,7 +51,7 @@ pub fn decode<'py>(
         let info = decoder.info(data).map_err(|e| e.to_string())?;
         let length = length.unwrap_or(info.frames.saturating_sub(start));
         info.check_range(start, length).map_err(|e| e.to_string())?;
-        let mut wave = zeros(length)?; // which a header may claim to be any number
+        let mut wave = zeros(length)?; // a header may claim any number
         decoder.read(data, &info, start, channel, &mut wave).map_err(|e| e.to_string())?;
         Ok::<_, String>((wave, info))
     });
@@ -134,7 +137,7 @@ impl FilterBank {
 }
 
 impl FilterBank {
-    /// The filter bank itself; None is the default one, whose tables are made once.
+    /// The filter bank itself. None is the default one, whose tables are made once.
     pub fn or_default(bank: Option<&Self>) -> Arc<Tables> {
         static DEFAULT: OnceLock<Arc<Tables>> = OnceLock::new();
         bank.map_or_else(|| DEFAULT.get_or_init(Arc::default), |bank| &bank.0).clone()

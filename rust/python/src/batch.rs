@@ -9,23 +9,23 @@ use numpy::{Element, PyArray, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// The fields of a batch; each is a list of arrays, one for each range.
+/// The fields of a batch. Each is a list of arrays, one for each range.
 pub fn fields<'py>(py: Python<'py>, config: &Config, slab: Arc<Slab>) -> PyResult<Bound<'py, PyDict>> {
-    let owner = Bound::new(py, SlabOwner(slab))?;
+    let base = Bound::new(py, SlabBase(slab))?;
     let ranges = 0..config.ranges.len();
-    let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabOwner::array::<i32>(&owner, r, field, ())));
+    let scalars = |field| PyList::new(py, ranges.clone().map(|r| SlabBase::array::<i32>(&base, r, field, ())));
     let shape = match config.form {
         Form::Waveform => vec![config.views, config.clip_samples],
         _ => vec![config.views, config.n_frames, config.bank.front_end().n_mels],
     };
     let shape = if config.views == 1 { &shape[1..] } else { &shape[..] };
     let clips = ranges.clone().map(|r| match config.form {
-        Form::Float32 => SlabOwner::array::<f32>(&owner, r, CLIP, shape),
-        Form::Bfloat16 => SlabOwner::array::<u16>(&owner, r, CLIP, shape),
-        Form::Waveform => SlabOwner::array::<i16>(&owner, r, CLIP, shape),
+        Form::Float32 => SlabBase::array::<f32>(&base, r, CLIP, shape),
+        Form::Bfloat16 => SlabBase::array::<u16>(&base, r, CLIP, shape),
+        Form::Waveform => SlabBase::array::<i16>(&base, r, CLIP, shape),
     });
     let name = if config.form == Form::Waveform { "waveform" } else { "spectrogram" };
-    let weights = ranges.clone().map(|r| SlabOwner::array::<f32>(&owner, r, WEIGHT, ()));
+    let weights = ranges.clone().map(|r| SlabBase::array::<f32>(&base, r, WEIGHT, ()));
     let fields = PyDict::new(py);
     fields.set_item(name, PyList::new(py, clips)?)?;
     fields.set_item("label", scalars(LABEL)?)?;
@@ -37,10 +37,10 @@ pub fn fields<'py>(py: Python<'py>, config: &Config, slab: Arc<Slab>) -> PyResul
 
 /// The base object of a batch's arrays: the slab lives as long as any of them.
 #[pyclass(frozen)]
-struct SlabOwner(Arc<Slab>);
+struct SlabBase(Arc<Slab>);
 
-impl SlabOwner {
-    /// A read-only array over a field of a range; `shape` is that of one row.
+impl SlabBase {
+    /// A read-only array over a field of a range. `shape` is that of one row.
     fn array<'py, T: Element>(
         this: &Bound<'py, Self>, range: usize, field: usize, shape: impl IntoDimension,
     ) -> Bound<'py, PyAny> {

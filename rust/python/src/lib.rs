@@ -1,7 +1,8 @@
-//! The extension module `loaders._rust`: arguments in, numpy arrays out. What it does is in the crate `jaxtrain_loader`.
+//! The extension module `loaders._rust`: arguments in, numpy arrays out. The work is in the crate `jaxtrain_loader`.
 //!
-//! Every function releases the GIL while it works; waits for data also check for signals. The doc comments of what
-//! Python sees are its docstrings, and loaders/_rust.pyi repeats them: tests/loaders/test_stub.py compares the two.
+//! Every function releases the GIL while it works. Waits for data also check for signals. The doc comments of functions
+//! and classes are their docstrings in Python, and loaders/_rust.pyi repeats them: tests/loaders/test_stub.py compares
+//! the two.
 
 mod audio;
 mod batch;

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 type Boards<'py> = Bound<'py, PyArray2<u8>>;
 type Counts<'py> = Bound<'py, PyArray1<i64>>;
 
-/// The most puzzles of one call.
-const MOST: usize = 1 << 24;
+/// Puzzles of one call, at most.
+const MAX_PUZZLES: usize = 1 << 24;
 
 fn check_threads(threads: usize) -> PyResult<()> {
     match threads {
@@ -53,9 +53,9 @@ pub fn sudoku_generate(
 ) -> PyResult<(Boards<'_>, Boards<'_>, Counts<'_>)> {
     let rules = Rules::new(side).ok_or_else(|| PyValueError::new_err(format!("side = {side} must be 4, 6 or 9")))?;
     check_threads(threads)?;
-    if n > MOST || start.checked_add(n as u64).is_none() {
+    if n > MAX_PUZZLES || start.checked_add(n as u64).is_none() {
         return Err(PyValueError::new_err(format!(
-            "n = {n} from start = {start} on; expected at most {MOST} below 2^64"
+            "n = {n} from start = {start} on; expected at most {MAX_PUZZLES} below 2^64"
         )));
     }
     let puzzles = py.detach(|| parallel(n, threads, |i| rules.generate(seed, start + i as u64, blanks.0, blanks.1)));

@@ -1,6 +1,6 @@
 //! Several frames at once, one in each lane, from samples to normalised log-mel energies.
 
-use super::transform::{line, power, transform};
+use super::fft::{line, power, transform};
 use super::{FilterBank, FrontEnd, Scratch, EMPHASIS, FLOOR, MAX_LANES};
 use jaxtrain_decode::simd::{self, Lanes, Portable};
 
@@ -11,8 +11,8 @@ simd::kernel! {
         else group_lanes::<Portable, Portable>
 }
 
-/// As many frames as `V` has lanes. Sums over a frame's samples are those of `W`, so that a frame's values are the same in
-/// 8 lanes and in 16. Returns the smallest value.
+/// As many frames as `V` has lanes. Sums over a frame's samples are those of `W`, so that a frame's values are the same
+/// in 8 lanes and in 16. Returns the smallest value.
 #[inline(always)]
 pub(super) unsafe fn group_lanes<V: Lanes, W: Lanes>(
     s: &mut Scratch, t: &FilterBank, wave: &[f32], norm: (f32, f32), rows: &mut [f32],
@@ -59,8 +59,8 @@ unsafe fn bands<V: Lanes>(power: *const f32, t: &FilterBank, mels: *mut f32) {
     }
 }
 
-/// The smallest of some values, none of which is NaN: many minima at once, since in a single chain each comparison waits for
-/// the one before.
+/// The smallest of some values, none of which is NaN. Many minima are taken at once, since in a single chain each
+/// comparison waits for the one before.
 #[inline(always)]
 fn least(values: &[f32]) -> f32 {
     let mut least = [f32::INFINITY; 64];
@@ -80,8 +80,8 @@ fn least(values: &[f32]) -> f32 {
     smallest
 }
 
-/// DC removal, pre-emphasis and window of `V::N` frames, `stride` samples apart: even samples to `re`, odd ones to `im`, one
-/// frame in each lane, and zeros after them.
+/// DC removal, pre-emphasis and window of `V::N` frames, `stride` samples apart: even samples to `re`, odd ones to
+/// `im`, one frame in each lane, and zeros after them.
 #[inline(always)]
 unsafe fn windows<V: Lanes, W: Lanes>(frames: &[f32], stride: usize, t: &FilterBank, re: *mut f32, im: *mut f32) {
     let length = t.front_end.window;
@@ -160,8 +160,8 @@ unsafe fn mean_of<W: Lanes>(x: &[f32]) -> f32 {
     sum / n as f32
 }
 
-/// The natural logarithm of a positive normal number, within 2 units in the last place. Unlike `f32::ln`, the compiler can
-/// vectorise it. `FUSED`: the machine multiplies and adds in one instruction; the result is the same.
+/// The natural logarithm of a positive normal number, within 2 units in the last place. Unlike `f32::ln`, the compiler
+/// can vectorise it. `FUSED`: the machine multiplies and adds in one instruction; the result is the same.
 ///
 /// x = 2^e m with m in \[sqrt 1/2, sqrt 2), s = (m - 1) / (m + 1): ln m = 2 atanh s = 2 (s + s^3 / 3 + ...), of which
 /// the first omitted term is below 2e-9 of the first.
@@ -181,7 +181,7 @@ pub(super) fn ln<const FUSED: bool>(x: f32) -> f32 {
     2.0 * s + (2.0 * s * tail + e * LN_2_LOW) + e * LN_2_HIGH
 }
 
-/// x / 9, correctly rounded: the product with 1 / 9, and what it lacks. A division takes ten times as long.
+/// x / 9, correctly rounded: the product with 1 / 9, and its remainder. A division takes ten times as long.
 #[inline(always)]
 pub(super) fn ninth(x: f32) -> f32 {
     let q = x * (1.0 / 9.0);

@@ -1,25 +1,27 @@
-//! Kaldi-compatible log-mel spectrograms, by a front end of one's choice.
+//! Kaldi-compatible log-mel spectrograms, by a configurable front end.
 //!
-//! A front end has a sample rate, windows of W samples every H, B bands from one frequency to another. For each frame of W
-//! samples (only whole frames, Kaldi's `snip_edges`):
+//! A front end has a sample rate, windows of W samples every H, B bands from one frequency to another. For each frame
+//! of W samples (only whole frames, Kaldi's `snip_edges`):
 //!
-//! 1. subtract the frame's mean (`remove_dc_offset`). Kaldi recipes also subtract the clip's mean first, which
-//!    this makes a no-op;
-//! 2. y\[i\] = x\[i\] - 0.97 x\[i - 1\] inside the frame. The rule for the first sample does not matter, since
-//! 3. the symmetric Hann window 0.5 - 0.5 cos(2 pi i / (W - 1)) is 0 there;
-//! 4. zero-pad to N, the next power of two, |FFT|²;
-//! 5. triangles in the mel domain, mel(f) = 1127 ln(1 + f / 700): edges l + b d, l + (b + 1) d, l + (b + 2) d with
-//!    l = mel(f_min), d = (mel(f_max) - l) / (B + 1), evaluated at mel(k rate / N) for k < N / 2, no area normalisation;
-//! 6. ln(max(energy, 2⁻²³)).
+//! 1. Subtract the frame's mean (`remove_dc_offset`). Kaldi recipes also subtract the clip's mean first, which
+//!    this makes a no-op.
+//! 2. Pre-emphasise inside the frame: y\[i\] = x\[i\] - 0.97 x\[i - 1\].
+//! 3. Multiply by the symmetric Hann window 0.5 - 0.5 cos(2 pi i / (W - 1)). It is 0 at the first sample, so the rule for
+//!    that one in step 2 does not matter.
+//! 4. Zero-pad to N, the next power of two. Take |FFT|².
+//! 5. Weight the bins k < N / 2 by triangles in the mel domain, mel(f) = 1127 ln(1 + f / 700), without area normalisation.
+//!    The edges of band b are l + b d, l + (b + 1) d, l + (b + 2) d. They are evaluated at mel(k rate / N), with
+//!    `l = mel(f_min)` and `d = (mel(f_max) - l) / (B + 1)`.
+//! 6. Take ln(max(energy, 2⁻²³)).
 //!
 //! Formulas: Kaldi's feat/feature-window.cc and feat/mel-computations.cc. Tables are computed in float64, frames in
-//! float32, several at a time with one frame in each SIMD lane: the transform then needs no shuffles, and the result of a
-//! frame does not depend on its neighbours.
+//! float32, several at a time with one frame in each SIMD lane: the transform then needs no shuffles, and the result of
+//! a frame does not depend on its neighbours.
 
+mod fft;
 mod kernel;
 #[cfg(test)]
 mod tests;
-mod transform;
 
 use jaxtrain_decode::refuse;
 use std::f64::consts::TAU;
@@ -40,7 +42,7 @@ const WINDOWS: std::ops::RangeInclusive<usize> = 16..=32_768;
 const MAX_HOP: usize = 1 << 20;
 const MAX_MELS: usize = 4096;
 
-/// What a spectrogram is made of.
+/// The settings of a spectrogram.
 #[derive(Clone, Debug)]
 pub struct FrontEnd {
     pub sample_rate: u32, // Hz of the waveform
@@ -54,7 +56,8 @@ pub struct FrontEnd {
 }
 
 impl Default for FrontEnd {
-    /// 25 ms every 10 ms at 32 kHz, 128 bands from 20 Hz on, and the mean and deviation over bird recordings of Bird-MAE.
+    /// 25 ms every 10 ms at 32 kHz, 128 bands from 20 Hz on, and the mean and deviation over bird recordings of
+    /// Bird-MAE.
     fn default() -> Self {
         Self {
             sample_rate: 32_000,
@@ -134,7 +137,7 @@ impl FilterBank {
             let m = (mel(k as f64 * rate / n_fft as f64) - low) / step - b as f64;
             m.min(2.0 - m).max(0.0)
         };
-        // Edges of bands as bins, so that each band is looked for where it is.
+        // Edges of bands as bins, so that each band is searched for only near it.
         let bin = |m: f64| (700.0 * ((m / 1127.0).exp() - 1.0) * n_fft as f64 / rate) as usize;
         let bands = (0..n_mels)
             .map(|b| {
@@ -156,7 +159,7 @@ impl FilterBank {
             im: (0..half).map(|k| angle(k, half).sin() as f32).collect(),
             split_re: (0..=half / 2).map(|k| angle(k, n_fft).cos() as f32).collect(),
             split_im: (0..=half / 2).map(|k| angle(k, n_fft).sin() as f32).collect(),
-            place: (0..half).map(|k| transform::place(k, half) as u32).collect(),
+            place: (0..half).map(|k| fft::place(k, half) as u32).collect(),
             bands,
             front_end,
         })
@@ -173,7 +176,7 @@ impl Default for FilterBank {
     }
 }
 
-/// Values side by side, of one element of a transform in each lane or of two.
+/// Adjacent values, of one element of a transform in each lane or of two.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Line([f32; MAX_LANES]);
@@ -198,8 +201,8 @@ impl Fbank {
         let lines = |n: usize| vec![Line([0.0; MAX_LANES]); (n * lanes).div_ceil(MAX_LANES)];
         let scratch = Scratch {
             frames: vec![0.0; lanes * bank.window.len()],
-            re: lines(transform::line(bank.half, bank.half)),
-            im: lines(transform::line(bank.half, bank.half)),
+            re: lines(fft::line(bank.half, bank.half)),
+            im: lines(fft::line(bank.half, bank.half)),
             mels: lines(bank.front_end.n_mels),
         };
         Self { bank, scratch, lanes }
@@ -215,9 +218,9 @@ impl Fbank {
         self.groups(wave, (0.0, 1.0), out);
     }
 
-    /// The spectrogram as a model reads it: the first `n_frames` frames of the log-mel spectrogram, missing ones filled with
-    /// the minimum of the others (the floor where there are none), then (x - mean) / (2 std), into `out`
-    /// \[n_frames, n_mels\].
+    /// The spectrogram as a model reads it, into `out` \[n_frames, n_mels\]: (x - mean) / (2 std) of the first
+    /// `n_frames` frames. Missing frames are filled with the minimum of the others, or with the floor if there are
+    /// none.
     /// Panics: When `out` has another length.
     pub fn normalised(&mut self, wave: &[f32], n_frames: usize, out: &mut [f32]) {
         let FrontEnd { window, hop, n_mels, .. } = self.bank.front_end;

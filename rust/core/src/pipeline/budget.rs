@@ -6,10 +6,10 @@ use std::sync::Mutex;
 use super::lock;
 
 /// Unusable recordings that are kept with their reason. All are counted.
-const LISTED: usize = 100;
+const MAX_LISTED: usize = 100;
 
 /// Entries of the list that an error message shows.
-const SHOWN: usize = 10;
+const MAX_SHOWN: usize = 10;
 
 pub(super) struct Budget {
     allowed: u64,
@@ -39,7 +39,7 @@ impl Budget {
         }
         bad.seen[word] |= bit;
         bad.total += 1;
-        if bad.list.len() < LISTED {
+        if bad.list.len() < MAX_LISTED {
             bad.list.push((row, reason));
         }
         if bad.total > self.allowed {
@@ -54,7 +54,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Recordings counted so far, and the first `LISTED` of them with their reasons.
+    /// Recordings counted so far, and the first `MAX_LISTED` of them with their reasons.
     pub fn counted(&self) -> (u64, Vec<(u32, String)>) {
         let bad = lock(&self.bad);
         (bad.total, bad.list.clone())
@@ -69,11 +69,11 @@ impl Budget {
 impl Bad {
     fn text(&self) -> String {
         let mut text = String::new();
-        for (_, reason) in self.list.iter().take(SHOWN) {
+        for (_, reason) in self.list.iter().take(MAX_SHOWN) {
             let _ = writeln!(text, "  {reason}");
         }
-        if self.total > SHOWN as u64 {
-            let _ = writeln!(text, "  and {} more", self.total - SHOWN as u64);
+        if self.total > MAX_SHOWN as u64 {
+            let _ = writeln!(text, "  and {} more", self.total - MAX_SHOWN as u64);
         }
         text
     }

@@ -1,4 +1,4 @@
-//! What a pipeline delivers, and its checks.
+//! The settings of a pipeline, and their checks.
 
 use jaxtrain_decode::refuse;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use jaxtrain_decode::RATES;
 /// Worker threads of a pipeline, at most.
 const MAX_THREADS: usize = 1024;
 
-/// What a pipeline delivers, and with how many threads.
+/// The settings of a pipeline.
 pub struct Config {
     pub rows: Vec<u32>,              // rows of the index that this split uses, before permutation
     pub batch: usize,                // rows of the global batch
@@ -20,20 +20,20 @@ pub struct Config {
     pub seed: u64,
     pub train: bool, // permuted, endless, random crops; otherwise one pass in order over centre crops
     pub bank: Arc<FilterBank>, // of the front end, whose sample rate crops are taken at
-    pub time_expansion: f64, // times slower than life that recordings are: their rate is this times what headers state
+    pub time_expansion: f64, // times slower than life that recordings are: their rate is this times the stated one
     pub clip_samples: usize, // at the front end's rate
     pub n_frames: usize, // of a row's spectrogram
     pub channel: Option<u16>, // of a recording; None: the mean of all
     pub clip: Clip,  // how a clip is taken from a recording
     pub views: usize, // crops of one recording in a row
-    pub form: Form,  // what a row holds of each crop
+    pub form: Form,  // the form of each crop in a row
     pub block: Option<Block>, // training in the block order instead of a global permutation
     pub threads: usize,
     pub depth: usize,    // finished batches that may be queued
     pub bad_budget: f64, // share of `rows` that may be unusable
 }
 
-/// What a row holds of a crop.
+/// The form in which a row holds a crop.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
     Float32,  // its spectrogram
@@ -113,7 +113,7 @@ impl Config {
         self.bank.front_end().sample_rate
     }
 
-    /// The real rate of a recording whose headers state `rate`; an error where it is not one.
+    /// The real rate of a recording whose headers state `rate`. An error if it is none of `RATES`.
     pub(super) fn real_rate(&self, rate: u32) -> Result<u32, String> {
         if self.time_expansion == 1.0 {
             return Ok(rate);

@@ -1,24 +1,24 @@
-//! Which samples of a recording make a clip.
+//! The samples of a recording that make a clip.
 
-/// Where samples that are fewer than a clip lie in it.
+/// The place in a clip of samples that do not fill it.
 #[derive(Clone, Copy, Default)]
 pub enum Short {
     #[default]
     Origin, // at the start in training, in the centre in testing
     Start,  // at the start
     Centre, // in the centre
-    Random, // anywhere in training, drawn anew each time; in the centre in testing
+    Random, // anywhere in training, drawn again each time; in the centre in testing
 }
 
-/// How a clip is taken from a recording.
+/// The way in which a clip is taken from a recording.
 #[derive(Clone, Copy, Default)]
 pub struct Clip {
     pub short: Short,
-    pub repeat: bool,  // what surrounds a short recording in its clip is itself again, not silence
-    pub silence: bool, // what surrounds a part that is shorter than the clip is silence, not what the recording holds there
+    pub repeat: bool,  // a short recording is surrounded by itself again, not by silence
+    pub silence: bool, // a part that is shorter than the clip is surrounded by silence, not by the recording
 }
 
-/// Which samples of a recording make a clip, and where they lie in it.
+/// The samples of a recording that make a clip, and their place in it.
 pub(super) struct Crop {
     pub start: u64,    // first sample, at the recording's rate
     pub len: u64,      // samples, at the recording's rate
@@ -45,9 +45,9 @@ impl Bounds {
 impl Crop {
     /// A clip of `clip` samples at `target` Hz from a recording at `rate` Hz, in training or in testing.
     ///
-    /// `pick` chooses the start between 0 and the surplus that it is given. A part that is shorter than the clip is surrounded
-    /// by what the recording holds around it, anywhere in training and centred in testing, or by silence; a recording that is
-    /// shorter by silence or by itself.
+    /// `pick` chooses the start between 0 and the surplus that it is given. A part that is shorter than the clip is
+    /// surrounded by the recording around it, anywhere in training and centred in testing, or by silence. A recording
+    /// that is shorter is surrounded by silence or by itself.
     pub fn new(
         bounds: Bounds, rate: u32, target: u32, clip: usize, how: Clip, train: bool, pick: impl FnOnce(u64) -> u64,
     ) -> Self {
@@ -78,8 +78,8 @@ impl Crop {
         Self { start: from, len: to - from, offset: offset as usize, out, from, to }
     }
 
-    /// The same crop of a prepared recording of `frames` samples at `target` Hz: it begins at the sample that is nearest to
-    /// the one that was drawn at `rate` Hz.
+    /// The same crop of a prepared recording of `frames` samples at `target` Hz: it begins at the sample that is
+    /// nearest to the one that was drawn at `rate` Hz.
     pub fn prepared(&self, rate: u32, target: u32, frames: u64) -> Self {
         let (rate, target) = (u128::from(rate), u128::from(target));
         let nearest = ((2 * u128::from(self.start) * target + rate) / (2 * rate)) as u64;

@@ -4,8 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 /// Stages of `Diagnostics::seconds`, summed over the workers, except "wait", which is the consumer's wait for a batch.
-/// "read" finds the recording (opens its file or decompresses its page), "seek" reads its headers and finds its length,
-/// "idle" is waiting for a consumer that is slower than the workers. The bytes of mapped files are read when they are
+///
+/// - "read" finds the recording: it opens its file or decompresses its page.
+/// - "seek" reads its headers and finds its length.
+/// - "idle" is waiting for a consumer that is slower than the workers.
+///
+/// The bytes of mapped files are read when they are
 /// first accessed, in "seek" and "decode".
 pub const STAGES: [&str; 7] = ["read", "seek", "decode", "resample", "fbank", "idle", "wait"];
 pub(super) const READ: usize = 0;
@@ -28,7 +32,7 @@ pub struct Diagnostics {
     pub seconds: [f64; STAGES.len()],  // by stage
     pub slowest: Option<&'static str>, // of the workers' stages, by seconds
     pub bytes_ahead: u64,              // requested from the system in advance (block order)
-    pub slow_rows: u64,                // of formats that have no decoder here; see decode::other
+    pub slow_rows: u64,                // of formats that have no decoder here; see decode::fallback
 }
 
 /// Counters that the workers add to.

@@ -1,26 +1,27 @@
 //! Workers that turn recordings into rows, in place, and a queue that hands over complete batches in order.
 //!
-//! The unit of work is one row. A worker takes the next row of the batch being filled (or begins the next batch) and
-//! writes it where the order assigns it, so neither the number of workers nor the order in which they finish can change
-//! a byte. A batch stays in the queue until all of its rows are written and the batches before it are delivered.
+//! The unit of work is one row. A worker takes the next row of the batch that is being filled, or begins the next
+//! batch. It writes the row to the place that the order assigns. Neither the number of workers nor the order in which
+//! they finish can change a byte. A batch stays in the queue until all of its rows are written and the batches before
+//! it are delivered.
 //!
 //! ```text
-//! config   what a pipeline delivers, and its checks
+//! config   the settings of a pipeline, and their checks
 //! queue    the batches that are being filled or wait for the consumer
-//! worker   which recording a row holds, and what replaces it where it cannot be used
-//! row      one recording to the crops of a row; crop, which samples; narrow, values of 16 bits
-//! budget   recordings that could not be used; panics, those that are caught
+//! worker   the recording of a row, and its replacement if it cannot be used
+//! row      one recording to the crops of a row; crop, their samples; narrow, values of 16 bits
+//! budget   recordings that could not be used; panics, the caught ones
 //! read_ahead, diagnostics
 //! ```
 //!
 //! # A recording that cannot be used
 //!
-//! In training the row takes the next recording in the permuted order: attempt a of place i is place (i + a) mod n of the
-//! same epoch, again a pure function. In testing the row is zeros with weight 0. Either way the recording is counted
-//! once, listed by its row in the index (the first `LISTED` with their reason), and the run ends with an error when more
-//! than max(1, budget · n) of the n distinct recordings are unusable (more than 0 when the budget is 0). This bound depends
-//! neither on timing nor on progress, so a run does not die of its first bad file, and one that reads garbage ends after a
-//! known number of attempts. A panic while decoding makes the recording unusable.
+//! In training the row takes the next recording in the permuted order: attempt a of place i is place (i + a) mod n of
+//! the same epoch, again a pure function. In testing the row is zeros with weight 0. Either way the recording is
+//! counted once, and the first `MAX_LISTED` are listed by their row in the index with their reason. The run ends with
+//! an error when more than max(1, budget · n) of the n distinct recordings are unusable, or more than 0 if the budget
+//! is 0. This bound depends neither on timing nor on progress, so a run does not die of its first bad file, and one
+//! that reads garbage ends after a known number of attempts. A panic while decoding makes the recording unusable.
 
 mod budget;
 mod config;
@@ -51,7 +52,7 @@ pub use row::front_end;
 
 /// Fields of a batch, by their number in the slab.
 pub const CLIP: usize = 0; // f32 or bf16 (views, n_frames, n_mels), or i16 (views, clip_samples): see Form
-pub const LABEL: usize = 1; // i32: the class, -1 where it is null
+pub const LABEL: usize = 1; // i32: the class, -1 for a null
 pub const INDEX: usize = 2; // i32: the recording's row in the index, -1 in the padding of a ragged last batch
 pub const EPOCH: usize = 3; // i32
 pub const WEIGHT: usize = 4; // f32: 1 for a valid row, otherwise 0
@@ -61,7 +62,7 @@ pub struct Pipeline {
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What the threads of a pipeline share.
+/// The state that the threads of a pipeline share.
 struct Shared {
     config: Config,
     view_values: usize, // of one view in a row
@@ -85,7 +86,8 @@ impl Pipeline {
         let view_values = config.view_values().ok_or_else(too_large)?;
         let bytes = view_values.checked_mul(config.views).and_then(|n| n.checked_mul(config.form.value_bytes()));
         let layout = bytes.and_then(|bytes| Layout::new(vec![bytes, 4, 4, 4, 4], rows)).ok_or_else(too_large)?;
-        // Beside the batches that may be queued, one is being filled; small batches need more to keep every worker busy.
+        // One batch is being filled in addition to those in the queue. Small batches need more to keep every worker
+        // busy.
         let max_slots = config.depth.max((2 * config.threads).div_ceil(n_rows)) + 1;
         let pool = Pool::new(layout, max_slots + 1);
         let n = config.rows.len() as u64;
@@ -131,8 +133,8 @@ impl Pipeline {
         &self.shared.config
     }
 
-    /// Continues with batch `position`. What was prepared is thrown away; a wait in `next` waits for the new batch.
-    /// Errors: A position whose samples cannot be numbered in 64 bits.
+    /// Continues with batch `position`. Prepared batches are discarded. A wait in `next` waits for the new batch.
+    /// Errors: A position whose examples cannot be numbered in 64 bits.
     pub fn seek(&self, position: u64) -> Result<(), Error> {
         if position.checked_add(1).and_then(|p| p.checked_mul(self.shared.config.batch as u64)).is_none() {
             return Err(Error::Invalid(format!("position {position} is out of range")));

@@ -13,7 +13,7 @@ pub(super) fn mark_worker() {
     WORKER.set(true);
 }
 
-/// Keeps the panics of workers off the terminal, where they would break the progress line.
+/// Keeps the panics of workers off the terminal, since they would break the progress line.
 pub(super) fn hush_workers() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

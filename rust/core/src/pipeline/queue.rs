@@ -9,7 +9,7 @@ use super::lock;
 use crate::error::Error;
 use crate::slab::{Pool, Slab};
 
-/// What the consumer gets.
+/// The consumer's result of waiting for a batch.
 pub enum Next {
     /// The position after this batch, and the batch.
     Batch(u64, Arc<Slab>),
@@ -31,16 +31,16 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct State {
-    active: bool, // from the first seek or next on: before that, work might be thrown away by a seek
+    active: bool, // from the first seek or next on: before that, a seek might discard work
     closed: bool,
     failure: Option<String>,
     position: u64,                       // of the next batch to deliver
     open: u64,                           // of the next batch to begin
-    slots: VecDeque<Arc<Slot>>,          // begun and not yet delivered, in order
+    slots: VecDeque<Arc<Slot>>,          // started and not yet delivered, in order
     filling: Option<(Arc<Slot>, usize)>, // the last of them, and its next row
 }
 
-/// A batch that has been begun.
+/// A batch that has been started.
 pub(super) struct Slot {
     pub position: u64,
     pub slab: Arc<Slab>,
@@ -61,7 +61,7 @@ impl Queue {
         Self { pool, n_rows, n_batches, max_slots, state, work: Condvar::new(), done: Condvar::new() }
     }
 
-    /// Continues with batch `position`. What was prepared is thrown away.
+    /// Continues with batch `position`. Prepared batches are discarded.
     pub fn seek(&self, position: u64) {
         let mut state = lock(&self.state);
         state.cancel();
@@ -87,7 +87,7 @@ impl Queue {
             if state.closed || self.is_past_the_end(state.position) {
                 return Ok(Next::End);
             }
-            // Acquire: makes what the workers wrote before they counted their rows down visible here.
+            // Acquire: makes the rows visible here that the workers wrote before they counted them down.
             if state.slots.front().is_some_and(|slot| slot.left.load(Ordering::Acquire) == 0) {
                 if let Some(slot) = state.slots.pop_front() {
                     state.position = slot.position + 1;
@@ -188,7 +188,7 @@ impl Queue {
         (state.active && state.failure.is_none()).then_some(state.open)
     }
 
-    /// Waits until a batch can be begun or the pipeline is closed, at most `timeout`.
+    /// Waits until a batch can be started or the pipeline is closed, at most `timeout`.
     pub fn wait_for_work(&self, timeout: Duration) {
         drop(self.work.wait_timeout(lock(&self.state), timeout));
     }

@@ -45,18 +45,18 @@ impl Scratch {
     }
 }
 
-/// Why a row was not written.
+/// The reason why a row was not written.
 pub(super) enum Miss {
     Cancelled,
     Unusable(String),
-    Lost(String), // by a copy that failed: no fault of the recording's
+    Lost(String), // by a copy that failed: not the recording's fault
 }
 
-/// Where the crops of one recording are written.
+/// The place of one recording's crops.
 pub(super) struct Out<'a> {
     pub wide: &'a mut [f32],
     pub narrow: &'a mut [i16], // of rows that hold samples, otherwise empty
-    pub is_narrow: bool,       // whether they were written there, without the way over `wide`
+    pub is_narrow: bool,       // whether they were written there directly, not to `wide`
 }
 
 /// Writes the crops of one recording. A panic makes the recording unusable.
@@ -115,7 +115,7 @@ fn try_load(
     }
     counters.time(SEEK, begin);
 
-    // 3. Views that overlap are decoded once, together with what lies between them.
+    // 3. Views that overlap are decoded once, together with the samples between them.
     let begin = Instant::now();
     let same_rate = rate == target;
     let context = if same_rate { 0 } else { resamplers.get(rate, target).context() as u64 };
@@ -157,7 +157,7 @@ fn try_load(
     for (crop, out) in crops.iter().zip(out.wide.chunks_exact_mut(shared.view_values)) {
         check_cancelled()?;
 
-        // 4. Decode the view, straight into its place where the rate already matches.
+        // 4. Decode the view, straight into its place if the rate already matches.
         let begin = Instant::now();
         let (first, last) = span(crop);
         let clip = &mut wave[crop.offset..][..crop.out];
@@ -199,7 +199,7 @@ fn try_load(
     Ok(())
 }
 
-/// Whether a prepared recording is one for this front end.
+/// Checks that a recording was prepared for this front end.
 fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Result<(), String> {
     if info.rate != target || origin.rate != rate {
         return Err(format!(
@@ -218,7 +218,7 @@ fn check_prepared(origin: &Origin, info: &Info, rate: u32, target: u32) -> Resul
     Ok(())
 }
 
-/// Why a range of a prepared recording cannot be read, with its first damaged block.
+/// The reason why a range of a prepared recording cannot be read, with its first damaged block.
 fn damage(decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, what: &str) -> String {
     let mut samples = [0.0; FLAC_BLOCK];
     let block = FLAC_BLOCK as u64;
@@ -232,7 +232,7 @@ fn damage(decoder: &mut Decoder, bytes: &[u8], info: &Info, range: Range<u64>, w
     format!("was prepared, and {what}{place}; delete the file, and run the same jaxtrain prepare again")
 }
 
-/// The samples that a part is. Its times are those of the file, and may end a little after it, whose length was rounded.
+/// The samples of a part. Its times are those of the file, and may end a little after it, since its length was rounded.
 fn within(part: Part, info: &Info) -> Result<Bounds, String> {
     let (rate, frames) = (f64::from(info.rate), info.frames);
     let sample = |time: f64| (time * rate).round().clamp(0.0, frames as f64) as u64;
@@ -263,8 +263,8 @@ fn draw_crops(shared: &Shared, rate: u32, bounds: Bounds, row: usize, epoch: u64
     crops.extend((0..views).map(crop));
 }
 
-/// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, n_mels\]: its centre
-/// at the filter bank's rate, or all of it between zeros. `None` where samples are NaN or too large.
+/// Writes the row that a test split of one view would hold of this mono recording into `out` \[n_frames, n_mels\]: its
+/// centre at the filter bank's rate, or all of it between zeros. None if samples are NaN or too large.
 pub fn front_end(
     bank: &Arc<FilterBank>, wave: &[f32], rate: u32, clip_samples: usize, n_frames: usize, out: &mut [f32],
 ) -> Option<()> {

@@ -1,4 +1,4 @@
-//! A worker: which recording a row holds, what replaces it where it cannot be used, and the row's fields.
+//! A worker: the recording of a row, its replacement if it cannot be used, and the row's fields.
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
@@ -33,7 +33,7 @@ struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Writes row number `local` of the slot: every field, whatever happens, unless the slot is cancelled.
+    /// Writes every field of row number `local` of the slot, even if it fails, unless the slot is cancelled.
     fn fill(&mut self, slot: &Slot, local: usize) {
         let config = &self.shared.config;
         let (mut range, mut row) = (0, local);
@@ -45,11 +45,11 @@ impl Worker<'_> {
             range += 1;
         }
         let n = config.rows.len() as u64;
-        let sample = slot.position * config.batch as u64 + (config.ranges[range].0 + row) as u64;
-        let (epoch, place) = (sample / n, sample % n);
+        let example = slot.position * config.batch as u64 + (config.ranges[range].0 + row) as u64;
+        let (epoch, place) = (example / n, example % n);
 
-        // SAFETY, of every `row` here: this worker alone was given the row, and the consumer sees it only when all rows of
-        // the slot are finished.
+        // SAFETY, of every `row` here: this worker alone was given the row, and the consumer sees it only when all rows
+        // of the slot are finished.
         let mut wide = std::mem::take(&mut self.wide);
         let out: &mut [f32] = if config.form == Form::Float32 {
             unsafe { slot.slab.row(range, CLIP, row) }
@@ -90,8 +90,8 @@ impl Worker<'_> {
         self.shared.counters.rows.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Writes the recording at `place`, or in training the first usable one after it. Returns its row of the index, which the
-    /// padding of a ragged last batch has not, and whether it was written. None when the slot is cancelled.
+    /// Writes the recording at `place`, or in training the first usable one after it. Returns its row of the index
+    /// (None for the padding of a ragged last batch), and whether it was written. None when the slot is cancelled.
     fn choose(&mut self, slot: &Slot, epoch: u64, place: u64, out: &mut Out) -> Option<(Option<u32>, bool)> {
         let Shared { config, queue, budget, order, .. } = self.shared;
         let n = config.rows.len() as u64;
@@ -117,7 +117,7 @@ impl Worker<'_> {
         Some((None, false))
     }
 
-    /// Whether the recording was written; one that cannot be used is counted. None when the slot is cancelled.
+    /// Whether the recording was written. One that cannot be used is counted. None when the slot is cancelled.
     fn load(&mut self, slot: &Slot, row: u32, epoch: u64, out: &mut Out) -> Option<bool> {
         match row::load(self.shared, &mut self.scratch, slot, row, epoch, out) {
             Ok(()) => Some(true),

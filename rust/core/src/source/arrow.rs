@@ -1,4 +1,4 @@
-//! Arrow IPC shards, streams and files: where the columns' buffers lie.
+//! Arrow IPC shards, streams and files: the places of the columns' buffers.
 //!
 //! Both are sequences of encapsulated messages:
 //!
@@ -9,22 +9,22 @@
 //!          Footer.recordBatches lists (offset, metaDataLength, bodyLength) of each record batch.
 //! ```
 //!
-//! The first message is the Schema. A RecordBatch message lists, for every column in depth-first order of the schema, its
-//! field nodes (length, null count) and its buffers (offset and length inside the body). From these the index reads three
-//! buffers of the `audio` struct (validity, offsets of `bytes`, offsets of `path`) and the label column. The data buffer,
-//! nearly all of the file, is not read.
+//! The first message is the Schema. A RecordBatch message lists, for every column in depth-first order of the schema,
+//! its field nodes (length, null count) and its buffers (offset and length inside the body). From these the index reads
+//! three buffers of the `audio` struct (validity, offsets of `bytes`, offsets of `path`) and the label column. The data
+//! buffer, nearly all of the file, is not read.
 
 use jaxtrain_decode::refuse;
 
 use arrow_ipc as ipc;
 
-use super::there::There;
+use super::copy_progress::CopyProgress;
 use super::{Metadata, Span, Table, NULL};
 use crate::error::Fault;
 
 /// Reads a shard's metadata and labels.
-pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, there: &There) -> Result<Metadata, Fault> {
-    let mut reader = Reader::new(map, there)?;
+pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, progress: &CopyProgress) -> Result<Metadata, Fault> {
+    let mut reader = Reader::new(map, progress)?;
     let columns = Columns::find(&reader.schema, audio, label)?;
     let (mut spans, mut paths, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     while let Some((at, body, flat)) = reader.next_batch()? {
@@ -39,7 +39,7 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, there: &There) 
             return Err(Fault::plain(format!("{what} from the mapped file. {remedy}")));
         }
         let end = body + message.bodyLength() as usize; // `Reader::message` checked it
-        let batch = Batch { map: &map[..end], there, body, header };
+        let batch = Batch { map: &map[..end], progress, body, header };
         let validity = batch.validity(columns.audio).map_err(fail)?;
         batch.spans(columns.bytes, validity, &mut spans).map_err(fail)?;
         match columns.path {
@@ -63,7 +63,7 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>, there: &There) 
 /// Walks the messages of one shard.
 struct Reader<'a> {
     map: &'a [u8],
-    there: &'a There,
+    progress: &'a CopyProgress,
     schema: Flat,
     blocks: Blocks,
     n_batches: usize,
@@ -76,7 +76,7 @@ enum Blocks {
     File(Vec<u64>),
 }
 
-/// A flatbuffer message, copied so that it has the alignment that its reader requires, whatever its offset in the file.
+/// A flatbuffer message, copied so that it has the alignment that its reader requires at any offset in the file.
 struct Flat {
     words: Vec<u64>,
     len: usize,
@@ -103,9 +103,9 @@ impl Flat {
 }
 
 impl<'a> Reader<'a> {
-    fn new(map: &'a [u8], there: &'a There) -> Result<Self, Fault> {
+    fn new(map: &'a [u8], progress: &'a CopyProgress) -> Result<Self, Fault> {
         let is_file = map.starts_with(b"ARROW1\0\0");
-        let mut reader = Self { map, there, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
+        let mut reader = Self { map, progress, schema: Flat::new(&[]), blocks: Blocks::Stream(0), n_batches: 0 };
         let (schema, end) = reader
             .message(if is_file { 8 } else { 0 })
             .map_err(|e| match e {
@@ -118,13 +118,13 @@ impl<'a> Reader<'a> {
         Ok(reader)
     }
 
-    /// Waits until bytes [start, end) are there.
+    /// Waits until bytes [start, end) are present.
     fn wait(&self, start: usize, end: usize) -> Result<(), Fault> {
         let end = end.min(self.map.len());
-        self.there.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| Fault::at(start as u64, what))
+        self.progress.wait(start as u64, end as u64, &|| false).map(drop).map_err(|what| Fault::at(start as u64, what))
     }
 
-    /// The message at byte `at`, and where its body begins. None at the end of the stream.
+    /// The message at byte `at`, and the offset of its body. None at the end of the stream.
     fn message(&self, at: usize) -> Result<Option<(Flat, usize)>, Fault> {
         let word = |at: usize| self.map.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         if at == self.map.len() {
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Where a column's nodes and buffers begin in a record batch's lists.
+/// The first of a column's nodes and of its buffers in a record batch's lists.
 #[derive(Clone, Copy, Default)]
 struct Place {
     node: usize,
@@ -350,12 +350,12 @@ impl Cursor {
 /// Buffers of one record batch, checked against the file before anything is read through them.
 struct Batch<'a> {
     map: &'a [u8],
-    there: &'a There,
+    progress: &'a CopyProgress,
     body: usize,
     header: ipc::RecordBatch<'a>,
 }
 
-/// Whether a value is null by a validity bitmap; an empty one means that none is.
+/// Whether a value is null by a validity bitmap. An empty bitmap means that none is.
 fn is_null(validity: &[u8], i: usize) -> bool {
     !validity.is_empty() && validity[i / 8] & (1 << (i % 8)) == 0
 }
@@ -369,7 +369,8 @@ impl<'a> Batch<'a> {
         usize::try_from(n).map_err(|_| format!("has {n} rows"))
     }
 
-    /// Buffer number `k` of the column, at least `needed` bytes long, which are there: its offset in the file, and its bytes.
+    /// Buffer number `k` of the column, at least `needed` bytes long, which are present: its offset in the file, and
+    /// its bytes.
     fn buffer(&self, place: Place, k: usize, needed: Option<usize>) -> Result<(usize, &'a [u8]), String> {
         let extra = self.header.variadicBufferCounts().into_iter().flatten().take(place.views);
         let extra = extra.fold(0, |sum: usize, n| sum.saturating_add(usize::try_from(n).unwrap_or(0)));
@@ -382,8 +383,8 @@ impl<'a> Batch<'a> {
         let start = start.checked_add(self.body).ok_or_else(outside)?;
         let end = start.checked_add(len).filter(|&end| end <= self.map.len()).ok_or_else(outside)?;
         if let Some(needed) = needed {
-            refuse!(len < needed, Err(format!("has a buffer of {len} bytes where {needed} are needed")));
-            self.there.wait(start as u64, (start + needed) as u64, &|| false)?;
+            refuse!(len < needed, Err(format!("has a buffer of {len} bytes, but {needed} are needed")));
+            self.progress.wait(start as u64, (start + needed) as u64, &|| false)?;
         }
         Ok((start, &self.map[start..end]))
     }
@@ -397,10 +398,10 @@ impl<'a> Batch<'a> {
         Ok(self.buffer(place, 0, Some(n.div_ceil(8)))?.1)
     }
 
-    /// Waits until the values of a binary or string column are there.
+    /// Waits until the values of a binary or string column are present.
     fn values(&self, place: Place) -> Result<(), String> {
         let (start, bytes) = self.buffer(place, 2, None)?;
-        self.there.wait(start as u64, (start + bytes.len()) as u64, &|| false).map(drop)
+        self.progress.wait(start as u64, (start + bytes.len()) as u64, &|| false).map(drop)
     }
 
     /// Appends the spans of a binary or string column's values. Rows that are null in `parent` are null.

@@ -1,23 +1,23 @@
-//! The cache of an index: a file that holds it while names, sizes and modification times of the shards stay what they were.
+//! The cache of an index: a file that holds it while names, sizes and modification times of the shards do not change.
 //!
 //! ```text
 //! "jaxtrain index 4\n" [key: 16 bytes] [body] [hash of all before: 8 bytes]
 //! ```
 //!
-//! The body is the values that `Stored` lists, one after the other: numbers are little-endian, and a list begins with its
-//! length. The file's name is the hash of the shards' paths and of the columns; the key, that of names, sizes and times. A file
-//! that does not match in any of these is made again. It is written under another name and renamed, so a reader sees all of it
-//! or nothing; a file that cannot be written costs only the time that it would have saved.
+//! The body is the values that `Stored` lists, one after the other: numbers are little-endian, and a list begins with
+//! its length. The file's name is the hash of the shards' paths and of the columns. The key is that of names, sizes and
+//! times. A file that does not match in any of these is made again. It is written under another name and renamed, so a
+//! reader sees all of it or nothing. A file that cannot be written costs only the time that it would have saved.
 
 use jaxtrain_decode::refuse;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
+use super::copy_progress::CopyProgress;
 use super::hash::Hash;
 use super::parquet::{Body, Column, Page, Pair};
 use super::parts::{Names, Parts};
-use super::there::There;
 use super::{Index, Options, Shard, Span, Table};
 
 const MAGIC: &[u8] = b"jaxtrain index 4\n";
@@ -59,7 +59,7 @@ pub(super) fn save(index: &Index, key: [u64; 2], place: &Path) -> std::io::Resul
     written
 }
 
-/// The index in the file's bytes; None when anything in it is invalid. Takes the maps only when everything is valid.
+/// The index in the file's bytes. None when anything in it is invalid. Takes the maps only when everything is valid.
 pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut Vec<Mmap>) -> Option<Index> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     let mut hash = Hash::new();
@@ -74,20 +74,20 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
     for (k, ((first, table), map)) in tables.iter().zip(maps.iter()).enumerate() {
         let end = tables.get(k + 1).map_or(labels.len(), |next| next.0);
         let n = end.checked_sub(*first)?;
-        let sound = match table {
+        let valid = match table {
             Table::Arrow { audio, paths } => {
                 let fits = |span: &Span| span.end().is_none_or(|end| end <= map.len() as u64);
                 audio.len() == n && paths.len() == n && audio.iter().chain(paths).all(fits)
             }
-            Table::Parts(parts) => parts.len() == n && parts.is_sound(),
+            Table::Parts(parts) => parts.len() == n && parts.is_valid(),
             Table::Parquet(_) => true, // a page is checked when it is opened
         };
-        refuse!((k == 0 && *first != 0) || !sound, None);
+        refuse!((k == 0 && *first != 0) || !valid, None);
     }
     let shards = shards.iter().zip(maps.drain(..)).zip(tables);
     let shards = shards.map(|((path, map), (first_row, table))| {
-        let (path, there) = (path.clone(), There::all());
-        Shard { path, map, there, first_row, table }
+        let (path, progress) = (path.clone(), CopyProgress::complete());
+        Shard { path, map, progress, first_row, table }
     });
     Some(Index { shards: shards.collect(), labels, class_names, fingerprint, root: None, links: false })
 }
@@ -95,7 +95,7 @@ pub(super) fn load(bytes: &[u8], key: [u64; 2], shards: &[PathBuf], maps: &mut V
 /// A value of the body.
 trait Stored: Sized {
     fn put(&self, out: &mut Vec<u8>);
-    /// Takes the value from the beginning of `input`; None if that does not hold one.
+    /// Takes the value from the beginning of `input`. None if that does not hold one.
     fn get(input: &mut &[u8]) -> Option<Self>;
 }
 

@@ -1,9 +1,9 @@
 //! A row index over many shards, built without reading audio, and the bytes of one recording on demand.
 //!
-//! Shards are Arrow IPC streams (what Hugging Face `datasets` writes), Arrow IPC files, or Parquet (what the Hub stores),
-//! recognised by their first bytes; `arrow` and `parquet` describe the formats. In each, `audio` is a struct of bytes (binary
-//! or large_binary) and path; where bytes are null the recording is the file at path, relative to a root, below which it
-//! must lie.
+//! Shards are Arrow IPC streams (as Hugging Face `datasets` writes them), Arrow IPC files, or Parquet (as the Hub
+//! stores it), recognised by their first bytes. `arrow` and `parquet` describe the formats. In each, `audio` is a
+//! struct of bytes (binary or large_binary) and path. If bytes are null, the recording is the file at path, relative to
+//! a root, below which it must lie.
 //!
 //! Parquet shards that `jaxtrain index` wrote hold no audio: a row is a part \[start, end) of such a file; see `parts`.
 //!
@@ -11,23 +11,24 @@
 //!
 //! # Memory
 //!
-//! A row of an Arrow shard takes 28 bytes (two spans and a label), a row that is a part 24 to 26, any other row of a
-//! Parquet shard 4, and 12 more once a row of its page is read; a shard takes its path and its mapping. A mapping needs no file descriptor, so any number of shards can
-//! be open at once. A shard must not change while it is mapped: if it is truncated, the process is killed with SIGBUS.
-//! Each thread keeps in its `Reader` one recording that is a file of its own, also as a mapping, and decompressed pages of
-//! Parquet: 64 MiB of them, or the page in use and its dictionary where they are larger.
+//! A row of an Arrow shard takes 28 bytes: two spans and a label. A row that is a part takes 24 to 26. Any other row of
+//! a Parquet shard takes 4, and 12 more once a row of its page is read. A shard takes its path and its mapping. A
+//! mapping needs no file descriptor, so any number of shards can be open at once. A shard must not change while it is
+//! mapped: if it is truncated, the process is killed with SIGBUS. Each thread keeps in its `Reader` one recording that
+//! is a file of its own, also as a mapping, and decompressed pages of Parquet: 64 MiB of them, or the page in use and
+//! its dictionary if they are larger.
 //!
 //! With a folder for it, the index is cached in a file: see `cache`.
 
 mod arrow;
 mod cache;
+mod copy_progress;
 mod hash;
 mod open;
 mod parquet;
 mod parts;
 #[cfg(test)]
 mod tests;
-mod there;
 
 use jaxtrain_decode::refuse;
 use std::path::{Path, PathBuf};
@@ -37,13 +38,13 @@ use std::time::UNIX_EPOCH;
 use memmap2::Mmap;
 
 use crate::error::{Error, Fault};
+use copy_progress::CopyProgress;
 use hash::Hash;
 use parquet::Body;
 pub use parts::Part;
 use parts::Parts;
-use there::There;
 
-/// Where a value lies in its shard. A null is `len == NULL`.
+/// The place of a value in its shard. A null is `len == NULL`.
 #[derive(Clone, Copy)]
 #[repr(C, packed(4))] // 12 bytes, not 16
 struct Span {
@@ -53,10 +54,10 @@ struct Span {
 
 const NULL: u32 = u32::MAX;
 
-/// Bytes of one request to read ahead. Linux ignores what exceeds the device's read-ahead, 128 KiB by default.
-const ADVICE: usize = 128 << 10;
-const LONG: usize = 32 << 20; // [bytes] of a file whose pages are released
-const ROWS: usize = 32; // from one release to the next
+/// Bytes of one request to read ahead. Linux ignores bytes beyond the device's read-ahead, 128 KiB by default.
+const READ_AHEAD_REQUEST: usize = 128 << 10;
+const LONG_FILE: usize = 32 << 20; // [bytes] of a file whose pages are released
+const RELEASE_EVERY: usize = 32; // from one release to the next
 
 impl Span {
     const NULL: Self = Self { start: 0, len: NULL };
@@ -67,7 +68,7 @@ impl Span {
         &bytes[self.start as usize..][..self.len as usize]
     }
 
-    /// Where the value ends; None for a null.
+    /// The end of the value. None for a null.
     fn end(self) -> Option<u64> {
         (self.len != NULL).then(|| self.start.saturating_add({ self.len }.into()))
     }
@@ -76,34 +77,34 @@ impl Span {
 struct Shard {
     path: PathBuf,
     map: Mmap,
-    there: There,
+    progress: CopyProgress,
     first_row: usize,
     table: Table,
 }
 
-/// Where the values of a shard's rows lie.
+/// The places of the values of a shard's rows.
 enum Table {
     Arrow { audio: Vec<Span>, paths: Vec<Span> },
     Parquet(parquet::Pair),
     Parts(Parts),
 }
 
-/// What the index takes from one shard.
+/// The metadata of one shard.
 struct Metadata {
     class_names: Option<Vec<String>>,
     labels: Vec<i32>,
     table: Table,
 }
 
-/// Which columns to index, and where to look for files.
+/// The columns to index, and the folder of the files.
 #[derive(Clone, Copy, Default)]
 pub struct Options<'a> {
     pub audio: &'a str,          // the column of recordings
     pub label: Option<&'a str>,  // the column of class labels
-    pub root: Option<&'a Path>,  // of `path` where bytes are null; None: the folder of the shard
+    pub root: Option<&'a Path>,  // of `path` if bytes are null; None: the folder of the shard
     pub cache: Option<&'a Path>, // a folder to keep the index in
     pub links: bool,             // whether links may lead out of the root
-    pub copying: bool,           // whether the shards may still be copied (`there`)
+    pub copying: bool,           // whether the shards may still be copied (`copy_progress`)
 }
 
 /// A row index over many shards.
@@ -117,23 +118,25 @@ pub struct Index {
     links: bool,
 }
 
-/// What one thread keeps between recordings.
+/// One thread's state between recordings.
 #[derive(Default)]
 pub struct Reader {
     pages: parquet::Pages,
     page: Option<Arc<Vec<u8>>>, // that holds the recording that was read last
     file: Option<Mmap>,
     part: Option<(usize, u32)>, // the shard, and the recording in it, whose file `file` is
-    again: usize,               // rows that found `file` open
+    n_reused: usize,            // rows that found `file` open
 }
 
 impl Reader {
-    /// Releases what earlier rows read of a long file, now and then: it counts as memory of this process, in which a day of
-    /// recording has no place.
+    /// Releases the pages of a long file that earlier rows read, now and then. They count as memory of this process,
+    /// and a day of recording would fill it.
     fn release(&mut self) {
-        self.again += 1;
+        self.n_reused += 1;
         #[cfg(unix)]
-        if let Some(file) = self.file.as_ref().filter(|file| file.len() > LONG && self.again.is_multiple_of(ROWS)) {
+        if let Some(file) =
+            self.file.as_ref().filter(|file| file.len() > LONG_FILE && self.n_reused.is_multiple_of(RELEASE_EVERY))
+        {
             // SAFETY: pages of a file that is only read are read from it again.
             let _ = unsafe { file.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
@@ -142,8 +145,8 @@ impl Reader {
 
 impl Index {
     /// Reads the metadata of every shard, in the order given, or the cached index of these shards.
-    /// Errors: A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed record
-    /// batches, labels outside the class names, or class names that differ between shards.
+    /// Errors: A shard that cannot be opened or is damaged, a column that is missing or of another type, compressed
+    /// record batches, labels outside the class names, or class names that differ between shards.
     pub fn open(shards: &[PathBuf], options: Options) -> Result<Self, Error> {
         refuse!(shards.is_empty(), Err(Error::Invalid("no shards were given".into())));
         let mut maps = Vec::with_capacity(shards.len());
@@ -155,10 +158,10 @@ impl Index {
             let time = stat.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
             key.text(&path.to_string_lossy());
             [stat.len(), time.as_secs(), time.subsec_nanos().into()].into_iter().for_each(|word| key.feed(word));
-            // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
+            // SAFETY: the map is only read, and the module requires that no process truncates the file meanwhile.
             maps.push(unsafe { Mmap::map(&file) }.map_err(open)?);
         }
-        // What is still copied has another time at each start.
+        // A shard that is still copied has another time at each start.
         let place = options.cache.filter(|_| !options.copying).map(|folder| folder.join(cache::name(shards, options)));
         let mut index = match &place {
             None => Self::read(shards, maps, options)?,
@@ -187,7 +190,8 @@ impl Index {
         Ok(index)
     }
 
-    /// Reads one shard from memory, and every row of it, for fuzzers: arbitrary bytes may cause nothing worse than an error.
+    /// Reads one shard from memory, and every row of it, for fuzzers: arbitrary bytes may cause nothing worse than an
+    /// error.
     /// Errors: Those of `open`, and that of the first row that cannot be read.
     pub fn probe(bytes: &[u8], label: Option<&str>) -> Result<usize, Error> {
         let path = Path::new("probe");
@@ -215,18 +219,18 @@ impl Index {
         self.labels.len()
     }
 
-    /// The class of each row; -1 where it is null, and everywhere without a label column.
+    /// The class of each row: -1 for a null, and for every row without a label column.
     pub fn labels(&self) -> &[i32] {
         &self.labels
     }
 
-    /// Names of the label's classes, where the schema declares a ClassLabel.
+    /// Names of the label's classes, if the schema declares a ClassLabel.
     pub fn class_names(&self) -> Option<&[String]> {
         self.class_names.as_deref()
     }
 
-    /// 32 hex digits that change with the shards' names, sizes, order, row boundaries, labels or class names, but not when
-    /// the folder moves.
+    /// 32 hex digits that change with the shards' names, sizes, order, row boundaries, labels or class names, but not
+    /// when the folder moves.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
@@ -236,8 +240,8 @@ impl Index {
         self.shards.iter().map(|shard| shard.first_row)
     }
 
-    /// The encoded recording of a row. In Arrow, in uncompressed Parquet and in a file of its own it stays in the mapped
-    /// file: nothing is read before the caller accesses the bytes.
+    /// The encoded recording of a row. In Arrow, in uncompressed Parquet and in a file of its own it stays in the
+    /// mapped file: nothing is read before the caller accesses the bytes.
     /// Errors: A row that does not exist, or one without audio.
     pub fn encoded<'a>(&'a self, row: usize, reader: &'a mut Reader) -> Result<&'a [u8], Error> {
         let (number, shard) = self.shard(row)?;
@@ -273,21 +277,21 @@ impl Index {
         Ok(reader.file.as_deref().unwrap_or(&[]))
     }
 
-    /// Waits until the recording of a row is there, of a shard that is still being copied. Returns whether it is: not where
-    /// `stop` says so meanwhile.
-    /// Errors: It cannot be had.
+    /// Waits until the recording of a row is present, of a shard that is still being copied. Returns whether it is:
+    /// false if `stop` asks to stop waiting.
+    /// Errors: It cannot be copied.
     pub fn wait(&self, row: usize, stop: &dyn Fn() -> bool) -> Result<bool, Error> {
         let (_, shard) = self.shard(row)?;
-        let Table::Arrow { audio, .. } = &shard.table else { return Ok(true) }; // whole since it was opened
+        let Table::Arrow { audio, .. } = &shard.table else { return Ok(true) }; // complete since it was opened
         let span = audio[row - shard.first_row];
         let start = span.start;
         shard
-            .there
+            .progress
             .wait(start, span.end().unwrap_or(start), stop)
             .map_err(|what| Fault::at(start, what).of(&shard.path))
     }
 
-    /// The part of its recording that a row is; None for a row that is its whole recording.
+    /// The part of its recording that a row is. None for a row that is its whole recording.
     pub fn part(&self, row: usize) -> Option<Part> {
         let (_, shard) = self.shard(row).ok()?;
         match &shard.table {
@@ -296,8 +300,8 @@ impl Index {
         }
     }
 
-    /// The rows whose recordings have one of these names, and how many of the names are those of a recording. A name is a
-    /// path, or an id: the path's file without folder and ending.
+    /// The rows whose recordings have one of these names, and the number of names that are those of a recording. A name
+    /// is a path, or an id: the path's file without folder and ending.
     /// Errors: A name that cannot be read.
     pub fn rows_named(&self, names: &std::collections::HashSet<String>) -> Result<(Vec<u32>, usize), Error> {
         let (mut rows, mut found) = (Vec::new(), std::collections::HashSet::new());
@@ -338,7 +342,7 @@ impl Index {
         })
     }
 
-    /// The name that the recording was stored under; None where it is null.
+    /// The name that the recording was stored under. None for a null.
     /// Errors: A row that does not exist, or a name that cannot be read.
     pub fn path(&self, row: usize, reader: &mut Reader) -> Result<Option<String>, Error> {
         let (number, shard) = self.shard(row)?;
@@ -373,10 +377,10 @@ impl Index {
             },
         };
         let len = u64::from(len).min(limit).min((shard.map.len() as u64).saturating_sub(start));
-        shard.there.want(start, start + len);
+        shard.progress.want(start, start + len);
         #[cfg(unix)]
-        for begin in (start..start + len).step_by(ADVICE) {
-            let size = ADVICE.min((start + len - begin) as usize);
+        for begin in (start..start + len).step_by(READ_AHEAD_REQUEST) {
+            let size = READ_AHEAD_REQUEST.min((start + len - begin) as usize);
             // Only advice: without it, the bytes are read when they are accessed.
             let _ = shard.map.advise_range(memmap2::Advice::WillNeed, begin as usize, size);
         }
@@ -406,8 +410,8 @@ impl Index {
         let Options { audio, label, copying, .. } = options;
         let n = map.len() as u64;
         let open = |source| Error::Open { path: path.to_path_buf(), source };
-        let there = if copying { There::open(path, n).map_err(open)? } else { There::all() };
-        let wait = |start, end| match there.wait(start, end, &|| false) {
+        let progress = if copying { CopyProgress::open(path, n).map_err(open)? } else { CopyProgress::complete() };
+        let wait = |start, end| match progress.wait(start, end, &|| false) {
             Ok(_) => Ok(()),
             Err(what) => Err(Fault::at(start, what).of(path)),
         };
@@ -416,7 +420,7 @@ impl Index {
             wait(0, n)?; // pages lie everywhere, and each begins with its header
             parquet::read(&map, audio, label)
         } else {
-            arrow::read(&map, audio, label, &there)
+            arrow::read(&map, audio, label, &progress)
         };
         let metadata = metadata.map_err(|fault| fault.of(path))?;
         if let Some(first) = self.shards.first() {
@@ -439,7 +443,7 @@ impl Index {
             return Err(Fault::plain(what).of(path));
         }
         self.labels.extend(metadata.labels);
-        self.shards.push(Shard { path: path.to_path_buf(), map, there, first_row, table: metadata.table });
+        self.shards.push(Shard { path: path.to_path_buf(), map, progress, first_row, table: metadata.table });
         Ok(())
     }
 
@@ -490,17 +494,17 @@ impl Index {
     }
 }
 
-/// Maps a file; None for an empty one, which cannot be mapped.
+/// Maps a file. None for an empty one, which cannot be mapped.
 pub fn map_file(path: &Path) -> std::io::Result<Option<Mmap>> {
     let (file, stat) = open::regular(path)?;
     if stat.len() == 0 {
         return Ok(None);
     }
-    // SAFETY: the map is only read, and the module requires that nobody truncates the file meanwhile.
+    // SAFETY: the map is only read, and the module requires that no process truncates the file meanwhile.
     unsafe { Mmap::map(&file) }.map(Some)
 }
 
-/// How the class names of two shards differ.
+/// The difference between the class names of two shards.
 fn difference(first: Option<&[String]>, here: Option<&[String]>) -> String {
     let (a, b) = match (first, here) {
         (Some(a), Some(b)) => (a, b),

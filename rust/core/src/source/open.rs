@@ -1,4 +1,4 @@
-//! Opens files without trusting their names: regular files alone, and what a shard names only below its root.
+//! Opens files without trusting their names: only regular files, and the files that a shard names only below its root.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, Result};
@@ -14,13 +14,13 @@ pub(super) fn regular(path: &Path) -> Result<(File, Metadata)> {
     let mut options = OpenOptions::new();
     options.read(true);
     #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK); // where it became a pipe since
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK); // in case it became a pipe since
     let file = options.open(path)?;
     let stat = check(file.metadata()?)?;
     Ok((file, stat))
 }
 
-/// The file `name` of `root`. It must lie below it: after links are resolved, or before where `links` may lead out.
+/// The file `name` of `root`. It must lie below it after links are resolved, or before that if `links` may lead out.
 pub(super) fn below(root: &Path, name: &Path, links: bool) -> Result<PathBuf> {
     let place = root.join(name);
     let is_below = match links {

@@ -1,7 +1,7 @@
-//! Rows that are parts of recordings which lie beside the shards, as `jaxtrain index` writes them.
+//! Rows that are parts of recordings outside the shards, as `jaxtrain index` writes them.
 //!
-//! A row takes 24 bytes: its recording (4), start and end (16) and class (4); and 2 for its channel where any row of the shard
-//! has one. Names are kept once for each recording of a shard.
+//! A row takes 24 bytes: its recording (4), start and end (16) and class (4). Its channel takes 2 more if any row of
+//! the shard has one. Names are kept once for each recording of a shard.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ pub(super) const MEAN: i16 = -1;
 #[derive(Clone, Copy)]
 pub struct Part {
     pub start: f64,           // seconds
-    pub end: f64,             // seconds; infinite where the part ends with the recording
+    pub end: f64,             // seconds; infinite if the part ends with the recording
     pub channel: Option<u16>, // None: the mean
 }
 
@@ -26,7 +26,7 @@ pub(super) struct Parts {
     pub files: Vec<u32>, // of `names`
     pub starts: Vec<f64>,
     pub ends: Vec<f64>,
-    pub channels: Vec<i16>, // empty where all are `MEAN`
+    pub channels: Vec<i16>, // empty if all are `MEAN`
 }
 
 impl Parts {
@@ -35,7 +35,7 @@ impl Parts {
     }
 
     /// Whether every row has a recording, a start and an end, and every recording a name.
-    pub fn is_sound(&self) -> bool {
+    pub fn is_valid(&self) -> bool {
         let Self { names: Names { text, ends }, files, starts, ends: stops, channels } = self;
         let n = files.len();
         starts.len() == n
@@ -81,7 +81,7 @@ impl Names {
     }
 }
 
-/// Gives each name a number, the first time that it is met.
+/// Gives each name a number when it first occurs.
 #[derive(Default)]
 pub(super) struct Numbers {
     pub names: Names,
@@ -89,7 +89,7 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
-    /// The number of a name; None where it is not UTF-8.
+    /// The number of a name. None if it is not UTF-8.
     pub fn of(&mut self, name: &[u8]) -> Option<u32> {
         let name = std::str::from_utf8(name).ok()?;
         if let Some(&number) = self.known.get(name) {

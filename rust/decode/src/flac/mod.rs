@@ -1,7 +1,7 @@
 //! FLAC, container and codec (RFC 9639).
 //!
 //! A frame is found by bisection over the bytes: frame headers carry their position and a checksum. The result is
-//! accepted only if the whole frame's checksum matches and the frames follow each other without a gap; if not, the
+//! accepted only if the whole frame's checksum matches and the frames follow each other without a gap. If not, the
 //! frames are walked from the first one on.
 
 mod stream;
@@ -41,7 +41,7 @@ impl Flac {
             let Some((at, header)) = stream.previous(before) else { return Err(Error::NoAudio { format: "FLAC" }) };
             let frames = header.position + u64::from(header.block);
             let found = self.frame(&stream, at);
-            // A last frame that is there, and damaged, is an error of the crops that need it.
+            // A last frame that is present, and damaged, is an error of the crops that need it.
             if found.is_ok() || frames == stream.total && found != corrupt("FLAC", CUT) {
                 let channels = u16::from(stream.channels);
                 return Ok(Info { rate: stream.rate, channels, frames, stated: stream.total });
@@ -61,7 +61,7 @@ impl Flac {
         })
     }
 
-    /// The same of a recording with one channel of 16 bits, as it is; false for any other.
+    /// The same of a recording with one channel of 16 bits, as it is. False for any other.
     pub fn read_16(&mut self, bytes: &[u8], start: u64, out: &mut [i16]) -> Result<bool, Error> {
         let stream = parse(bytes)?;
         if (stream.channels, stream.bits) != (1, 16) {
@@ -85,8 +85,8 @@ impl Flac {
         }
     }
 
-    /// Decodes the frames that hold samples \[start, start + length), and gives `take` of each: its first sample that counts,
-    /// how many came before, and how many it has.
+    /// Decodes the frames that hold samples \[start, start + length). `take` is given each frame, its first sample that
+    /// counts, the number of samples before it, and the number that it has.
     fn each(
         &mut self, stream: &Stream, start: u64, length: usize, mut take: impl FnMut(&Self, Frame, usize, usize, usize),
     ) -> Result<(), Error> {
@@ -133,7 +133,8 @@ impl Flac {
         let samples = |channel: usize| &self.channels[channel][from..];
         let summed = if channel.is_some() { 1 } else { channels.len() };
         let gain = last_bit(stream) / summed as f64;
-        // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: nothing is lost compared with float64.
+        // Sums of at most 24 bits are exact in float32, and scaling by a power of two rounds nothing: as precise as
+        // float64.
         let exact = stream.bits <= 23 && channel.is_none();
         let side_is_wide = stream.bits == 32 && stereo != Stereo::Independent;
         match (stereo, channels.len()) {

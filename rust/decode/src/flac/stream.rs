@@ -153,8 +153,8 @@ impl Stream<'_> {
         }
     }
 
-    /// Whether another FLAC file follows in the same bytes, whose last frame ends with `end`. They are searched only if the
-    /// length, the rest or the order of a few frames speaks for it.
+    /// Whether another FLAC file follows in the same bytes, whose last frame ends with `end`. They are searched only if
+    /// the length, the rest or the order of a few frames speaks for it.
     pub(super) fn is_joined(&self, bytes: &[u8], end: u64) -> bool {
         let largest = self.max_block as usize * usize::from(self.channels) * 5;
         let at = self.previous(self.frames.len()).map_or(0, |(at, _)| at);
@@ -169,11 +169,12 @@ impl Stream<'_> {
         !fine && bytes[4..].windows(8).any(|at| at[..4] == *b"fLaC" && at[4] & 0x7f == 0 && at[5..] == [0, 0, 34])
     }
 
-    /// Where the frame that holds sample `target` seems to begin.
+    /// The probable start of the frame that holds sample `target`.
     pub(super) fn seek(&self, target: u64) -> usize {
         // The frame at `low` begins at or before `target`; every frame in [high, ..) begins after it.
         let (mut low, mut high) = (0, self.frames.len());
-        // First the frame whose first sample divides the bytes as it divides the samples: of frames of one size, the right one.
+        // First the frame whose first sample divides the bytes as it divides the samples: of frames of one size, the
+        // right one.
         let first = u128::from(target - target % u64::from(self.max_block)) * high as u128;
         let first = first.checked_div(self.total.into()).map_or(high / 2, |at| at as usize);
         let mut middle = first.saturating_sub(MARGIN).min(high.saturating_sub(1));

@@ -3,7 +3,7 @@
 use super::super::bits::{unfold, Msb};
 use crate::simd;
 
-/// The integers that samples are decoded in; arithmetic wraps, since only damaged frames overflow.
+/// The integers that samples are decoded in. Arithmetic wraps, since only damaged frames overflow.
 pub(super) trait Int: Copy + Into<i64> {
     fn wrap(x: i64) -> Self;
     /// The samples after the first `weights.len()` ones, which have `depth` bits: each is its residual + (sum of
@@ -54,13 +54,13 @@ impl Int for i32 {
 }
 
 simd::kernel! {
-    /// Decodes one channel of one frame; None when it is invalid. Decoding codes is counting zeros and shifting by variable
-    /// amounts, for which some sets have instructions.
+    /// Decodes one channel of one frame. None when it is invalid. Decoding codes is counting zeros and shifting by
+    /// variable amounts, for which some sets have instructions.
     pub(super) fn subframe(bits: &mut Msb, depth: u32, out: &mut [i32]) -> Option<()>:
         bits subframe_any::<i32>; else subframe_any::<i32>
 }
 
-/// The same, compiled for any machine; of 64 bits the side channel of 32-bit stereo.
+/// The same, compiled for any machine. The side channel of 32-bit stereo takes 64 bits.
 #[inline(always)]
 pub(super) fn subframe_any<T: Int>(bits: &mut Msb, depth: u32, out: &mut [T]) -> Option<()> {
     refuse!(bits.read(1) != 0, None);
@@ -206,9 +206,9 @@ fn restore_one<T: Int>(weights: &[i32], shift: u32, residual: i32, x: &mut [T], 
     x[at] = T::wrap((sum >> shift).wrapping_add(i64::from(residual)));
 }
 
-/// Decodes the Rice-coded residuals of the samples after the warm-up, and restores those samples. Both happen in one loop:
-/// finding the next code and predicting the next sample are each a chain of dependent steps, and the two overlap. `weights`:
-/// those of the preceding samples, the newest first.
+/// Decodes the Rice-coded residuals of the samples after the warm-up, and restores those samples. Both happen in one
+/// loop: finding the next code and predicting the next sample are each a chain of dependent steps, and the two overlap.
+/// `weights`: those of the preceding samples, the newest first.
 #[inline(always)]
 fn residual<T: Int>(
     bits: &mut Msb, out: &mut [T], weights: &[i32], shift: u32, predictor: &impl Predictor<T>,
@@ -265,7 +265,7 @@ fn residual<T: Int>(
     Some(())
 }
 
-/// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns how many.
+/// Restores the samples from `at` on: `M` if their codes fit in one window, otherwise one. Returns their number.
 #[inline(always)]
 fn restore_some<T: Int, const M: usize>(
     bits: &mut Msb, k: u32, out: &mut [T], at: usize, weights: &[i32], shift: u32, predictor: &impl Predictor<T>,
@@ -274,7 +274,7 @@ fn restore_some<T: Int, const M: usize>(
     let mut residuals = [0; M];
     let mut used = 0;
     for residual in &mut residuals {
-        // Where the codes do not fit in the window, these values are invalid and are not used.
+        // If the codes do not fit in the window, these values are invalid and are not used.
         let zeros = window.leading_zeros();
         let n = zeros + 1 + k;
         // The code's last k + 1 bits: a one, which contributes 2^k, and the remainder.

@@ -82,7 +82,7 @@ impl Header {
     }
 
     /// The index of the sample rate in the standards' tables.
-    pub fn table(self) -> usize {
+    pub fn rate_index(self) -> usize {
         const RATES: [u32; 9] = [44100, 48000, 32000, 22050, 24000, 16000, 11025, 12000, 8000];
         RATES.iter().position(|rate| *rate == self.rate).expect("parse knows no others")
     }

@@ -5,21 +5,21 @@ use std::sync::OnceLock;
 use super::super::bits::Register;
 use super::header::Header;
 use super::side::{Bands, Granule, LINES};
-use super::tables as facts;
+use super::standard;
 
 /// Bits that the first look-up of a Huffman code covers.
 const FIRST: u32 = 9;
 /// The largest quantised value: 15 and 13 further bits.
-const LARGEST: usize = 15 + (1 << 13) - 1;
+const MAX_QUANTISED: usize = 15 + (1 << 13) - 1;
 
 #[repr(C, align(64))]
 struct Tables {
-    powers: [f32; LARGEST + 1], // x^(4/3)
-    /// Look-up tables of all Huffman codes. A leaf: whether x is not 0 << 24 | bits of code and signs << 16 | of the code
-    /// << 8 | x << 4 | y, and `ESCAPE` if more bits follow. Or `LINK` | bits of a further look-up << 16 | where its table
-    /// begins.
+    powers: [f32; MAX_QUANTISED + 1], // x^(4/3)
+    /// Look-up tables of all Huffman codes. A leaf: whether x is not 0 << 24 | bits of code and signs << 16 | of the
+    /// code << 8 | x << 4 | y, and `ESCAPE` if more bits follow. Or `LINK` | bits of a further look-up << 16 | the
+    /// start of its table.
     nodes: Vec<u32>,
-    pairs: [Option<u32>; 32], // where a table of pairs begins in `nodes`; None where every value is 0
+    pairs: [Option<u32>; 32], // where a table of pairs begins in `nodes`; None if every value is 0
     quads: [[u16; 64]; 2],    // bits of code and signs << 8 | of the code << 4 | which of the four values are not 0
     fours: [[f32; 4]; 256],   // the four values by which of them are not 0 << 4 | the next four bits
 }
@@ -33,14 +33,14 @@ fn tables() -> &'static Tables {
     TABLES.get_or_init(|| {
         let mut nodes = Vec::new();
         let mut pairs = [None; 32];
-        let mut leaves = &facts::PAIRS[..];
+        let mut leaves = &standard::PAIRS[..];
         for table in [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 24] {
-            pairs[table] = Some(grow(&mut nodes, &mut leaves, facts::LINBITS[table] > 0));
+            pairs[table] = Some(grow(&mut nodes, &mut leaves, standard::LINBITS[table] > 0));
         }
         for table in 17..32 {
             pairs[table] = pairs[if table < 24 { 16 } else { 24 }];
         }
-        let quads = [&facts::QUADS_A, &facts::QUADS_B].map(|leaves| {
+        let quads = [&standard::QUADS_A, &standard::QUADS_B].map(|leaves| {
             let mut table = [0; 64];
             let mut at = 0;
             for leaf in leaves {
@@ -74,8 +74,8 @@ fn leaf(code: u16, larger: bool) -> u32 {
     escape | set[0] << 24 | (length + set[0] + set[1]) << 16 | u32::from(code)
 }
 
-/// Appends the look-up tables of the code that comes first in `leaves` to `nodes`, and returns where they begin. `larger`: 15
-/// stands for larger values.
+/// Appends the look-up tables of the code that comes first in `leaves` to `nodes`, and returns their start. `larger`:
+/// 15 stands for larger values.
 fn grow(nodes: &mut Vec<u32>, leaves: &mut &[u16], larger: bool) -> u32 {
     let root = nodes.len();
     nodes.resize(root + (1 << FIRST), 0);
@@ -116,8 +116,8 @@ fn quarter_power(x: i32) -> f32 {
     f32::from_bits(((127 + (x >> 2)).clamp(1, 254) as u32) << 23) * ROOTS[(x & 3) as usize]
 }
 
-/// Huffman decoding and requantisation (11172-3, 2.4.3.4.6 and .7) in one. Returns the line from which on all are 0. `end`
-/// is the bit after the channel's last. Always inlined, for the caller's instruction set.
+/// Huffman decoding and requantisation (11172-3, 2.4.3.4.6 and .7) in one. Returns the line from which on all are 0.
+/// `end` is the bit after the channel's last. Always inlined, for the caller's instruction set.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn spectrum(
@@ -125,11 +125,11 @@ pub(super) fn spectrum(
     lines: &mut [f32; LINES],
 ) -> usize {
     let tables = tables();
-    let bands = Bands::new(granule, header.table());
+    let bands = Bands::new(granule, header.rate_index());
     let step = if granule.coarse { 4 } else { 2 };
     let factor = |b: usize| {
         let window = bands.window[b].map_or(0, |w| 8 * granule.window_gain[usize::from(w)]);
-        let more = if emphasis && bands.window[b].is_none() { facts::EMPHASIS[b.min(21)] } else { 0 };
+        let more = if emphasis && bands.window[b].is_none() { standard::EMPHASIS[b.min(21)] } else { 0 };
         let exponent = granule.gain + gain - 210 - window - step * i32::from(scale[b] + more);
         quarter_power(exponent)
     };
@@ -154,7 +154,7 @@ pub(super) fn spectrum(
         let run = &mut lines[line..run_end];
         match tables.pairs[table] {
             None => run.fill(0.0),
-            Some(root) => *bits = pairs(*bits, tables, root as usize, facts::LINBITS[table], of_band, run),
+            Some(root) => *bits = pairs(*bits, tables, root as usize, standard::LINBITS[table], of_band, run),
         }
         line = run_end;
         // Damaged: the codes reach beyond the channel.

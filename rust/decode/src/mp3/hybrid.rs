@@ -11,7 +11,7 @@ use std::f64::consts::PI;
 use std::sync::OnceLock;
 
 use super::side::{Granule, LINES, SHORT};
-use super::tables as facts;
+use super::standard;
 use crate::simd::{self, Lanes, Portable};
 
 const SUBBANDS: usize = 32;
@@ -38,9 +38,9 @@ fn tables() -> &'static Tables {
     static TABLES: OnceLock<Box<Tables>> = OnceLock::new();
     TABLES.get_or_init(|| {
         let window = |i: usize| match i {
-            0..=256 => facts::WINDOW[i],
-            _ if i.is_multiple_of(64) => facts::WINDOW[512 - i],
-            _ => -facts::WINDOW[512 - i],
+            0..=256 => standard::WINDOW[i],
+            _ if i.is_multiple_of(64) => standard::WINDOW[512 - i],
+            _ => -standard::WINDOW[512 - i],
         };
         // Even positions first, then odd ones.
         let position = |q: usize| 2 * (q % 16) + q / 16;
@@ -55,13 +55,13 @@ fn tables() -> &'static Tables {
                 })
             }),
             window: std::array::from_fn(|i| std::array::from_fn(|q| window(32 * i + position(q)) as f32 / 65536.0)),
-            alias: facts::ALIAS
+            alias: standard::ALIAS
                 .map(|c| (1.0 / (1.0 + c * c).sqrt(), c / (1.0 + c * c).sqrt()))
                 .map(|(a, b)| (a as f32, b as f32)),
             order: std::array::from_fn(|rate| {
                 let mut order = [(0, 0); LINES];
                 let mut line = 0;
-                for band in facts::SHORT[rate].windows(2) {
+                for band in standard::SHORT[rate].windows(2) {
                     for window in 0..3 {
                         for i in band[0]..band[1] {
                             let to = 3 * i + window;
@@ -112,7 +112,7 @@ fn transform_matrix(kind: usize) -> Matrix {
 pub(super) struct Hybrid {
     spectrum: Rows,
     slots: Rows,
-    overlap: Rows,                   // what is added to the slots of the next granule
+    overlap: Rows,                   // added to the slots of the next granule
     folded: [[[f32; 16]; SLOTS]; 2], // sums and differences of mirrored subbands
     v: [[f32; 64]; BEFORE + SLOTS],  // V of the slots before, and of these
     pub samples: [[f32; 32]; SLOTS], // the samples of the granule: even ones of each slot first, then odd ones
@@ -189,8 +189,8 @@ impl Hybrid {
 }
 
 simd::kernel! {
-    /// Adds the inverse transform of the spectrum's first subbands to the slots and to the overlap. Each lane rounds the same
-    /// in 8 and in 16.
+    /// Adds the inverse transform of the spectrum's first subbands to the slots and to the overlap. Each lane rounds
+    /// the same in 8 and in 16.
     fn transform_rows(work: &mut Hybrid, matrix: &Matrix, subbands: usize) -> ():
         avx512 transform_lanes::<simd::Avx512>, avx2 transform_lanes::<simd::Avx2>; else transform_lanes::<Portable>
 }

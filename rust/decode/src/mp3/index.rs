@@ -1,16 +1,16 @@
-//! Where the frames are.
+//! The places of the frames.
 //!
-//! At a constant bit rate the offset of every frame follows from its number; a few frames are checked (only the last one, if
-//! the first frame's tag states a constant bit rate too). Otherwise the tag gives the number of frames, if it can be trusted:
-//! its checksum (for VBRI: its table) and the size in bytes that it states must be right. Then frames are walked only up to
-//! the crop. Without a constant bit rate or a tag, all are walked. What was once walked whole is kept for all threads as a
-//! seek table: see `table`.
+//! At a constant bit rate the offset of every frame follows from its number; a few frames are checked (only the last
+//! one, if the first frame's tag states a constant bit rate too). Otherwise the tag gives the number of frames, if it
+//! can be trusted: its checksum (for VBRI: its table) and the size in bytes that it states must be right. Then frames
+//! are walked only up to the crop. Without a constant bit rate or a tag, all are walked. Then the places of the frames
+//! are kept for all threads: see `seek_table`.
 
 use std::sync::Arc;
 
-use super::super::{corrupt, Error, MORE};
+use super::super::{corrupt, Error, UNKNOWN_LENGTH};
 use super::header::Header;
-use super::table::{self, Table};
+use super::seek_table::{self, SeekTable};
 use super::tag::Tag;
 
 /// Samples by which a decoder is late.
@@ -18,7 +18,7 @@ const DECODER_DELAY: u64 = 529;
 /// Bytes of anything else that may precede the first frame.
 const MAX_JUNK: usize = 1 << 16;
 
-/// The first frame and where it begins: a header followed by two others of the same stream, or by the end of the bytes.
+/// The start and the header of the first frame. Two other frames of the same stream follow it, or the end of the bytes.
 pub fn first_frame(bytes: &[u8]) -> Option<(usize, Header)> {
     let within = &bytes[..bytes.len().min(MAX_JUNK)];
     (0..within.len()).filter(|&at| within[at] == 0xff).find_map(|at| {
@@ -50,17 +50,17 @@ pub(super) struct Index {
     pub first: Option<Header>,        // the header of the first frame
     pub n: usize,                     // frames that hold audio
     constant: Option<Constant>,
-    /// Without a constant bit rate: the offsets of frames from number `base` on, as far as they were walked, and where to
-    /// continue.
+    /// Without a constant bit rate: the offsets of frames from number `base` on, as far as they were walked, and where
+    /// to continue.
     walked: Vec<u32>,
     base: usize,
     next: Option<usize>,
-    table: Option<Arc<Table>>, // where to walk from; None until the recording was walked whole
+    table: Option<Arc<SeekTable>>, // where to walk from; None until the recording was walked whole
     /// The frames before one of another sample rate, and that rate in Hz: files of two kinds were joined.
     pub changed: Option<(usize, u32)>,
     /// Whether there may be tags between the frames, since the first one's is not to be trusted: files were joined.
     skips_tags: bool,
-    /// The length that the tag of a file states that was cut short, `MORE` if it has no tag, and else 0.
+    /// The length that the tag of a file states that was cut short, `UNKNOWN_LENGTH` if it has no tag, and else 0.
     pub stated: u64,
     pub begin: u64, // the recording without delay and padding, in decoded samples
     pub end: u64,
@@ -77,27 +77,27 @@ struct Constant {
 
 /// Bytes by which a frame may be away from its expected offset.
 const SLACK: usize = 2;
-/// Frames whose offsets are checked before a constant bit rate is assumed: other bytes between frames, or another bit rate
-/// anywhere, shift everything that follows, the last frame included.
+/// Frames whose offsets are checked before a constant bit rate is assumed: other bytes between frames, or another bit
+/// rate anywhere, shift everything that follows, the last frame included.
 const PROBES: usize = 8;
-/// How many of these may be damaged.
+/// The number of these that may be damaged.
 const MAX_DAMAGED: usize = 2;
 
 impl Constant {
-    /// The frames in [begin, end), and their number, where the bit rate is constant. `stated`: their number according to a tag
-    /// that also states a constant bit rate; then only the last frame is checked.
+    /// The frames in [begin, end), and their number, if the bit rate is constant. `stated`: their number according to a
+    /// tag that also states a constant bit rate. Then only the last frame is checked.
     fn detect(bytes: &[u8], begin: usize, end: usize, stated: Option<u32>) -> Option<(Self, usize)> {
         let first = bytes.get(begin..).and_then(Header::parse)?;
         let constant = Self { begin, end, first };
         let n = ((end + SLACK).checked_sub(begin)? as u64 * u64::from(first.rate) / first.bytes_by_rate()) as usize;
         // The last frame may lie a little further than its mean offset; then it is truncated and does not count.
         let n = (n.saturating_sub(1)..=n).rev().find(|&n| n > 0 && constant.frame(bytes, n - 1).is_some())?;
-        let sound = || (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
-        let sure = stated.is_some_and(|stated| stated as usize == n) || n > PROBES && sound() >= PROBES - MAX_DAMAGED;
+        let n_valid = || (0..PROBES).filter(|i| constant.frame(bytes, i * (n - 1) / PROBES).is_some()).count();
+        let sure = stated.is_some_and(|stated| stated as usize == n) || n > PROBES && n_valid() >= PROBES - MAX_DAMAGED;
         sure.then_some((constant, n))
     }
 
-    /// Where frame `k` begins; None where it is damaged.
+    /// The start of frame `k`. None if it is damaged.
     fn frame(&self, bytes: &[u8], k: usize) -> Option<usize> {
         let mean = (k as u64 * self.first.bytes_by_rate() / u64::from(self.first.rate)) as usize;
         let begins = |at: usize| {
@@ -126,7 +126,7 @@ fn fingerprint(bytes: &[u8]) -> u64 {
     bytes.iter().take(256).fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Tells the bytes apart that were read last.
+/// Identifies the bytes that were read last.
 pub(in super::super) fn key(bytes: &[u8]) -> (usize, usize, u64) {
     (bytes.as_ptr() as usize, bytes.len(), fingerprint(bytes))
 }
@@ -137,7 +137,7 @@ impl Index {
         self.key == Some(key(bytes))
     }
 
-    /// Whether clearly fewer frames were found than the tag stated: a missing frame is then past the end, not damaged.
+    /// Whether clearly fewer frames were found than the tag stated. A missing frame is then past the end, not damaged.
     pub fn lacks_frames(&self) -> bool {
         let found = self.table.as_ref().map_or(self.base + self.walked.len(), |table| table.n);
         self.constant.is_none() && self.n > found * 101 / 100 + 1
@@ -165,11 +165,12 @@ impl Index {
         self.skips_tags = tag.is_some() && stated.is_none();
         let constant =
             Constant::detect(bytes, at, end, stated.filter(|_| tag.as_ref().is_some_and(|tag| tag.constant)));
-        // Of joined files the tag of the first one states its own part alone, and the others have tags between the frames.
+        // Of joined files the tag of the first one states its own part alone, and the others have tags between the
+        // frames.
         let joined = |n: usize| tag.as_ref().and_then(|tag| tag.frames).is_some_and(|frames| n > frames as usize + 1);
         let constant = constant.filter(|&(_, n)| !joined(n));
         if constant.is_none() {
-            self.table = table::find(bytes);
+            self.table = seek_table::find(bytes);
         }
         (self.constant, self.n) = match (constant, stated) {
             (Some((constant, n)), _) => (Some(constant), n),
@@ -187,14 +188,14 @@ impl Index {
         let cut = stated.is_none() && is_cut(bytes, end, first);
         self.stated = match frames > self.n * 101 / 100 + 1 || cut && frames > self.n {
             true => frames as u64 * samples,
-            false if cut => MORE,
+            false if cut => UNKNOWN_LENGTH,
             false => 0,
         };
         (self.begin, self.end) = (0, self.n as u64 * samples);
         if let Some(&Tag { frames: Some(frames), trim: Some((delay, padding)), .. }) = tag.as_ref() {
             let stated = u64::from(frames) * samples + DECODER_DELAY;
             self.begin = (delay + DECODER_DELAY).min(self.end);
-            if (1..MORE).contains(&self.stated) {
+            if (1..UNKNOWN_LENGTH).contains(&self.stated) {
                 self.stated = self.stated.min(stated.saturating_sub(padding)).saturating_sub(self.begin);
             }
             if !joined(self.n) {
@@ -205,7 +206,7 @@ impl Index {
         Ok(first)
     }
 
-    /// Where frame `k` begins; None after the last one, and where it is damaged.
+    /// The start of frame `k`. None after the last one, and if it is damaged.
     pub fn frame(&mut self, bytes: &[u8], k: usize) -> Option<usize> {
         match self.constant {
             Some(constant) => constant.frame(bytes, k),
@@ -233,7 +234,7 @@ impl Index {
         }
         self.walk(bytes, usize::MAX);
         if self.walked.len() > FAR && self.changed.is_none() {
-            self.table = Some(table::keep(bytes, &self.walked));
+            self.table = Some(seek_table::keep(bytes, &self.walked));
         }
     }
 

@@ -1,7 +1,8 @@
-//! The layer III decoder (ISO/IEC 11172-3, 2.4.3.4; lower rates: 13818-3, 2.4.3.2), straight to mono: the mean, or one channel.
+//! The layer III decoder (ISO/IEC 11172-3, 2.4.3.4; lower rates: 13818-3, 2.4.3.2), straight to mono: the mean, or one
+//! channel.
 //!
 //! Everything after the stereo processing is linear, so the mean of the channels is taken there, and one hybrid filter
-//! bank runs instead of two. Where the channels' block types differ, each goes through its own transform, into the
+//! bank runs instead of two. If the channels' block types differ, each goes through its own transform, into the
 //! same overlap. Of a middle/side pair with one block type the mean is middle / sqrt 2: side is not even decoded.
 
 use std::f64::consts::PI;
@@ -17,12 +18,13 @@ use crate::simd;
 pub(super) const RESERVOIR: usize = 511;
 
 simd::kernel! {
-    /// Most of the time goes into Huffman codes, whose shifts by variable amounts are one instruction each of some sets.
+    /// Most of the time goes into Huffman codes, whose shifts by variable amounts are one instruction each of some
+    /// sets.
     fn decode_granule(layer: &mut Layer3, granule: &[Granule; 2], header: Header, index: usize, bit: usize) -> ():
         bits Layer3::granule; else Layer3::granule
 }
 
-/// What a decoder carries from frame to frame, and its memory.
+/// The state of a decoder between frames, and its memory.
 pub(super) struct Layer3 {
     main: Vec<u8>, // the last bytes of main data: the bit reservoir
     lines: [[f32; LINES]; 2],
@@ -54,7 +56,7 @@ impl Layer3 {
         self.hybrid.reset();
     }
 
-    /// Keeps a frame's main data for those that follow, and returns where its own begins in `main`.
+    /// Keeps a frame's main data for later frames, and returns the start of its own in `main`.
     pub fn skip(&mut self, frame: &[u8], header: Header) -> Option<usize> {
         if let Some(old) = self.main.len().checked_sub(RESERVOIR) {
             self.main.copy_within(old.., 0);
@@ -67,17 +69,18 @@ impl Layer3 {
         side.and(begin)
     }
 
-    /// Decodes a frame to the mean of its channels: `header.samples()` samples. What cannot be decoded is silent.
+    /// Decodes a frame to the mean of its channels: `header.samples()` samples. A granule that cannot be decoded is
+    /// silent.
     pub fn decode(&mut self, frame: &[u8], header: Header, out: &mut [f32]) {
         let granules = if header.mpeg1 { 2 } else { 1 };
         let mut side = [[Granule::default(); 2]; 2];
         let begin = self.skip(frame, header);
-        let sound = begin.is_some() && side::side_information(frame, header, &mut side).is_some();
+        let valid = begin.is_some() && side::side_information(frame, header, &mut side).is_some();
         let mut bit = 8 * begin.unwrap_or(0);
         for (i, granule) in side.iter().take(granules).enumerate() {
             let end =
                 bit + granule.iter().take(usize::from(header.channels)).map(|channel| channel.bits).sum::<usize>();
-            if !sound || end > 8 * self.main.len() {
+            if !valid || end > 8 * self.main.len() {
                 self.used = [0; 2];
                 self.lines[0] = [0.0; LINES];
                 self.synthesise(&[(0, Granule::default())], header);
@@ -156,11 +159,11 @@ impl Layer3 {
         }
     }
 
-    /// Intensity stereo (11172-3, 2.4.3.4.9.3; 13818-3, 2.4.3.2): bands in which the right channel is empty are taken from
-    /// the left channel, at the position that the right one's scale factor gives.
+    /// Intensity stereo (11172-3, 2.4.3.4.9.3; 13818-3, 2.4.3.2): bands in which the right channel is empty are taken
+    /// from the left channel, at the position that the right one's scale factor gives.
     fn intensity(&mut self, granule: &[Granule; 2], header: Header, middle_side: bool) {
         let right = &granule[1];
-        let bands = Bands::new(right, header.table());
+        let bands = Bands::new(right, header.rate_index());
         let n = bands.n;
         // The first band from which on all are empty, for each window and for long lines.
         let mut first = [0; 4];
@@ -211,7 +214,7 @@ impl Layer3 {
     fn synthesise(&mut self, channels: &[(usize, Granule)], header: Header) {
         self.hybrid.begin();
         for (channel, granule) in channels {
-            self.hybrid.transform(&self.lines[*channel], self.used[*channel], granule, header.table());
+            self.hybrid.transform(&self.lines[*channel], self.used[*channel], granule, header.rate_index());
         }
         self.hybrid.synthesise();
     }

@@ -1,21 +1,21 @@
-//! MPEG audio layer III: which frames a crop needs; `layer3` decodes them, `index` finds them.
+//! MPEG audio layer III: the frames that a crop needs. `layer3` decodes them, `index` finds them.
 //!
 //! A frame's spectrum may begin in the bytes of frames before it (the bit reservoir, up to 511 bytes), and its samples
-//! overlap with those of the two granules before it. Decoding a crop therefore begins that much earlier, and what it gives is
-//! discarded.
+//! overlap with those of the two granules before it. Decoding a crop therefore begins that much earlier, and these
+//! samples are discarded.
 //!
 //! Gapless: a LAME tag in the first (Xing or Info) frame states the encoder's delay and padding. As in libmpg123, the
-//! recording is then samples \[delay + 529, frames * samples per frame - padding + 529), where 529 is the decoder's own
-//! delay; without the tag nothing is trimmed.
+//! recording is then samples \[delay + 529, frames * samples per frame - padding + 529): the decoder's own delay is
+//! 529. Without the tag nothing is trimmed.
 
 mod header;
 mod huffman;
 mod hybrid;
 mod index;
 mod layer3;
+mod seek_table;
 mod side;
-mod table;
-mod tables;
+mod standard;
 mod tag;
 
 use super::{corrupt, Error, Info};

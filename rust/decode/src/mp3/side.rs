@@ -2,7 +2,7 @@
 
 use super::super::bits::Msb;
 use super::header::Header;
-use super::tables as facts;
+use super::standard;
 
 /// Lines of a granule, and its samples.
 pub(super) const LINES: usize = 576;
@@ -30,7 +30,7 @@ pub(super) struct Granule {
 /// The position that marks a band without intensity stereo.
 pub(super) const NO_INTENSITY: u8 = u8::MAX;
 
-/// Reads the side information of a frame; None when it is invalid.
+/// Reads the side information of a frame. None when it is invalid.
 pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granule; 2]; 2]) -> Option<()> {
     let bytes = frame.get(header.before_data() - header.side()..header.before_data())?;
     let mut bits = Msb::new(bytes);
@@ -44,7 +44,7 @@ pub(super) fn side_information(frame: &[u8], header: Header, side: &mut [[Granul
     } else {
         bits.skip(8 + channels as u32);
     }
-    let (long, short) = (&facts::LONG[header.table()], &facts::SHORT[header.table()]);
+    let (long, short) = (&standard::LONG[header.rate_index()], &standard::SHORT[header.rate_index()]);
     for (i, granule) in side.iter_mut().enumerate().take(if header.mpeg1 { 2 } else { 1 }) {
         for (c, to) in granule.iter_mut().enumerate().take(channels) {
             to.bits = bits.read(12) as usize;
@@ -89,7 +89,7 @@ pub(super) fn scale_factors(
     let short = granule.block == SHORT;
     let shape = if !short { 0 } else { 1 + usize::from(granule.mixed) };
     if header.mpeg1 {
-        let widths = facts::SCALE_BITS.map(|widths| u32::from(widths[granule.compress as usize & 15]));
+        let widths = standard::SCALE_BITS.map(|widths| u32::from(widths[granule.compress as usize & 15]));
         let counts = [[11, 10], [18, 18], [17, 18]][shape];
         let mut b = 0;
         for (count, width) in counts.into_iter().zip(widths) {
@@ -120,7 +120,7 @@ pub(super) fn scale_factors(
         }
     };
     let mut b = 0;
-    for (count, width) in facts::SCALE_COUNTS[layout][shape].into_iter().zip(widths) {
+    for (count, width) in standard::SCALE_COUNTS[layout][shape].into_iter().zip(widths) {
         for _ in 0..count {
             scale[b] = bits.read(width) as u8;
             // The largest position marks a band without intensity stereo.
@@ -158,12 +158,12 @@ impl Bands {
             (SHORT, true) => 36,
             _ => LINES,
         };
-        for band in facts::LONG[table].windows(2).filter(|band| usize::from(band[1]) <= long) {
+        for band in standard::LONG[table].windows(2).filter(|band| usize::from(band[1]) <= long) {
             push(&mut line, usize::from(band[1] - band[0]), None);
         }
-        for band in facts::SHORT[table].windows(2) {
+        for band in standard::SHORT[table].windows(2) {
             for window in 0..3 {
-                // Where the long bands end inside a short one (8 kHz), the rest of it is short.
+                // If the long bands end inside a short one (8 kHz), the rest of it is short.
                 let begin = usize::from(band[0]).max(line.min(long) / 3);
                 if long < LINES && 3 * usize::from(band[1]) > long {
                     push(&mut line, usize::from(band[1]) - begin.min(usize::from(band[1])), Some(window));

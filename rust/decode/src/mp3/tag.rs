@@ -3,13 +3,13 @@
 use super::header::Header;
 use crate::bits;
 
-/// What a first frame without audio states about the others.
+/// The statements of a first frame without audio about the others.
 #[derive(Default)]
 pub(super) struct Tag {
     pub frames: Option<u32>,
     bytes: Option<u32>,           // of all frames, this one included or not: encoders differ
     pub trim: Option<(u64, u64)>, // the encoder's delay and padding in samples
-    sound: bool,                  // whether its checksum, or its table of offsets, agrees with its other values
+    consistent: bool,             // whether its checksum, or its table of offsets, agrees with its other values
     pub constant: bool,           // whether it states a constant bit rate
 }
 
@@ -21,7 +21,7 @@ impl Tag {
         if frame.get(36..40) == Some(b"VBRI") {
             return Some(Self::vbri(frame).unwrap_or_default());
         }
-        // The frame's own checksum, where there is one, does not move the tag.
+        // The frame's own checksum, if there is one, does not move the tag.
         let mut at = header.before_data() - if header.crc { 2 } else { 0 };
         let constant = match frame.get(at..at + 4) {
             Some(b"Xing") => false,
@@ -47,8 +47,8 @@ impl Tag {
         });
         // LAME's part ends with a checksum of everything before it.
         let sum = frame.get(at + 34..at + 36).map(|sum| u16::from_be_bytes([sum[0], sum[1]]));
-        let sound = sum.is_some_and(|sum| sum == crc16_reflected(&frame[..at + 34]));
-        Some(Self { frames, bytes, trim, sound, constant })
+        let consistent = sum.is_some_and(|sum| sum == crc16_reflected(&frame[..at + 34]));
+        Some(Self { frames, bytes, trim, consistent, constant })
     }
 
     /// Fraunhofer's tag: its table gives the size of every few frames.
@@ -63,18 +63,18 @@ impl Tag {
             _ => 0,
         };
         let rounded = u64::from(scale) * u64::from(entries);
-        let sound = (total * u64::from(scale)).abs_diff(u64::from(bytes)) <= rounded + frame.len() as u64
+        let consistent = (total * u64::from(scale)).abs_diff(u64::from(bytes)) <= rounded + frame.len() as u64
             && (entries * each).abs_diff(frames) <= each;
-        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, sound, constant: false })
+        Some(Self { frames: Some(frames), bytes: Some(bytes), trim: None, consistent, constant: false })
     }
 
-    /// The number of frames, where it can be trusted, so that the frames need not be walked to the end. `bytes`: the actual
-    /// size of the recording, with and without the frame of the tag.
+    /// The number of frames, if it can be trusted, so that the frames need not be walked to the end. `bytes`: the
+    /// actual size of the recording, with and without the frame of the tag.
     pub fn trusted_frames(&self, header: Header, bytes: [usize; 2]) -> Option<u32> {
         let (frames, stated) = (self.frames?, self.bytes? as usize);
         let at = |bit_rate| u64::from(frames) * Header { bit_rate, ..header }.bytes_by_rate() / u64::from(header.rate);
         let possible = at(8_000) <= stated as u64 && stated as u64 <= at(320_000) + header.size as u64;
-        (self.sound && possible && bytes.contains(&stated)).then_some(frames)
+        (self.consistent && possible && bytes.contains(&stated)).then_some(frames)
     }
 }
 

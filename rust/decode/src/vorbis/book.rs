@@ -12,7 +12,7 @@ type Long = Vec<(u32, u32)>;
 
 pub(super) struct Book {
     pub dimensions: usize,
-    quick: Vec<u32>, // by the next bits: the entry and the length of the code; 0 where the code is longer
+    quick: Vec<u32>, // by the next bits: the entry and the length of the code; 0 if the code is longer
     long: Long,      // longer codes, with the same
     pub values: Vec<f32>, // the vectors of all entries; empty without a lookup table
 }
@@ -62,7 +62,7 @@ pub(super) fn ilog(x: u32) -> u32 {
     32 - x.leading_zeros()
 }
 
-/// The lengths of the codes of all entries, 0 where an entry is unused.
+/// The lengths of the codes of all entries, 0 for an unused entry.
 fn lengths(bits: &mut Lsb, entries: usize) -> Option<Vec<u8>> {
     let mut lengths = Vec::new();
     if bits.flag()? {
@@ -84,15 +84,15 @@ fn lengths(bits: &mut Lsb, entries: usize) -> Option<Vec<u8>> {
     Some(lengths)
 }
 
-/// The table of short codes and the list of long ones: each entry takes the first code of its length that is still free (3.2.1).
-/// None if there are too many codes, or too few.
+/// The table of short codes and the list of long ones: each entry takes the first code of its length that is still free
+/// (3.2.1). None if there are too many codes, or too few.
 fn codes(lengths: &[u8]) -> Option<(Vec<u32>, Long)> {
     let longest = lengths.iter().copied().max().unwrap_or(0).into();
     let bits = QUICK.min(longest);
     let mut quick = vec![0u32; 1 << bits];
     let mut long = Vec::with_capacity(lengths.iter().filter(|&&length| u32::from(length) > bits).count());
-    // The first code in the free subtree whose root lies at each depth. Codes are taken from the left, so the free subtrees are
-    // deeper the further left they lie, and there is one at most at each depth.
+    // The first code in the free subtree whose root lies at each depth. Codes are taken from the left, so the free
+    // subtrees are deeper the further left they lie, and there is one at most at each depth.
     let mut free = [None; 33];
     free[0] = Some(0u32);
     for (entry, &length) in lengths.iter().enumerate().filter(|(_, &length)| length > 0) {

@@ -1,18 +1,19 @@
-//! Vorbis I in OGG: its pages and positions. `setup` reads the headers, `packet` the lines of a block, and `transform` turns them
-//! into samples.
+//! Vorbis I in OGG: its pages and positions. `setup` reads the headers, `packet` the lines of a block, and `mdct` turns
+//! them into samples.
 //!
 //! A page's granule position is the sample after its last packet. A packet overlaps the one before, so decoding a crop
-//! begins with the last packet of a page that ends at or before it: that packet only fills the overlap, and the samples of
-//! the following packets begin exactly at the page's position. On every further page the count must agree with its position.
+//! begins with the last packet of a page that ends at or before it. That packet only fills the overlap. The samples of
+//! the following packets begin exactly at the page's position. On every further page the count must agree with its
+//! position.
 //!
-//! The first audio page may hold more samples than its position: the surplus is dropped at the beginning (or at the end,
-//! if that page is also the last). It may hold fewer where a stream was cut out of a longer one: positions then do not
-//! begin at 0. libvorbis does the same in both cases.
+//! The first audio page may hold more samples than its position: the surplus is dropped at the beginning (or at the
+//! end, if that page is also the last). It may hold fewer if a stream was cut out of a longer one: positions then do
+//! not begin at 0. libvorbis does the same in both cases.
 
 mod book;
+mod mdct;
 mod packet;
 mod setup;
-mod transform;
 
 use setup::{Setup, IDENTIFICATION};
 
@@ -20,22 +21,22 @@ use super::ogg::{self, Packets};
 use super::{corrupt, Error, Info};
 
 const NAME: &str = "OGG Vorbis";
-/// Headers that are kept: the recordings of one corpus share a few different headers.
-const MAX_KEPT: usize = 4;
+/// Headers that are cached: the recordings of one corpus share a few different headers.
+const MAX_CACHED: usize = 4;
 /// Packets that are decoded before the crop: a page, which has a position, holds up to 255.
-const MAX_AHEAD: usize = 1024;
+const MAX_PRE_ROLL: usize = 1024;
 
 /// Samples that a packet holds, at most: half of the longest block.
-const LONGEST: u64 = 4096;
+const MAX_PACKET_SAMPLES: u64 = 4096;
 
 /// Headers, the last used ones at the end, and the decoder's memory.
 #[derive(Default)]
 pub(super) struct Vorbis {
-    kept: Vec<Prepared>,
+    cached: Vec<Prepared>,
     headers: Vec<u8>,
     pieces: Vec<u8>,
     packet: packet::Work,
-    transform: Box<transform::Work>,
+    mdct: Box<mdct::Work>,
 }
 
 struct Prepared {
@@ -43,7 +44,7 @@ struct Prepared {
     setup: Setup,
 }
 
-/// Where a stream's audio is.
+/// The place of a stream's audio.
 struct Stream {
     serial: u32,
     audio: usize, // first audio page
@@ -55,15 +56,15 @@ struct Stream {
 impl Vorbis {
     pub fn info(&mut self, bytes: &[u8], serial: u32) -> Result<Info, Error> {
         let stream = self.open(bytes, serial)?;
-        let setup = &self.kept.last().expect("open succeeded").setup;
+        let setup = &self.cached.last().expect("open succeeded").setup;
         let frames = stream.end.saturating_sub(stream.begin).max(0) as u64;
-        if !ogg::can_hold(bytes, stream.audio, serial, frames, LONGEST) {
-            return corrupt(NAME, "its last position lies beyond what its packets can hold");
+        if !ogg::can_hold(bytes, stream.audio, serial, frames, MAX_PACKET_SAMPLES) {
+            return corrupt(NAME, "its last position lies beyond the samples of its packets");
         }
         Ok(Info { rate: setup.rate, channels: u16::from(setup.channels), frames, stated: 0 })
     }
 
-    /// Reads the headers, moves their setup to the end of `kept`, and finds where the audio begins and ends.
+    /// Reads the headers, moves their setup to the end of `cached`, and finds the start and the end of the audio.
     fn open(&mut self, bytes: &[u8], serial: u32) -> Result<Stream, Error> {
         self.headers.clear();
         let mut packets = Packets::new(bytes, 0, serial, &mut self.pieces);
@@ -82,17 +83,17 @@ impl Vorbis {
         }
         refuse!(self.headers.get(IDENTIFICATION) != Some(&5), corrupt(NAME, "the identification header is cut off"));
         let audio = packets.at();
-        match self.kept.iter().position(|kept| kept.headers == self.headers) {
-            Some(i) => self.kept[i..].rotate_left(1),
+        match self.cached.iter().position(|cached| cached.headers == self.headers) {
+            Some(i) => self.cached[i..].rotate_left(1),
             None => {
                 let setup = Setup::parse(&self.headers)?;
-                if self.kept.len() == MAX_KEPT {
-                    self.kept.remove(0);
+                if self.cached.len() == MAX_CACHED {
+                    self.cached.remove(0);
                 }
-                self.kept.push(Prepared { headers: self.headers.clone(), setup });
+                self.cached.push(Prepared { headers: self.headers.clone(), setup });
             }
         }
-        let setup = &self.kept.last().expect("just put there").setup;
+        let setup = &self.cached.last().expect("just put there").setup;
 
         let Some(last) = ogg::last_page(bytes, audio, serial) else { return Err(Error::NoAudio { format: NAME }) };
         let end = last.granule.expect("last_page returns one with a position");
@@ -117,8 +118,8 @@ impl Vorbis {
         &mut self, bytes: &[u8], serial: u32, start: u64, channel: Option<u16>, out: &mut [f32],
     ) -> Result<(), Error> {
         let stream = self.open(bytes, serial)?;
-        let Self { kept, pieces, packet: work, transform, .. } = self;
-        let setup = &kept.last().expect("open succeeded").setup;
+        let Self { cached, pieces, packet: work, mdct, .. } = self;
+        let setup = &cached.last().expect("open succeeded").setup;
         let begin = stream.begin.saturating_add_unsigned(start);
         let end = begin.saturating_add_unsigned(out.len() as u64);
         refuse!(end > stream.end, corrupt(NAME, "the pages end before the stated length"));
@@ -127,13 +128,14 @@ impl Vorbis {
             None => (stream.audio, None),
         };
         let mut packets = Packets::new(bytes, at, stream.serial, pieces);
-        // Position of the next sample and size of the last block; None until the first packet, which only fills the overlap.
+        // Position of the next sample and size of the last block; None until the first packet, which only fills the
+        // overlap.
         let mut position: Option<(i64, u32)> = None;
         let mut seeking = seek.is_some();
-        let (mut done, mut ahead) = (0, 0);
+        let (mut done, mut pre_roll) = (0, 0);
         while done < out.len() {
-            refuse!(done == 0 && ahead > MAX_AHEAD, corrupt(NAME, "there is no position near the crop"));
-            ahead += 1;
+            refuse!(done == 0 && pre_roll > MAX_PRE_ROLL, corrupt(NAME, "there is no position near the crop"));
+            pre_roll += 1;
             let Some(packet) = packets.next()? else { return corrupt(NAME, "the pages end before the stated length") };
             if seeking && packet.granule.is_none() {
                 continue;
@@ -147,16 +149,16 @@ impl Vorbis {
                 };
                 // A packet needs no other than the one before: those that end too early are not decoded.
                 if to.saturating_add(i64::from((block + setup.blocks[1]) / 4)) > begin {
-                    let table = transform::table(block as usize / 2);
-                    if packet::decode(setup, work, packet.data, channel, &mut transform.lines).is_none() {
+                    let table = mdct::table(block as usize / 2);
+                    if packet::decode(setup, work, packet.data, channel, &mut mdct.lines).is_none() {
                         return corrupt(NAME, "a packet cannot be decoded");
                     }
-                    transform.transform(table);
+                    mdct.transform(table);
                     let skip = (begin + done as i64).saturating_sub(from).max(0);
                     if let Some((_, before)) = position.filter(|_| skip < to.saturating_sub(from)) {
-                        let n = transform::overlap(transform, transform::table(before as usize / 2), table);
+                        let n = mdct::overlap(mdct, mdct::table(before as usize / 2), table);
                         let n = (n - skip as usize).min(out.len() - done);
-                        out[done..done + n].copy_from_slice(&transform.samples[skip as usize..][..n]);
+                        out[done..done + n].copy_from_slice(&mdct.samples[skip as usize..][..n]);
                         done += n;
                     }
                 }

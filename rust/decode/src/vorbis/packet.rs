@@ -1,6 +1,8 @@
-//! A packet to the lines of its block: floor, residue and coupling of its channels (Vorbis I specification, 4.3, 7.2 and 8.6).
+//! A packet to the lines of its block: floor, residue and coupling of its channels (Vorbis I specification, 4.3, 7.2
+//! and 8.6).
 //!
-//! All that follows is linear, and the channels of a packet have the same block, so the mean of the channels is taken here.
+//! All that follows is linear, and the channels of a packet have the same block, so the mean of the channels is taken
+//! here.
 
 // In the kernels several arrays share one index.
 #![allow(clippy::needless_range_loop)]
@@ -8,8 +10,8 @@
 use std::sync::OnceLock;
 
 use super::book::{ilog, Book};
+use super::mdct::MAX_LINES;
 use super::setup::{Floor, Residue, Setup, MAX_POINTS};
-use super::transform::MAX_LINES;
 use crate::bits::Lsb;
 use crate::simd::{self, Portable, Shuffle};
 
@@ -28,8 +30,8 @@ pub(super) struct Work {
 }
 
 simd::kernel! {
-    /// Decodes the lines of an audio packet: minus one of the channels, or minus their mean. None if the packet ends in its
-    /// header.
+    /// Decodes the lines of an audio packet: minus one of the channels, or minus their mean. None if the packet ends in
+    /// its header.
     pub(super) fn decode(setup: &Setup, work: &mut Work, data: &[u8], channel: Option<u16>, lines: &mut [f32]) -> Option<()>:
         avx2 decode_any::<simd::Avx2>; else decode_any::<Portable>
 }
@@ -144,8 +146,8 @@ unsafe fn draw<V: Shuffle>(floor: &Floor, books: &[Book], bits: &mut Lsb, curve:
         };
         y[i] = (predicted + difference).clamp(0, range - 1);
     }
-    // Lines between them, in whole steps of a logarithmic scale (step 2): y + floor(rise x / run) to the right of a point. The
-    // quotient is taken half a step of x above each of these, where no rounding reaches the next one.
+    // Lines between them, in whole steps of a logarithmic scale (step 2): y + floor(rise x / run) to the right of a
+    // point. The quotient is taken half a step of x above each of these: no rounding reaches the next one.
     let n = curve.len() - V::N;
     let level = |i: usize| (y[i] * floor.multiplier as i32) as f32;
     let mut from = (0, level(0));

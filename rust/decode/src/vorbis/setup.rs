@@ -41,7 +41,7 @@ pub(super) struct Floor {
     pub order: Vec<usize>, // the points from left to right
 }
 
-/// How the points of a partition are coded.
+/// The coding of a partition's points.
 pub(super) struct Class {
     pub dimensions: usize,
     pub bits: u32,
@@ -61,7 +61,7 @@ pub(super) struct Residue {
     pub books: Vec<[Option<usize>; PASSES]>,
 }
 
-/// How the channels of a packet are coded (4.2.4).
+/// The coding of a packet's channels (4.2.4).
 pub(super) struct Mapping {
     pub couplings: Vec<[usize; 2]>, // channels of a magnitude and an angle
     pub submaps: Vec<usize>,        // for each channel, its submap

@@ -1,4 +1,4 @@
-//! How the bytes of a page are packed: compression, and the hybrid of runs and bit-packed groups.
+//! The packing of a page's bytes: compression, and the hybrid of runs and bit-packed groups.
 
 use jaxtrain_decode::refuse;
 use std::io::Read;
@@ -81,7 +81,7 @@ fn hybrid(bytes: &[u8], bits: u8, n: usize, mut each: impl FnMut(u32, usize)) ->
     Ok(())
 }
 
-/// Which of `n` values are present, not null: those whose level is `level`.
+/// For each of `n` values, whether it is present, not null: its level is then `level`.
 pub fn present(bytes: &[u8], n: usize, level: u8) -> Result<Vec<bool>> {
     let mut out = Vec::new();
     out.try_reserve_exact(n).map_err(|e| e.to_string())?;

@@ -18,7 +18,7 @@ pub struct Element {
 }
 
 impl Element {
-    /// What it adds to the level of a value that is present: 1 if it can be null, else 0. None when it repeats.
+    /// Its contribution to the level of a value that is present: 1 if it can be null, else 0. None when it repeats.
     pub fn level(&self) -> Option<u8> {
         u8::try_from(self.repetition).ok().filter(|&level| level < 2)
     }

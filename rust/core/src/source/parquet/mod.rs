@@ -1,20 +1,20 @@
-//! Parquet shards: which page holds a row, and where in the page.
+//! Parquet shards: the page of each row, and its place in the page.
 //!
 //! ```text
 //! PAR1 [column chunk: (dictionary page)? data page ...] ... [FileMetaData][u32 its size] PAR1
 //! page = [PageHeader][body, compressed with the chunk's codec];   metadata: Thrift, compact protocol
 //! ```
 //!
-//! A data page of a flat column is [levels][values]. A level says whether the row's value is present or null, in runs and
-//! bit-packed groups; a value is its length and its bytes (PLAIN), or an index into the chunk's dictionary page.
+//! A data page of a flat column is [levels][values]. A level says whether the row's value is present or null, in runs
+//! and bit-packed groups. A value is its length and its bytes (PLAIN), or an index into the chunk's dictionary page.
 //!
-//! The index reads the footer, every page header of `audio.bytes` and `audio.path` (one access to the file each), and the
-//! label column. A page is opened when one of its rows is first requested. The values of an uncompressed page are used
-//! in place in the mapped file, as in Arrow, and the list of their positions (12 bytes a row) is kept for all threads. A
-//! compressed page has to be decompressed whole: [`Pages`] keeps those that a thread used last.
+//! The index reads the footer, every page header of `audio.bytes` and `audio.path` (one access to the file each), and
+//! the label column. A page is opened when one of its rows is first requested. The values of an uncompressed page are
+//! used in place in the mapped file, as in Arrow, and the list of their positions (12 bytes a row) is kept for all
+//! threads. A compressed page has to be decompressed whole. [`Pages`] keeps the pages that a thread used last.
 //!
 //! Supported are flat columns in the encodings PLAIN and dictionary, compressed with Snappy, gzip, Zstandard, Brotli or
-//! LZ4_RAW: what pyarrow, datasets and the Hub write. A page may decompress to 16 MiB plus 64 times its size: audio
+//! LZ4_RAW, as pyarrow, datasets and the Hub write them. A page may decompress to 16 MiB plus 64 times its size: audio
 //! hardly shrinks, so a page that claims more is hostile.
 
 mod encoding;
@@ -77,7 +77,8 @@ pub(super) fn read(map: &[u8], audio: &str, label: Option<&str>) -> Result<Metad
         }
         let rows = (first_row as u32, group.n_rows);
         match &chosen.label {
-            // Nulls and negative values become -1. One that does not fit is beyond any list of classes: reported as out of range.
+            // Nulls and negative values become -1. One that does not fit is beyond any list of classes: reported as out
+            // of range.
             Some(leaf) => numbers(map, chunk(leaf)?, leaf.levels, rows, &mut labels, -1, |bytes: [u8; 8]| {
                 i32::try_from(i64::from_le_bytes(bytes).max(-1)).unwrap_or(i32::MAX)
             })?,
@@ -175,7 +176,7 @@ fn pages(map: &[u8], chunk: &Chunk, first_row: u32, n_rows: u64, out: &mut Colum
     Ok(())
 }
 
-/// Appends a column of numbers of `N` bytes each; a null becomes `null`. `rows`: the first one, and how many.
+/// Appends a column of numbers of `N` bytes each. A null becomes `null`. `rows`: the first one, and their number.
 fn numbers<const N: usize, T: Copy>(
     map: &[u8], chunk: &Chunk, levels: u8, (first_row, n_rows): (u32, u64), out: &mut Vec<T>, null: T,
     value: impl Fn([u8; N]) -> T,

@@ -1,4 +1,4 @@
-//! The values of a column: in which page each lies, and where in it.
+//! The values of a column: the page of each, and its place in the page.
 
 use jaxtrain_decode::refuse;
 use std::sync::{Arc, OnceLock};
@@ -8,7 +8,7 @@ use super::encoding::{decompress, indices, present};
 use super::Result;
 
 /// Decompressed bytes that a thread keeps, in addition to the page in use.
-const KEPT: usize = 64 << 20;
+const CACHE_BYTES: usize = 64 << 20;
 
 /// Columns `bytes` and `path` of the audio struct.
 #[derive(Default)]
@@ -53,7 +53,7 @@ impl Page {
     }
 }
 
-/// Where a page lies and how it is packed. These numbers are checked against the file when the page is opened.
+/// The place of a page, and its packing. These numbers are checked against the file when the page is opened.
 #[derive(Clone, Copy, Default)]
 pub struct Body {
     pub at: u64,
@@ -79,30 +79,30 @@ struct Values {
     spans: Arc<Vec<Span>>,
 }
 
-/// Decompressed pages that one thread used last: at most `KEPT` bytes, and the page in use with its dictionary.
+/// Decompressed pages that one thread used last: at most `CACHE_BYTES` bytes, and the page in use with its dictionary.
 #[derive(Default)]
 pub struct Pages {
-    kept: Vec<(usize, u64, Values)>, // (shard, offset of the page, its values), the last used at the end
+    cached: Vec<(usize, u64, Values)>, // (shard, offset of the page, its values), the last used at the end
 }
 
 impl Pages {
     fn find(&mut self, shard: usize, at: u64) -> Option<Values> {
-        let i = self.kept.iter().position(|(s, a, _)| (*s, *a) == (shard, at))?;
-        self.kept[i..].rotate_left(1);
-        self.kept.last().map(|(_, _, page)| page.clone())
+        let i = self.cached.iter().position(|(s, a, _)| (*s, *a) == (shard, at))?;
+        self.cached[i..].rotate_left(1);
+        self.cached.last().map(|(_, _, page)| page.clone())
     }
 
     fn keep(&mut self, shard: usize, at: u64, page: &Values) {
         let size = |p: &Values| p.data.as_ref().map_or(0, |d| d.capacity()) + p.spans.capacity() * size_of::<Span>();
         let mut total = size(page);
         // From the last used backwards. A dictionary is counted with each page that refers to it, so fewer may be kept.
-        let fits = self.kept.iter().rev().take_while(|(_, _, p)| {
+        let fits = self.cached.iter().rev().take_while(|(_, _, p)| {
             total += size(p);
-            total <= KEPT
+            total <= CACHE_BYTES
         });
-        let drop = self.kept.len() - fits.count();
-        self.kept.drain(..drop);
-        self.kept.push((shard, at, page.clone()));
+        let drop = self.cached.len() - fits.count();
+        self.cached.drain(..drop);
+        self.cached.push((shard, at, page.clone()));
     }
 }
 
@@ -114,7 +114,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Its bytes, where `map` is the file; None for a null.
+    /// Its bytes: `map` is the file. None for a null.
     pub fn slice<'a>(&'a self, map: &'a [u8]) -> Option<&'a [u8]> {
         match self {
             Self::Null => None,
@@ -144,7 +144,7 @@ impl Column {
         }
     }
 
-    /// The values of a data page, from memory where they were found before.
+    /// The values of a data page, from memory if they were found before.
     fn values(&self, map: &[u8], shard: usize, page: &Page, pages: &mut Pages) -> Result<Values> {
         if let Some(values) = page.cached(shard, pages) {
             return Ok(values);
@@ -217,7 +217,7 @@ impl Opened {
 }
 
 impl Body {
-    /// Decompresses the page where needed and reads its levels; `level` is that of a value that is present.
+    /// Decompresses the page if necessary, and reads its levels. `level` is that of a value that is present.
     pub fn open(&self, map: &[u8], level: u8) -> Result<Opened> {
         let start = usize::try_from(self.at).unwrap_or(usize::MAX);
         let end = start.checked_add(self.packed as usize).filter(|end| *end <= map.len());

@@ -6,7 +6,7 @@ use jaxtrain_decode::refuse;
 pub const TRUE: u8 = 1;
 pub const STRUCT: u8 = 12;
 
-/// Reads the fields of a struct: by their number, what is done with each of its kind. All others are passed over.
+/// Reads the fields of a struct, each by the action for its number and kind. All others are skipped.
 macro_rules! fields {
     ($input:ident, $kind:ident, $($id:pat $(if $of:expr)? => $read:expr),+ $(,)?) => {
         $input.fields(|$input, id, $kind| {
@@ -133,7 +133,7 @@ impl<'a> Thrift<'a> {
         Ok(())
     }
 
-    /// Skips an item of a list or map, where a boolean takes a byte.
+    /// Skips an item of a list or map, in which a boolean takes a byte.
     fn item(&mut self, kind: u8, depth: usize) -> Result<()> {
         match kind {
             1 | 2 => self.byte().map(drop),

@@ -4,9 +4,9 @@
 //!
 //! u\[j\] = sum over k of x\[k\] cos(pi / M (j + 1/2) (k + 1/2)).
 //!
-//! Its first half is the part of the block that falls, mirrored and negated, and its second half the part that rises. So each
-//! block leaves M / 2 values to the next one. The DCT-IV is a complex Fourier transform of M / 2 points between two rotations:
-//! the points are x\[2 n\] + i x\[M - 1 - 2 n\], and the results u\[2 n\] - i u\[M - 1 - 2 n\].
+//! Its first half is the part of the block that falls, mirrored and negated, and its second half the part that rises.
+//! So each block leaves M / 2 values to the next one. The DCT-IV is a complex Fourier transform of M / 2 points between
+//! two rotations: the points are x\[2 n\] + i x\[M - 1 - 2 n\], and the results u\[2 n\] - i u\[M - 1 - 2 n\].
 
 // In the kernels several arrays share one index.
 #![allow(clippy::needless_range_loop)]
@@ -108,7 +108,8 @@ simd::kernel! {
 }
 
 simd::kernel! {
-    /// Makes the samples between the middles of two blocks that were transformed one after the other, and returns their number.
+    /// Makes the samples between the middles of two blocks that were transformed one after the other, and returns their
+    /// number.
     pub(super) fn overlap(work: &mut Work, before: &Table, this: &Table) -> usize:
         avx2 add_halves::<simd::Avx2>; else add_halves::<Portable>
 }
@@ -219,7 +220,7 @@ unsafe fn first_pass<V: Shuffle>(planes: [*mut f32; 2], table: &Table) {
     }
 }
 
-/// Transforms of four points for each of `m` groups. Returns where the turns of the next pass begin.
+/// Transforms of four points for each of `m` groups. Returns the start of the turns of the next pass.
 #[inline(always)]
 unsafe fn later_pass<V: Shuffle>(
     from: [*mut f32; 2], to: [*mut f32; 2], m: usize, stride: usize, turns: *const [f32; 6],
@@ -271,8 +272,8 @@ unsafe fn add_halves<V: Shuffle>(work: &mut Work, before: &Table, this: &Table) 
 mod tests {
     use super::*;
 
-    /// The windowed inverse MDCT by its definition (1.3.2 and 4.3.1), for blocks of the lines before and after: the part
-    /// between the middles.
+    /// The windowed inverse MDCT by its definition (1.3.2 and 4.3.1), for blocks of the lines before and after: the
+    /// part between the middles.
     fn slow(spectra: [&[f32]; 2]) -> Vec<f32> {
         let slope = spectra[0].len().min(spectra[1].len()) as f64;
         let rise = |t: f64| match t + 0.5 + slope / 2.0 {

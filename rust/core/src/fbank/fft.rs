@@ -1,9 +1,9 @@
-//! The transform of several frames at once, one in each lane, and its power spectrum.
+//! The Fourier transform of several frames at once, one in each lane, and its power spectrum.
 
 use super::FilterBank;
 use jaxtrain_decode::simd::{four, Complex, Lanes};
 
-/// The radix of the pass over spans of `span` elements: 8, or in the last one what is left.
+/// The radix of the pass over spans of `span` elements: 8, or in the last pass the rest.
 #[inline(always)]
 fn radix(span: usize) -> usize {
     if span.is_multiple_of(8) {
@@ -42,9 +42,9 @@ pub(super) fn place(mut k: usize, half: usize) -> usize {
     line(place, half)
 }
 
-/// Complex FFT of t.half, decimation in frequency, passes of radix 8 and a last one of what is left, in place; bin k ends at
-/// `t.place[k]`. Element p of lane l is at p * `V::N` + l of both planes. After the first pass its parts are independent: one
-/// part after the other stays in the nearest cache.
+/// Complex FFT of t.half in place: decimation in frequency, passes of radix 8, and a last pass of the rest. Bin k ends
+/// at `t.place[k]`. Element p of lane l is at p * `V::N` + l of both planes. After the first pass its parts are
+/// independent: one part after the other stays in the nearest cache.
 #[inline(always)]
 pub(super) unsafe fn transform<V: Lanes>(planes: [*mut f32; 2], t: &FilterBank) {
     let (whole, part) = (t.half, part(t.half));

@@ -1,7 +1,8 @@
-//! The tables of MPEG audio layer III: facts of ISO/IEC 11172-3 (annex B) and 13818-3 (annex B).
+//! The tables of MPEG audio layer III, from ISO/IEC 11172-3 (annex B) and 13818-3 (annex B).
 //!
-//! A Huffman code is complete, so its leaves from left to right (in ascending order of their codes) determine it. Each leaf is
-//! the length of its code << 8 | its values: x << 4 | y of a pair; of a quadruple one bit for each value, the first one highest.
+//! A Huffman code is complete, so its leaves from left to right (in ascending order of their codes) determine it. Each
+//! leaf is the length of its code << 8 | its values: x << 4 | y of a pair; of a quadruple one bit for each value, the
+//! first one highest.
 
 /// The codes of pairs of tables 1 to 3, 5 to 13, 15, 16 and 24, one after the other: each ends when it is complete.
 pub(super) const PAIRS: [u16; 1378] = [
@@ -118,7 +119,7 @@ pub(super) const QUADS_B: [u16; 16] = [
 pub(super) const LINBITS: [u8; 32] =
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 6, 8, 10, 13, 4, 5, 6, 7, 8, 9, 11, 13];
 
-/// D\[i\] * 65536 of the synthesis window, i <= 256; D\[512 - i\] is D\[i\] where 64 divides i, else -D\[i\].
+/// D\[i\] * 65536 of the synthesis window, i <= 256. D\[512 - i\] is D\[i\] if 64 divides i, else -D\[i\].
 pub(super) const WINDOW: [i32; 257] = [
     0, -1, -1, -1, -1, -1, -1, -2, -2, -2, -2, -3, -3, -4, -4, -5, -5, -6, -7, -7, -8, -9, -10, -11, -13, -14, -16,
     -17, -19, -21, -24, -26, -29, -31, -35, -38, -41, -45, -49, -53, -58, -63, -68, -73, -79, -85, -91, -97, -104,
@@ -171,7 +172,7 @@ pub(super) const SHORT: [[u16; 14]; 9] = {
     ]
 };
 
-/// Added to the scale factors of long blocks where the side information has the flag.
+/// Added to the scale factors of long blocks if the side information has the flag.
 pub(super) const EMPHASIS: [u8; 22] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 2, 0];
 
 /// MPEG 1: bits of the scale factors of low and of high bands, by `scalefac_compress`.

@@ -1,10 +1,11 @@
-//! Files that are named as recordings are, and hold a format that is not read here, or no sound at all: by their first bytes.
+//! Files that have the name of a recording, but hold an unsupported format or no audio, recognised by their first
+//! bytes.
 
 use super::Error;
 
 const WMA: [u8; 8] = *b"\x30\x26\xb2\x75\x8e\x66\xcf\x11";
 
-/// Where the bytes lie, the bytes, and the format's name.
+/// The place of the bytes, the bytes, and the format's name.
 const FORMATS: [(usize, &[u8], &str); 25] = [
     (0, &WMA, "Windows Media (WMA)"),
     (0, b"\x1a\x45\xdf\xa3", "Matroska or WebM"),
@@ -33,8 +34,8 @@ const FORMATS: [(usize, &[u8], &str); 25] = [
     (4, b"styp", "a segment of MP4"),
 ];
 
-/// First bytes of files that are no sound, what they are, and how to get the recording.
-const NO_SOUND: [(&[u8], &str); 6] = [
+/// First bytes of files without audio, a name for the file, and a way to get the recording.
+const NOT_AUDIO: [(&[u8], &str); 6] = [
     (b"version https://git-lfs", "a Git LFS pointer instead of the recording; fetch it: git lfs pull"),
     (b"<!", "a web page instead of the recording; fetch it again"),
     (b"<ht", "a web page instead of the recording; fetch it again"),
@@ -43,17 +44,17 @@ const NO_SOUND: [(&[u8], &str); 6] = [
     (b"WAac", "a WAC recording of a Song Meter; convert it with Kaleidoscope"),
 ];
 
-/// Why the bytes are not read.
+/// The reason why the bytes are not read.
 pub(super) fn refusal(bytes: &[u8]) -> Error {
     let found = FORMATS.iter().find(|(at, magic, _)| bytes.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
     if let Some(name) = found.map(|(_, _, name)| *name).or_else(|| frames(bytes)) {
         return Error::Unsupported { format: name, what: "this format".into() };
     }
-    if let Some((_, what)) = NO_SOUND.iter().find(|(magic, _)| bytes.starts_with(magic)) {
-        return Error::NoSound(what);
+    if let Some((_, what)) = NOT_AUDIO.iter().find(|(magic, _)| bytes.starts_with(magic)) {
+        return Error::NotAudio(what);
     }
     if bytes.iter().all(|&byte| byte == 0) {
-        return Error::NoSound("a file of zeros, as copies that failed leave them; fetch it again");
+        return Error::NotAudio("a file of zeros, as copies that failed leave them; fetch it again");
     }
     let mut begin = [0; 4];
     let n = bytes.len().min(4);
@@ -67,7 +68,7 @@ fn frames(bytes: &[u8]) -> Option<&'static str> {
     let word = u32::from_be_bytes(*bytes.first_chunk()?);
     match word >> 17 & 3 {
         _ if bytes[0] == b'G' && bytes.get(188) == Some(&b'G') => Some("MPEG transport stream"),
-        // Frames of FLAC without their file's header begin alike: the second frame of ADTS tells.
+        // Frames of FLAC without their file's header begin in the same way: the second frame of ADTS decides.
         0 if word >> 20 == 0xfff => {
             let head = bytes.get(..6)?;
             let size = usize::from(head[3] & 3) << 11 | usize::from(head[4]) << 3 | usize::from(head[5]) >> 5;

@@ -1,9 +1,9 @@
-//! Formats that have no decoder here: M4A (AAC, ALAC), CAF with ALAC, and WAV with ADPCM. symphonia reads container and
-//! packets: several times slower, since a container is opened for every crop, but exact to the sample where the codec is.
-//! It reads some variants in part, or wrongly: those are refused by name.
+//! Formats that have no decoder here: M4A (AAC, ALAC), CAF with ALAC, and WAV with ADPCM. The crate symphonia reads
+//! container and packets. It is several times slower, since a container is opened for every crop, but exact to the
+//! sample if the codec is. It reads some variants in part, or wrongly: those are refused by name.
 //!
-//! AAC overlaps its packets, so decoding begins `AHEAD` samples before the crop; it also fills bands with noise that is drawn
-//! anew, so that two decodes differ by as much.
+//! AAC overlaps its packets, so decoding begins `PRE_ROLL` samples before the crop. It also fills bands with random
+//! noise, so that two decodes differ by as much.
 
 use std::io::Cursor;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -21,12 +21,12 @@ use super::mp4::{self, Edit};
 use super::{aac, aiff, corrupt, riff, Error, Info};
 
 /// Samples that are decoded before the crop.
-const AHEAD: u64 = 4096;
+const PRE_ROLL: u64 = 4096;
 /// Samples at the end that a container may promise and not hold: its length is rounded to packets.
-const MISSING: usize = 4096;
+const MAX_MISSING: usize = 4096;
 
 /// Whether the bytes are one of these formats.
-pub(super) fn is_other(bytes: &[u8]) -> bool {
+pub(super) fn is_fallback(bytes: &[u8]) -> bool {
     let magic = |at: usize| bytes.get(at..at + 4).unwrap_or(&[]);
     match magic(0) {
         b"caff" => true,
@@ -44,7 +44,7 @@ pub(super) fn name(bytes: &[u8]) -> &'static str {
     }
 }
 
-/// A WAV of ADPCM: where its blocks lie, and the samples of each.
+/// A WAV of ADPCM: the place of its blocks, and the samples of each.
 struct Blocks {
     data: std::ops::Range<usize>,
     bytes: usize,
@@ -52,7 +52,7 @@ struct Blocks {
     stated: u64, // the samples that the header states
 }
 
-/// The blocks of a WAV with ADPCM (Microsoft's or IMA); None for any other.
+/// The blocks of a WAV with ADPCM (Microsoft's or IMA). None for any other.
 fn blocks(bytes: &[u8]) -> Option<Blocks> {
     let word = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
     let mut found = None;
@@ -150,7 +150,7 @@ fn scaled(ticks: u64, base: Option<TimeBase>, rate: u32) -> u64 {
     }
 }
 
-/// A panic would be a bug of symphonia, met on damaged bytes.
+/// Catches a panic, which would be a bug of symphonia on damaged bytes.
 fn guarded<T>(bytes: &[u8], run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| corrupt(name(bytes), "a packet cannot be decoded"))
 }
@@ -198,13 +198,13 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), Error> {
     })
 }
 
-/// Why AAC is not decoded; None if it is.
+/// The reason why AAC is not decoded. None if it is.
 fn refused_aac(opened: &mut Opened<'_>) -> Option<&'static str> {
     if let Some(what) = opened.parameters.extra_data.as_deref().and_then(aac::refusal) {
         return Some(what);
     }
     let (mut packets, mut with_sbr) = (0, 0);
-    while packets < aac::LOOKED_AT {
+    while packets < aac::MAX_PACKETS {
         let Ok(Some(packet)) = opened.reader.next_packet() else { break };
         if packet.track_id == opened.track {
             packets += 1;
@@ -214,10 +214,10 @@ fn refused_aac(opened: &mut Opened<'_>) -> Option<&'static str> {
     (2 * with_sbr > packets).then_some("HE-AAC")
 }
 
-/// Where the last packet ends, in samples of the recording; of AAC somewhere behind it.
+/// The end of the last packet, in samples of the recording. For AAC it is somewhere after that.
 fn end(format: &'static str, opened: &mut Opened<'_>) -> Result<u64, Error> {
     let Opened { reader, track, base, parameters, info, skip } = opened;
-    let last = (info.frames + *skip).saturating_sub(MISSING as u64);
+    let last = (info.frames + *skip).saturating_sub(MAX_MISSING as u64);
     if last > 0 && !seek(reader.as_mut(), *track, *base, info.rate, last) {
         return Err(Error::Unsupported { format, what: "its tracks of several lengths".into() });
     }
@@ -249,8 +249,9 @@ fn seek(reader: &mut (dyn FormatReader + '_), track: u32, base: Option<TimeBase>
     reader.seek(SeekMode::Accurate, to).is_ok()
 }
 
-/// Whether the quantiser of a packet of Microsoft's ADPCM, which is blocks of `frames`, grows beyond what 32 bits hold: to
-/// hundreds of times the range of a sample, so no encoder wrote it. symphonia would return noise for the rest of that block.
+/// Whether the quantiser of a packet of Microsoft's ADPCM, which is blocks of `frames`, grows beyond 32 bits: to
+/// hundreds of times the range of a sample. No encoder wrote such a packet. Symphonia would return noise for the rest
+/// of that block.
 fn runs_away(packet: &[u8], channels: usize, frames: u64) -> bool {
     const GROWTH: [i32; 16] = [230, 230, 230, 230, 307, 409, 512, 614, 768, 614, 512, 409, 307, 230, 230, 230]; // / 256
     let head = 7 * channels;
@@ -291,7 +292,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
     let Opened { mut reader, track, base, parameters, skip, .. } = open(bytes)?;
     let start = start + skip;
     let Some(mut decoder) = decoder(&parameters) else { return corrupt(format, "it has no decoder") };
-    let from = start.saturating_sub(AHEAD);
+    let from = start.saturating_sub(PRE_ROLL);
     if from > 0 && blocks(bytes).is_none() && !seek(reader.as_mut(), track, base, info.rate, from) {
         return corrupt(format, "a position cannot be found");
     }
@@ -311,7 +312,8 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         }
         let Ok(decoded) = decoder.decode(&packet) else { return corrupt(format, "a packet cannot be decoded") };
         let n = decoded.frames();
-        // The presentation time is that of the packet's first sample, those of the encoder's delay included: they are cut.
+        // The presentation time is that of the packet's first sample, those of the encoder's delay included: they are
+        // cut.
         let first = packet.pts.get().saturating_add_unsigned(packet.trim_start.get()).max(0) as u64;
         let position = scaled(first, base, info.rate);
         let wanted = start + done as u64;
@@ -337,7 +339,7 @@ fn try_read(bytes: &[u8], info: &Info, start: u64, channel: Option<u16>, out: &m
         }
         done += take;
     }
-    refuse!(out.len() - done > MISSING, corrupt(format, "it ends before its stated length"));
+    refuse!(out.len() - done > MAX_MISSING, corrupt(format, "it ends before its stated length"));
     out[done..].fill(0.0);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Seek tables of long recordings whose frames had to be walked, kept for all threads of the process.
+//! Seek tables of long recordings whose frames were walked, kept for all threads of the process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,45 +6,45 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// One frame of so many has its offset in the table: the others are walked from it.
 const STRIDE: usize = 32;
 /// Bytes of all tables: 2,000 recordings of two hours.
-const KEPT: usize = 64 << 20;
+const MAX_BYTES: usize = 64 << 20;
 /// Bytes at each place of a recording that identify it.
 const PROBE: usize = 256;
 
-/// Where every `STRIDE`th frame of a recording begins.
-pub struct Table {
+/// The starts of every `STRIDE`th frame of a recording.
+pub struct SeekTable {
     pub n: usize, // frames
     offsets: Vec<u32>,
 }
 
-impl Table {
-    /// The last frame in the table that is not after frame `k`, and where it begins; None for one that does not exist.
+impl SeekTable {
+    /// The last frame in the table that is not after frame `k`, and its start. None for one that does not exist.
     pub fn before(&self, k: usize) -> Option<(usize, usize)> {
         let i = k / STRIDE;
         (k < self.n).then(|| self.offsets.get(i).map(|&at| (i * STRIDE, at as usize)))?
     }
 }
 
-/// The tables by recording, and their bytes. There may be 200,000 of the shortest recordings that get one: a list would be
-/// searched for each crop, under the lock.
-type Tables = (HashMap<u128, Arc<Table>>, usize);
+/// The tables by recording, and their bytes. There may be 200,000 of the shortest recordings that get one: a list would
+/// be searched for each crop, under the lock.
+type Tables = (HashMap<u128, Arc<SeekTable>>, usize);
 
 static TABLES: Mutex<Option<Tables>> = Mutex::new(None);
 
 /// The table of a recording that was walked before.
-pub fn find(bytes: &[u8]) -> Option<Arc<Table>> {
+pub fn find(bytes: &[u8]) -> Option<Arc<SeekTable>> {
     let key = key(bytes); // before the lock: the file may have to be read for it
     TABLES.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.0.get(&key).cloned()
 }
 
-/// Keeps the table of a recording with these frames; all others make room if it takes too much.
-pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
+/// Keeps the table of a recording with these frames. If the tables take too much, all others are removed.
+pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<SeekTable> {
     let offsets = frames.iter().step_by(STRIDE).copied().collect();
-    let table = Arc::new(Table { n: frames.len(), offsets });
+    let table = Arc::new(SeekTable { n: frames.len(), offsets });
     let key = key(bytes);
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
     let (by_key, size) = tables.get_or_insert_default();
     let more = 64 + 4 * table.offsets.len();
-    if *size + more > KEPT {
+    if *size + more > MAX_BYTES {
         by_key.clear();
         *size = 0;
     }
@@ -53,7 +53,7 @@ pub fn keep(bytes: &[u8], frames: &[u32]) -> Arc<Table> {
     table
 }
 
-/// Tells recordings apart by their size and by what lies at their beginning, middle and end.
+/// Identifies a recording by its size and by the bytes at its beginning, middle and end.
 fn key(bytes: &[u8]) -> u128 {
     let mut hash: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     let mut feed = |byte: u8| hash = (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
