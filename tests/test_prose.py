@@ -18,7 +18,20 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 # Files and folders that are clean. Add one when `python -m tests.test_prose IT` ends its first line
 # with "clean".
-CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "jaxtrain", "loaders", "tools")
+CLEAN = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "docs",
+    "jaxtrain",
+    "loaders",
+    "tools",
+    "rust/core",
+    "rust/decode",
+    "rust/python",
+    "rust/fuzz/fuzz_targets",
+)
 LEFT_OUT = {"docs/reference.md", "docs/results/cpu-steps.md"}  # made from comments of dataclasses; lab notes, not rewritten yet
 
 # The limits are the highest figures of nanodo, seqax, big_vision, equinox and kauldron.
@@ -67,18 +80,21 @@ def paragraphs(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
 
 
 def sentences(path: pathlib.Path) -> list[Sentence]:
-    """The sentences of a page, or of the docstrings of a module, its classes and its functions."""
+    """The sentences of a page, of the docstrings of a Python module, or of the doc comments of a
+    Rust file."""
     texts = [(0, path.read_text())]
+    if path.suffix == ".rs":
+        texts = [(0, re.sub(r"(?m)^ *//[/!] ?|^(?! *//[/!]).*", "", texts[0][1]))]
     if path.suffix == ".py":
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = [node for node in ast.walk(ast.parse(texts[0][1])) if isinstance(node, kinds)]
         texts = [(node.body[0].lineno - 1, doc) for node in nodes if (doc := ast.get_docstring(node))]
-    found = [(offset + line, each) for offset, text in texts for line, each in paragraphs(text, path.suffix == ".md")]
+    found = [(offset + line, each) for offset, text in texts for line, each in paragraphs(text, path.suffix in (".md", ".rs"))]
     split = [(line, sentence) for line, each in found for sentence in re.split(r"(?<=[.?!:])\W*\s+(?=[\"“(*]*[A-Z`])", each)]
     return [Sentence(f"{path}:{line}", text) for line, text in split if re.search(r"[a-z]{2}", text)]
 
 
-def read(area: str, suffixes: tuple[str, ...] = (".py", ".md")) -> list[Sentence]:
+def read(area: str, suffixes: tuple[str, ...] = (".py", ".md", ".rs")) -> list[Sentence]:
     files = [ROOT / area] if (ROOT / area).is_file() else sorted((ROOT / area).rglob("*"))
     files = [file for file in files if file.suffix in suffixes and str(file.relative_to(ROOT)) not in LEFT_OUT]
     return [s._replace(place=s.place.removeprefix(f"{ROOT}/")) for file in files for s in sentences(file)]
@@ -104,7 +120,7 @@ def over(found: list[Sentence]) -> dict[str, float]:
 
 
 def test_clean_areas_stay_plain():
-    for suffix in (".md", ".py"):
+    for suffix in (".md", ".py", ".rs"):
         found = [s for area in CLEAN for s in read(area, (suffix,))]
         assert not faults(found)
         assert not over(found), f"python -m tests.test_prose {' '.join(CLEAN)} lists the sentences"
@@ -118,6 +134,12 @@ def test_code_and_tables_are_not_measured(tmp_path):
     assert [(s.place, s.words) for s in sentences(page)] == [(f"{page}:3", 6), (f"{page}:3", 6)]
     assert all(figures(sentences(page)).values())
     assert not faults(sentences(page))
+    rust = tmp_path / "rust.rs"
+    rust.write_text(
+        '//! It runs.\n\nfn f() { what("Whoever asks.") } // shall\n    /// Whoever asks\n    /// is told.\n    fn g() {}\n'
+    )
+    assert [(s.place, s.words) for s in sentences(rust)] == [(f"{rust}:1", 2), (f"{rust}:4", 4)]
+    assert len(faults(sentences(rust))) == 1
 
 
 def main(areas: list[str]) -> None:
