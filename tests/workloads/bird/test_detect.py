@@ -266,12 +266,9 @@ def test_embeddings_of_windows_keep_path_times_and_clock(run, recordings, found,
     assert cli.main([*argv, "--kinds", "cls"]) == 2 and "holds embeddings of something else" in capsys.readouterr().err
 
 
-def test_classes_and_formats(run, recordings, tmp_path):
+def test_scores_of_some_classes(run, recordings, tmp_path):
     argv = (run, recordings / "c.ogg", "--out", tmp_path / "out", "--threshold", 0)
-    run_detect(*argv, "--classes", "wren,blackbird", "--formats", "audacity")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        ["audacity", "detect.json", "errors.csv", "recordings.csv", "scores"]
-    )
+    run_detect(*argv, "--classes", "wren,blackbird")
     (row, *_) = scores_of(tmp_path / "out")
     assert list(row)[4:] == ["blackbird", "wren"] and row["blackbird"] + row["wren"] < 1, "of a softmax over all classes"
 
@@ -289,7 +286,7 @@ def test_classes_and_formats(run, recordings, tmp_path):
         ({"RECORDING": "nothing.wav"}, "nothing.wav does not exist"),
         ({"RECORDING": "{empty}"}, "holds no recordings"),
         ({"RUN": "{recordings}"}, "holds no step"),
-        ({"--formats": "csv", "--batch": "16"}, "holds scores of something else: batch was 8 and is 16"),
+        ({"--batch": "16"}, "holds scores of something else: batch was 8 and is 16"),
     ],
 )
 def test_an_error_is_one_line(run, recordings, found, tmp_path, capsys, change, text):
@@ -297,7 +294,7 @@ def test_an_error_is_one_line(run, recordings, found, tmp_path, capsys, change, 
     places = {"recordings": recordings, "empty": tmp_path / "empty"}
     change = {key: value.format(**places) for key, value in change.items()}
     rest = [part for key, value in change.items() if key.startswith("--") for part in (key, value)]
-    out = found if "--formats" in change else tmp_path / "out"
+    out = found if "--batch" in change else tmp_path / "out"
     given = [change.get("RUN", str(run)), change.get("RECORDING", str(recordings)), "--out", str(out), "--overlap", "0.25"]
     capsys.readouterr()
     assert cli.main(["detect", *given, "--batch", "8", *rest]) == 2

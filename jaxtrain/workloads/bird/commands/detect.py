@@ -18,7 +18,7 @@ a head by `jaxtrain fit` (--model).
         errors.csv                 unreadable recordings: the command continues, then exits with 1
 
 Rerun the same command to resume after an interruption: the result has the same bytes. With another
---threshold, --min-duration or --formats only the tables are made again. Under srun or mpirun the
+--threshold or --min-duration only the tables are made again. Under srun or mpirun the
 processes share the windows.
 """
 
@@ -31,8 +31,6 @@ from typing import Any
 
 from jaxtrain.commands import arguments
 from jaxtrain.workloads.bird import commands
-
-FORMATS = ("raven", "audacity", "csv")
 
 
 @arguments.reported
@@ -47,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", default="", metavar="NAMES", help="between commas, or a file; default: all")
     parser.add_argument("--min-duration", type=float, default=0.0, metavar="S", help="of a detection, at least; default: 0")
     parser.add_argument("--no-merge", action="store_true", help="a detection for each window, instead of one for neighbours")
-    formats = commands.some_of(FORMATS)
-    parser.add_argument("--formats", type=formats, default=",".join(FORMATS), help="default: raven,audacity,csv")
     parser.add_argument("--root", default="", metavar="FOLDER", help="base of all names; default: the nearest folder above all")
     parser.add_argument("--follow-links", action="store_true", help="links in it may lead out of it")
     parser.add_argument("--names", default="", metavar="FILE", help="names of the run's classes in order, if it has none")
@@ -107,7 +103,7 @@ def _detect(args: argparse.Namespace) -> int:
     if not detections.complete(parts):
         print(f"{args.out}: other processes have windows left; the last one to end writes the tables")
         return 0
-    options = detections.Options(bounds, not args.no_merge, args.min_duration, args.formats, (0.0, data.highest))
+    options = detections.Options(bounds, not args.no_merge, args.min_duration, (0.0, data.highest))
     with open(parts.folder / ".lock", "a") as lock:  # of processes that end together, one writes the tables
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

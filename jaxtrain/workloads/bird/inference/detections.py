@@ -6,7 +6,6 @@ import itertools
 import os
 import pathlib
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from loaders.audio.recordings.annotations import Errors
 from loaders.audio.recordings.windows import Recording
 from loaders.io import atomic_write, files
 
-FORMATS = ("raven", "audacity", "csv")
 THRESHOLD = 0.5
 BIRDNET = ("Start (s)", "End (s)", "Scientific name", "Common name", "Confidence", "File", "Clock")
 RAVEN = (
@@ -50,7 +48,6 @@ class Options(NamedTuple):
     thresholds: np.ndarray  # float32 [classes]: a score from which on a class is there
     merge: bool = True  # neighbouring windows are one detection
     min_duration: float = 0.0  # [s] of a detection, at least
-    formats: Sequence[str] = FORMATS
     band: tuple[float, float] = (0.0, 0.0)  # [Hz] that the encoder hears, for tables with frequencies
 
 
@@ -121,15 +118,12 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
     out, counts = parts.folder.parent, {"detections": 0, "unreadable": 0, "silent": 0}
     remove_partial(out)
     remove_partial(parts.folder)
-    headings: dict[str, tuple[str, ...]] = {"recordings": RECORDINGS}
-    if "csv" in options.formats:
-        headings["detections"] = BIRDNET
+    headings = {"recordings": RECORDINGS, "detections": BIRDNET}
     with contextlib.ExitStack() as stack:
         writers = {name: stack.enter_context(atomic_write.table(out / f"{name}.csv")) for name in headings}
         for name, columns in headings.items():
             writers[name].writerow(columns)
-        made = (name for name in ("raven", "audacity") if name in options.formats)
-        folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in made}
+        folders = {name: stack.enter_context(atomic_write.folder(out / name, replace=True)) for name in ("raven", "audacity")}
         unreadable: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for k, rows in itertools.groupby(_rows(parts, unreadable), key=lambda row: row[0]):
             recording = parts.windows.recordings[k]
@@ -146,11 +140,6 @@ def write(parts: Parts, options: Options, errors: Errors) -> dict[str, int]:
             counts["silent"] += not found
             if found:
                 _write_tables(parts, recording, found, options.band, folders, writers)
-    for name in ("raven", "audacity"):
-        if name not in options.formats:
-            shutil.rmtree(out / name, ignore_errors=True)
-    if "csv" not in options.formats:
-        (out / "detections.csv").unlink(missing_ok=True)
     errors.save(out / "errors.csv", always=True)
     return {**counts, "errors": errors.serious}
 
@@ -171,23 +160,19 @@ def _write_tables(
 ) -> None:  # fmt: skip
     path = os.path.join(parts.windows.root, recording.name)
     names = [_plain(name) for name in parts.names]
-    if "detections" in writers:
-        for each in found:
-            name = names[each.label]
-            times = (seconds(each.start), seconds(each.end))
-            writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
-    if "raven" in folders:
-        lines = ["\t".join(RAVEN)]
-        low, high = (f"{value:.1f}" for value in band)
-        last = _plain(recording.name.rpartition("/")[2])
-        for number, each in enumerate(found, 1):
-            start, end = seconds(each.start), seconds(each.end)
-            row = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
-            lines.append("\t".join(map(str, (*row, f"{each.score:.4f}"))))
-        _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
-    if "audacity" in folders:
-        labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
-        _put_text(_place(folders["audacity"], recording.name, ".txt"), labels)
+    for each in found:
+        name, times = names[each.label], (seconds(each.start), seconds(each.end))
+        writers["detections"].writerow((*times, name, name, f"{each.score:.4f}", path, recording.clock(each.start)))
+    lines = ["\t".join(RAVEN)]
+    low, high = (f"{value:.1f}" for value in band)
+    last = _plain(recording.name.rpartition("/")[2])
+    for number, each in enumerate(found, 1):
+        start, end = seconds(each.start), seconds(each.end)
+        row = (number, "Spectrogram 1", 1, start, end, low, high, last, _plain(path), start, names[each.label])
+        lines.append("\t".join(map(str, (*row, f"{each.score:.4f}"))))
+    _put_text(_place(folders["raven"], recording.name, ".selections.txt"), lines)
+    labels = [f"{each.start:.6f}\t{each.end:.6f}\t{names[each.label]}" for each in found]
+    _put_text(_place(folders["audacity"], recording.name, ".txt"), labels)
 
 
 def _place(folder: pathlib.Path, name: str, ending: str) -> pathlib.Path:
