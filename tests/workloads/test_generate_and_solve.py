@@ -195,7 +195,7 @@ def test_rollouts_are_counted_calibrated_and_drawn_as_a_curve(solver, untrained,
         ]
         (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]) + "\n")
     test, out = str(tmp_path / "test.csv"), tmp_path / "out.csv"
-    argv = ["solve", str(solver), test, "--rollouts=5", "--noise=0.5", "--stop=either", "--choose=check"]
+    argv = ["solve", str(solver), test, "--rollouts=5", "--noise=0.5", "--stop=check", "--choose=check"]
     assert cli.main([*argv, "--out", str(out), "--calibrate", str(tmp_path / "train.csv")]) == 0
     told = capsys.readouterr().out
     assert "calibrated on 30 boards, " in told and "of 5 rollouts each: the head's choice is valid for " in told

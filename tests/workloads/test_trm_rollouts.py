@@ -154,8 +154,6 @@ def test_stops_keep_the_board_at_which_they_stop(variables, whole, monkeypatch):
     checked = explore(variables, Search(4, 6, "check"))
     expected = np.where(solved.any(0), solved.argmax(0) + 1, 6)
     assert (checked.steps == expected[:, None]).all() and len(set(expected.tolist())) > 1, "of a board all stop together"
-    either = explore(variables, Search(4, 6, "either"))
-    assert (either.steps <= np.minimum(halted.steps, 6)).all() and (either.steps < halted.steps).any()
     best = checked.best("check")
     any_solved = checked.solved.any(1)
     assert np.take_along_axis(checked.solved, np.asarray(best)[:, None], 1)[any_solved].all()

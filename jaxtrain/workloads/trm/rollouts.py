@@ -161,9 +161,9 @@ def explore(
             "done": done_n,
         }
         new = {name: jnp.where(done_n.reshape(-1, *[1] * (x.ndim - 1)), state[name], x) for name, x in new.items()}
-        if search.stop in ("halt", "either"):
+        if search.stop == "halt":
             new["done"] |= sure_n
-        if search.stop in ("check", "either"):
+        if search.stop == "check":
             new["done"] |= jnp.repeat(new["solved"].reshape(n_boards, r).any(-1), r)
         if search.residual:
             moved_n = jnp.sqrt(jnp.square((z_h - state["z_h"]).astype(jnp.float32)).mean((1, 2)))

@@ -1,7 +1,7 @@
 """Solves puzzles with a trained recursive model: the board, how sure it is, and its steps.
 
     jaxtrain solve RUN PUZZLES [--out FILE.csv] [--rollouts N] [--symmetry] [--noise S] [--steps K]
-                   [--stop none|halt|check|either] [--residual R] [--choose q|check]
+                   [--stop none|halt|check] [--residual R] [--choose q|check]
                    [--calibrate FILE] [--curve FILE.csv] [--seed 0] [--batch 64]
 
     jaxtrain solve runs/trm-files puzzles/test.csv --out solved.csv
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--noise", type=_size, nargs="+", metavar="S", help="default: the run's model.noise")
     parser.add_argument("--symmetry", action="store_true", help="each rollout sees a symmetric board; default: as the run")
     parser.add_argument("--steps", type=arguments.positive, metavar="K", help="supervision steps; default: the run's")
-    parser.add_argument("--stop", choices=("none", "halt", "check", "either"), default="none", help="default: none")
+    parser.add_argument("--stop", choices=("none", "halt", "check"), default="none", help="default: none")
     parser.add_argument("--residual", type=_size, metavar="R", help="default: the run's model.residual")
     parser.add_argument("--choose", choices=("q", "check"), default="q", help="default: q, the halting head")
     parser.add_argument("--calibrate", metavar="FILE", help="boards with answers, to fit the confidence to")
@@ -81,10 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.noise and len(args.noise) > 1 and not args.curve:
         parser.error(f"--noise has {len(args.noise)} values, for --curve alone; give one, or --curve FILE")
-    if args.curve and args.stop in ("check", "either"):
-        parser.error(
-            f"--stop {args.stop} ends rollouts by each other, and --curve counts the first 1, 2, 4 … of them; leave it"
-        )
+    if args.curve and args.stop == "check":
+        parser.error("--stop check ends rollouts by each other, and --curve counts the first 1, 2, 4 … of them; leave it")
     if args.curve and args.calibrate:
         parser.error("--calibrate fits the confidence of boards, and --curve writes none; leave one of them")
     if args.curve and args.out:
