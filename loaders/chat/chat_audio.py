@@ -63,7 +63,6 @@ class Chat(Loader):
         self._mixture = mixture.Mixture(sizes, seed=seed) if train else None
         self._n_labels = np.array([[s.size.text_labels, s.n_audio] for s in self._data.examples]).reshape(-1, 2)
         self._deal = functools.lru_cache(maxsize=1024)(self._make_deal)
-        self._places = np.zeros(2, np.int64)  # filled, and delivered, by this process
         for i, bucket in enumerate(self._data.buckets):
             shape = bucket.shape
             log.info(
@@ -97,14 +96,8 @@ class Chat(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return shape, examples and fill of buckets, and unusable examples with the reason."""
-        data = self._data
-        buckets = [
-            {**bucket.shape._asdict(), "examples": len(bucket.members), "fill": bucket.fill(data.sizes)}
-            for bucket in data.buckets
-        ]
-        filled, delivered = self._places.tolist()
-        return {"buckets": buckets, "fill": filled / max(delivered, 1), "bad": len(data.bad), "bad_list": data.bad}
+        """Return unusable examples with the reason."""
+        return {"bad": len(self._data.bad), "bad_list": self._data.bad}
 
     def _make_deal(self, position: int) -> "Deal":
         row = np.arange(self._rows.batch)
@@ -141,7 +134,6 @@ class Chat(Loader):
                 example = self._data.examples[k]
                 values = chatml.row(self._tools.laid_out(example), bucket.shape, self._tools.pad)
                 batch["index"][i], batch["epoch"][i], batch["weight"][i] = example.number, number // len(bucket.members), 1
-                self._places += example.size.places, bucket.shape.places
             for name, x in values.items():
                 batch[name][i] = x
         return batch

@@ -137,9 +137,6 @@ class Volumes(Loader):
         changes = {name: value for name, value in vars(self._config).items() if name not in ("path", "threads", "follow_links")}
         return {"version": [order.VERSION, VERSION], "batch": self._rows.batch, **changes}
 
-    def diagnostics(self) -> dict[str, Any]:
-        return {"subjects": len(self._film.subjects), "volumes": len(self._volumes), "rows": self._n}
-
     def close(self) -> None:
         super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -113,9 +113,6 @@ class Boards(Loader):
             "views": [source.views for source in self._config.sources],
         }  # fmt: skip
 
-    def diagnostics(self) -> dict[str, Any]:
-        return {"puzzles": [len(p.inputs) for p in self._puzzles]}
-
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
         batch = self._empty(len(row))
         batch["labels"][:] = IGNORED

@@ -138,7 +138,7 @@ class Tokens(Loader):
             self._number = np.concatenate(numbers)[turn]
             self._source = np.repeat(np.arange(len(numbers)), [len(number) for number in numbers])[turn]
             n = len(turn)
-        self._delivered = np.zeros((len(self._streams), 2), np.int64)  # rows and tokens of each source, by this process
+        self._delivered = np.zeros(len(self._streams), np.int64)  # rows of each source, by this process
         self._epoch = np.zeros(len(self._streams), np.int64)
         super().__init__(
             element_spec(config), train=train, rows=rows, seed=seed, n_batches=-(-n // rows.batch), threads=config.threads,
@@ -147,10 +147,10 @@ class Tokens(Loader):
 
     def __next__(self) -> tuple[int, HostBatch]:
         position, batch = super().__next__()
-        for source, epoch, mask, weight in zip(*(batch[k] for k in ("source", "epoch", "mask", "weight")), strict=True):
+        for source, epoch, weight in zip(*(batch[k] for k in ("source", "epoch", "weight")), strict=True):
             for k in np.unique(source[weight > 0]):
                 chosen = (source == k) & (weight > 0)
-                self._delivered[k] += np.count_nonzero(chosen), int(mask[chosen].sum())
+                self._delivered[k] += np.count_nonzero(chosen)
                 self._epoch[k] = max(self._epoch[k], int(epoch[chosen].max()))
         return position, batch
 
@@ -172,14 +172,11 @@ class Tokens(Loader):
         }
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return share of rows, passes before, share of padding, unread documents, by source."""
-        rows, tokens = self._delivered.T
+        """Return share of rows and passes before, by source."""
         return {
-            "share": (rows / np.maximum(rows.sum(), 1)).tolist(),
+            "share": (self._delivered / max(self._delivered.sum(), 1)).tolist(),
             "wanted_share": self._mixture.shares.tolist() if self._mixture else None,
             "epoch": self._epoch.tolist(),
-            "padding": (1 - tokens / np.maximum(rows * self._config.context, 1)).tolist(),
-            "too_short": [int((documents.length < 2).sum()) for documents in self._documents],
         }
 
     def _part(self, position: int, row: np.ndarray) -> dict[str, np.ndarray]:
