@@ -12,7 +12,7 @@ from typing import IO
 
 from loaders.base import DataError
 
-ABSENT, PRESENT, WANTED, FAILED = range(4)  # states of a part. These and HEAD equal those of rust/core/src/source/copy_progress.rs
+ABSENT, PRESENT, WANTED, FAILED = range(4)  # of a part. These and HEAD equal those of rust/core/src/source/copy_progress.rs
 HEAD = 8  # [bytes] of a list of parts, before them: the size of a part
 LIMIT = 200  # [GB] unless $JAXTRAIN_SHARDS_GB says otherwise
 LOOKS = 64  # at the cache's contents, also of other processes, while it fills once
