@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxtrain.config import Config, Metrics
+from jaxtrain.config import Config, ConfigError, Metrics
 from jaxtrain.telemetry import writers
 
 
@@ -149,6 +149,88 @@ def test_promise_15_wandb_resumes_in_the_same_run(tmp_path, monkeypatch):
     assert [field for field, _ in Metrics(wandb_group="x").validate()] == ["wandb_group"]
     assert calls.count((10, {"train/loss": 1.0})) == 2 and calls.count("finish") == 2
     assert (9, {"train/loss": 2.0}) not in calls
+
+
+def kept(tmp_path, **metrics):
+    """The records that a service gets from a run that is killed after step 30, resumed from 20 and
+    ended at 40."""
+    for first, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+        made = writers.make_writers(Config(workdir=str(tmp_path / "run"), metrics=Metrics(**metrics)), first)
+        for step in steps:
+            for writer in made:
+                writer.write(step, "train", {"loss": float(step), "odd": math.nan})
+        if first:
+            for writer in made:
+                writer.write(40, "test", {"accuracy": 0.5})
+        for writer in made:
+            writer.close()
+
+
+def test_promise_15_mlflow_resumes_in_the_same_run(tmp_path, monkeypatch):
+    """This uses a stand-in for its client: there is one run, its config is sent once, and no record
+    is sent twice. The next test uses the real client."""
+    calls = []
+
+    def said(name, result=None):
+        return lambda *given, **options: calls.append((name, *given, options)) or result
+
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+    names = ("set_experiment", "log_params", "log_metrics", "flush_async_logging", "end_run")
+    client = types.SimpleNamespace(start_run=said("start_run", run), **{name: said(name) for name in names})
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    (tmp_path / "run").mkdir()
+    kept(tmp_path, mlflow_experiment="birds")
+    assert [c[1:] for c in calls if c[0] == "start_run"] == [({"run_name": "run"},), ({"run_id": "r1"},)]
+    params = [c[1] for c in calls if c[0] == "log_params"]
+    assert params[0]["workdir"] == str(tmp_path / "run") and all(len(each) <= 100 for each in params)
+    assert sum(params[0] == each for each in params) == 1, "what a resumed run is set to was said before"
+    sent = [(c[2]["step"], c[1]) for c in calls if c[0] == "log_metrics"]
+    assert sent == [*((s, {"train/loss": float(s)}) for s in (10, 20, 30, 40)), (40, {"test/accuracy": 0.5})]
+    assert [c[0] for c in calls[-2:]] == ["flush_async_logging", "end_run"]
+
+
+def test_promise_15_trackio_resumes_in_the_same_run(tmp_path, monkeypatch):
+    calls, sent = [], []
+    run = types.SimpleNamespace(
+        log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append(("finish", {}))
+    )
+    client = types.SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    monkeypatch.setitem(sys.modules, "trackio", client)
+    (tmp_path / "run").mkdir()
+    kept(tmp_path, trackio_project="birds")
+    first, second = calls
+    assert first == second and first["project"] == "birds" and first["resume"] == "allow" and first["name"].startswith("run-")
+    assert first["config"]["train.steps"] == "10000"
+    found = [(step, values.get("train/loss", values.get("test/accuracy"))) for step, values in sent]
+    expected = [(10, 10.0), (20, 20.0), (30, 30.0), ("finish", None), (40, 40.0), (40, 0.5), ("finish", None)]
+    assert found == expected, "no step twice"
+
+    def refuse(**options):
+        raise OSError("no such server\nand more")
+
+    monkeypatch.setattr(client, "init", refuse)
+    with pytest.raises(ConfigError, match="trackio_project.*cannot be used now: no such server; or unset it"):
+        kept(tmp_path, trackio_project="birds")
+
+
+@pytest.mark.slow
+def test_the_real_mlflow_and_trackio(tmp_path, monkeypatch):
+    """Both keep the records of a killed and resumed run as one run, with each step once."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # set before the import, which reads it
+    mlflow, trackio = pytest.importorskip("mlflow"), pytest.importorskip("trackio")
+    (tmp_path / "run").mkdir()
+    kept(tmp_path, mlflow_experiment="birds", trackio_project="birds")
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("birds").experiment_id])
+    history = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(history) == [(s, float(s)) for s in (10, 20, 30, 40)] and run.info.status == "FINISHED"
+    assert run.data.params["train.steps"] == "10000" and run.data.metrics["test/accuracy"] == 0.5
+    [run] = trackio.Api().runs("birds")
+    assert run.name == (tmp_path / "run" / "trackio_name").read_text() and run.config["train.steps"] == "10000"
+    logs = trackio.sqlite_storage.SQLiteStorage.get_logs("birds", run.name)
+    assert [(x["step"], x["train/loss"]) for x in logs if "train/loss" in x] == [(s, float(s)) for s in (10, 20, 30, 40)]
 
 
 def test_writers_are_those_that_the_config_asks_for(tmp_path):

@@ -92,8 +92,8 @@ PARTS = {
         workers=2,
     ),
     "docs": Part(
-        "every command that the pages show; a report's page of every workload",
-        "test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py",
+        "every command that the pages show; a report's page of every workload; MLflow and Trackio",
+        "test_docs_commands.py test_docs_notebooks.py report/test_pages_of_runs.py test_writers.py",
         workers=2,
     ),
     "peers": Part(

@@ -162,7 +162,9 @@ def on_this_machine(config: Config) -> Problems:
     there = [files.expanded(config.workdir) / "base", files.expanded(source)]  # the first by warm_start.keep
     if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
-    for name, package in (("tensorboard", "tensorboardX"), ("wandb_project", "wandb")):
+    packages = {"tensorboard": "tensorboardX", "wandb_project": "wandb",
+                "mlflow_experiment": "mlflow", "trackio_project": "trackio"}  # fmt: skip
+    for name, package in packages.items():
         if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
             extra = package.removesuffix("X")
             yield f"metrics.{name}", f"needs the package {package}; install it with: pip install 'jaxtrain[{extra}]'"

@@ -373,6 +373,8 @@ class Metrics(Section):
     wandb_name: str = ""  # [name] shown for the run; empty = the service's choice
     wandb_tags: tuple[str, ...] = ()  # [names] to filter runs by
     wandb_notes: str = ""  # [text] about the run
+    mlflow_experiment: str = ""  # [name] MLflow experiment at MLFLOW_TRACKING_URI; empty = off (extra: mlflow)
+    trackio_project: str = ""  # [name] Trackio project; empty = off (extra: trackio)
 
     def validate(self) -> Problems:
         yield from checks.at_least(self, 1, "every")

@@ -5,6 +5,7 @@ workdir/metrics.jsonl has one JSON object per line: ``{"step": 10, "split": "tra
 dropped first, so that no step is there twice.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -12,16 +13,19 @@ import logging
 import math
 import os
 import pathlib
+import re
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.parallel.lease import WorkdirError
 from jaxtrain.telemetry import jsonl
+from loaders.io.checks import first_line, flatten
 
 log = logging.getLogger("jaxtrain")
 
@@ -48,13 +52,17 @@ class Writer(Protocol):
 class JsonlWriter(Writer):
     """A file of records in the workdir, continued after ``step``.
 
-    Lines that are no records are moved to its neighbour .odd. Raises WorkdirError: something else
-    than a file has that name, or the file is gone when it is written or closed.
+    Lines that are no records are moved to its neighbour .odd.
+
+    ``reached``: split -> the last step that was written before, also after ``step``. Raises
+    WorkdirError: something else than a file has that name, or the file is gone when it is written
+    or closed.
     """
 
     def __init__(self, workdir: str, step: int, name: str = "metrics.jsonl", problem: jsonl.Check = jsonl.record_problem):
         self._path = path = pathlib.Path(workdir) / name
         records, odd = jsonl.read(path, problem)
+        self.reached = {record.get("split", ""): record["step"] for record, _ in records}
         kept = [line for record, line in records if record["step"] <= step]
         if odd or len(kept) < len(records):
             jsonl.rewrite(path, kept, odd)
@@ -146,15 +154,85 @@ class WandbWriter(Writer):
         self._run.finish()
 
 
+class MlflowWriter(Writer):
+    """An MLflow run whose id is kept in workdir/mlflow_id, at MLFLOW_TRACKING_URI.
+
+    It is sent in the background.
+
+    ``reached``: split -> the last step that was sent before. Steps up to it are not sent again.
+    """
+
+    def __init__(self, workdir: str, experiment: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import mlflow
+
+        self._mlflow, self._reached, path = mlflow, dict(reached), pathlib.Path(workdir) / "mlflow_id"
+        with _reachable("metrics.mlflow_experiment", experiment):
+            mlflow.set_experiment(experiment)
+            if path.exists():
+                mlflow.start_run(run_id=path.read_text())
+                return
+            path.write_text(mlflow.start_run(run_name=pathlib.Path(workdir).name).info.run_id)
+            flat = [(name, str(value)) for name, value in flatten(config).items()]
+            for i in range(0, len(flat), 100):  # the most that a request may hold
+                mlflow.log_params(dict(flat[i : i + 100]))
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            known = {name: float(value) for name, value in record.items() if math.isfinite(value)}
+            found = {re.sub(r"[^\w\-. :/]", "_", f"{split}/{name}"): value for name, value in known.items()}  # as it asks
+            self._mlflow.log_metrics(found, step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+
+class TrackioWriter(Writer):
+    """A Trackio run with its name in workdir/trackio_name. ``reached`` as in `MlflowWriter`."""
+
+    def __init__(self, workdir: str, project: str, config: Mapping[str, Any], reached: Mapping[str, int]):
+        import trackio
+
+        path = pathlib.Path(workdir) / "trackio_name"
+        if not path.exists():
+            path.write_text(f"{pathlib.Path(workdir).name}-{secrets.token_hex(3)}")
+        self._reached = dict(reached)
+        with _reachable("metrics.trackio_project", project):
+            given = {name: str(value) for name, value in flatten(config).items()}
+            self._run = trackio.init(project=project, name=path.read_text(), resume="allow", config=given, embed=False)
+
+    def write(self, step: int, split: str, record: Mapping[str, float]) -> None:
+        if step > self._reached.get(split, -1):
+            self._run.log({f"{split}/{name}": float(value) for name, value in record.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@contextlib.contextmanager
+def _reachable(field: str, name: str) -> Iterator[None]:
+    """Turn any error of a service's client at the start into a ConfigError."""
+    try:
+        yield
+    except Exception as error:  # clients raise what they like
+        why = first_line(error)
+        raise ConfigError([(field, f"is {name!r}, which cannot be used now: {why}; or unset it")]) from error
+
+
 def make_writers(config: Config, step: int) -> list[Writer]:
     """Return the writers that a config asks for, continued after ``step``."""
-    writers: list[Writer] = [JsonlWriter(config.workdir, step)]
+    records = JsonlWriter(config.workdir, step)
+    writers: list[Writer] = [records]
     if config.metrics.tensorboard:
         writers.append(TensorboardWriter(config.workdir, step))
     if project := config.metrics.wandb_project:
         given = {name: getattr(config.metrics, f"wandb_{name}") for name in WANDB}
         options = {name: list(value) if name == "tags" else value for name, value in given.items() if value}
         writers.append(WandbWriter(config.workdir, project, dataclasses.asdict(config), **options))
+    if experiment := config.metrics.mlflow_experiment:
+        writers.append(MlflowWriter(config.workdir, experiment, dataclasses.asdict(config), records.reached))
+    if project := config.metrics.trackio_project:
+        writers.append(TrackioWriter(config.workdir, project, dataclasses.asdict(config), records.reached))
     return writers
 
 
