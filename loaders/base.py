@@ -34,7 +34,7 @@ def narrowed(values: Any, dtype: Any, of: str) -> np.ndarray:
     if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
         found = f"{values.min()} to {values.max()}"
         raise DataError(f"{of} are {found}; {np.dtype(dtype).name} holds {bounds.min} to {bounds.max}")
-    return values.astype(dtype, copy=False)
+    return np.asarray(values, dtype)
 
 
 class Field(NamedTuple):

@@ -46,7 +46,7 @@ def make_buckets(sizes: np.ndarray, n: int) -> tuple[Bucket, ...]:
 
 def rounded(x: np.ndarray) -> np.ndarray:
     """Return the next multiple of `ROUND`, at least one."""
-    return -(-np.maximum(x, 1) // ROUND) * ROUND
+    return -(-x.clip(1) // ROUND) * ROUND
 
 
 def partition(sizes: np.ndarray, n: int) -> list[np.ndarray]:

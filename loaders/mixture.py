@@ -147,7 +147,7 @@ def phase_key(p: int, b: int) -> int:
 def quotas(shares: np.ndarray) -> np.ndarray:
     """Return each source's examples in a block, int64 of sum BLOCK, at least one of a share."""
     exact = shares / shares.sum() * BLOCK
-    quota = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
+    quota: np.ndarray = np.maximum(np.floor(exact).astype(np.int64), shares > 0)
     while (missing := BLOCK - int(quota.sum())) != 0:
         step = 1 if missing > 0 else -1
         candidates = np.flatnonzero((shares > 0) & ((quota > 1) | (step > 0)))

@@ -32,10 +32,10 @@ ORDER, CROP, SPLIT, BLOCK, WINDOW = 1, 2, 3, 4, 5  # domains of the hashes: two 
 
 def mix(x: np.ndarray) -> np.ndarray:
     """Apply splitmix64's output function, a bijection of uint64 (Steele, Lea and Flood, 2014)."""
-    x = np.asarray(x, np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    bits = np.asarray(x, np.uint64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def hash_of(*parts: int | np.ndarray) -> np.ndarray:
@@ -124,7 +124,8 @@ def block_order(seed: int, epoch: int, stops: np.ndarray, window: int, i: np.nda
         inside = number == w
         place[inside] = start + _permute(hash_of(WINDOW, seed, epoch, int(w)), int(stop - start), i[inside] - start)
     k = np.searchsorted(starts, place, side="right") - 1
-    return (stops - sizes)[blocks[k]] + place - starts[k]
+    recordings: np.ndarray = (stops - sizes)[blocks[k]] + place - starts[k]
+    return recordings
 
 
 def _below(x: np.ndarray, m: np.uint64) -> np.ndarray:

@@ -381,7 +381,7 @@ def _part(system: Any, file: File, start: int, end: int) -> bytes:
         if attempt:
             time.sleep(WAIT * 2 ** (attempt - 1))
         try:
-            data = system.cat_file(file.path, start=start, end=end)
+            data: bytes = system.cat_file(file.path, start=start, end=end)
         except FileNotFoundError as error:
             raise DataError(f"{file.path} is no longer there; rerun the command") from error
         except Exception as error:  # file systems raise many kinds

@@ -81,7 +81,8 @@ class Targets(NamedTuple):
 def read_manifest(path: str | pathlib.Path) -> list[Any]:
     """Read the examples of a manifest, unchecked. Raises DataError: it is no JSON list."""
     try:
-        return files.read_json(files.expanded(path), kind=list, most=MAX_MANIFEST)
+        examples: list[Any] = files.parse(files.read_text(files.expanded(path), most=MAX_MANIFEST), str(path), kind=list)
+        return examples
     except files.FileError as error:
         raise DataError(f"{path} cannot be read as a manifest, a JSON list of examples: {error}") from error
 

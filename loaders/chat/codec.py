@@ -64,11 +64,11 @@ class Rvq(NamedTuple):
 
     @property
     def codebooks(self) -> int:
-        return self.books.shape[0]
+        return len(self.books)
 
     @property
     def size(self) -> int:
-        return self.books.shape[1]
+        return int(self.books.shape[1])
 
     def encode(self, wave: np.ndarray, rate: int) -> np.ndarray:
         """Sound float32 [n] at ``rate`` Hz -> codes int16 [K, T]. Raises ValueError."""
@@ -86,7 +86,7 @@ class Rvq(NamedTuple):
     def decode(self, codes_kt: np.ndarray, n: int | None = None) -> np.ndarray:
         """Codes [K, T] -> log-mel float32 [4 T, 128], by the first ``n`` codebooks."""
         x_tp = sum(book_cp[codes_t] for book_cp, codes_t in list(zip(self.books, codes_kt, strict=True))[:n])
-        return (x_tp @ self.basis + self.mean).astype(np.float32).reshape(-1, N_MELS)
+        return np.asarray(x_tp @ self.basis + self.mean, np.float32).reshape(-1, N_MELS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all."""
@@ -255,7 +255,7 @@ def write_wav(path: str | pathlib.Path, samples: np.ndarray, rate: int = RATE) -
 def spectrum(energy_fm: np.ndarray, rounds: int = 30) -> np.ndarray:
     """Return the power [F, 513], not negative, of these energies of bands (Lee & Seung 2001)."""
     bands = mel_bands()
-    power = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
+    power: np.ndarray = np.maximum(energy_fm @ (bands / np.maximum(bands.sum(1, keepdims=True), 1e-9)), 1e-12)
     total = bands.sum(0)
     for _ in range(rounds):
         ratio = energy_fm / np.maximum(power @ bands.T, 1e-12)
@@ -271,7 +271,7 @@ def mel_bands() -> np.ndarray:
 
     low, step = mel(20.0), (mel(RATE / 2) - mel(20.0)) / (N_MELS + 1)
     place = (mel(np.arange(N_FFT // 2 + 1) * RATE / N_FFT) - low) / step - np.arange(N_MELS)[:, None]
-    bands = np.maximum(np.minimum(place, 2 - place), 0)
+    bands: np.ndarray = np.maximum(np.minimum(place, 2 - place), 0)
     bands[:, -1] = 0
     return bands
 

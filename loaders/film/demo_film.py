@@ -123,7 +123,8 @@ def quantities(rng: np.random.Generator, n: int) -> np.ndarray:
     bump = np.hanning(2 * span + 1)
     white = rng.standard_normal((n + 2 * span, QUANTITIES))
     smooth = np.stack([np.convolve(x, bump, "valid") for x in white.T], axis=1)
-    return 1 / (1 + np.exp(-2 * smooth / smooth.std(0)))
+    levels: np.ndarray = 1 / (1 + np.exp(-2 * smooth / smooth.std(0)))
+    return levels
 
 
 def film(rng: np.random.Generator, happens: np.ndarray) -> np.ndarray:
@@ -158,7 +159,8 @@ def voxels(rng: np.random.Generator, window: np.ndarray) -> np.ndarray:
 
 
 def z_scored(x: np.ndarray) -> np.ndarray:
-    return (x - x.mean(0)) / x.std(0)
+    scored: np.ndarray = (x - x.mean(0)) / x.std(0)
+    return scored
 
 
 if __name__ == "__main__":

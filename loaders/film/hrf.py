@@ -16,9 +16,9 @@ def glover(tr: float, seconds: float = 32.0, norm: str = "sum") -> np.ndarray:
     scale = 0.9
 
     def gamma(delay: float) -> np.ndarray:
-        shape = delay / scale
-        log = (shape - 1) * np.log(np.maximum(t, 1e-300) / scale) - t / scale - math.lgamma(shape) - math.log(scale)
-        return np.exp(log)
+        k = delay / scale  # the shape
+        g: np.ndarray = np.exp((k - 1) * np.log(np.maximum(t, 1e-300) / scale) - t / scale - math.lgamma(k) - math.log(scale))
+        return g
 
     h = gamma(6.0) - 0.35 * gamma(12.0)
-    return (h / {"sum": h.sum(), "peak": h.max(), "none": 1.0}[norm]).astype(np.float32)
+    return np.asarray(h / {"sum": h.sum(), "peak": h.max(), "none": 1.0}[norm], np.float32)

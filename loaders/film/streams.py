@@ -77,7 +77,7 @@ def sound_features(path: pathlib.Path, rate: float, bands: int, *, start: float 
         begin = round(k * SOUND_RATE / rate)
         power = np.abs(np.fft.rfft(window * padded[begin : begin + 1024])) ** 2
         log[k] = np.log(bank @ power + 1e-6)
-    return ((log - log.mean(0)) / np.maximum(log.std(0), 1e-6)).astype(np.float32)
+    return np.asarray((log - log.mean(0)) / np.maximum(log.std(0), 1e-6), np.float32)
 
 
 def _sound(path: pathlib.Path) -> np.ndarray:

@@ -111,7 +111,7 @@ def _recordings(path: pathlib.Path, schema: pa.Schema, table: Any) -> pa.Chunked
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is a list of whole numbers."""
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return lists and pa.types.is_integer(kind.value_type)
+    return bool(lists and pa.types.is_integer(kind.value_type))
 
 
 def _open(path: pathlib.Path) -> tuple[pa.Schema, Any]:
@@ -139,11 +139,8 @@ def _class_names(schema: pa.Schema, name: str) -> list[str] | None:
     feature = (
         files.parse(text.decode(), 'its key "huggingface"').get("info", {}).get("features", {}).get(name) if text else None
     )
-    while feature:  # Sequence and List have their element's feature inside. Older versions write a list of one
-        if isinstance(feature, list):
-            feature = feature[0]
-        elif "names" in feature:
-            return feature["names"]
-        else:
-            feature = feature.get("feature")
-    return None
+    # Sequence and List have their element's feature inside. Older versions write a list of one.
+    while feature and (isinstance(feature, list) or "names" not in feature):
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature")
+    names: list[str] | None = feature["names"] if feature else None
+    return names

@@ -143,7 +143,8 @@ def opened(path: os.PathLike[str]) -> BinaryIO:
     """`regular`, for a caller that closes the file. Raises FileError."""
     if "://" in os.fspath(path):
         try:
-            return path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
+            file: BinaryIO = path.open("rb")  # type: ignore[attr-defined]  # etils.epath has it
+            return file
         except Exception as error:  # noqa: BLE001  a store's client raises many kinds
             reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error)[:300]}"
             raise FileError(f"{path} {reason}") from error
@@ -205,9 +206,10 @@ def matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     return sorted(map(pathlib.Path, glob.glob(f"{glob.escape(str(folder))}/{pattern.relative_to(folder)}", recursive=True)))
 
 
-def read_json(path: os.PathLike[str], *, kind: type = dict, most: int = MAX_JSON) -> Any:
-    """Read a regular file as JSON. Raises FileError, also for no ``kind``, or too deep nesting."""
-    return parse(read_text(path, most=most), os.fspath(path), kind=kind)
+def read_json(path: os.PathLike[str], *, most: int = MAX_JSON) -> dict[str, Any]:
+    """Read a regular file as a JSON object. Raises FileError, also for too deep nesting."""
+    found: dict[str, Any] = parse(read_text(path, most=most), os.fspath(path))
+    return found
 
 
 def parse(text: str, source: str, *, kind: type = dict) -> Any:

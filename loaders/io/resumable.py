@@ -77,7 +77,8 @@ def _kept(partial: pathlib.Path, ends: pathlib.Path) -> list[int]:
         return []
     found = np.frombuffer(counted[: len(counted) // 8 * 8], "<i8")
     good = (np.diff(found, prepend=0) > 0) & (found <= size)
-    return found[: len(found) if good.all() else int(good.argmin())].tolist()
+    kept: list[int] = found[: len(found) if good.all() else int(good.argmin())].tolist()
+    return kept
 
 
 def _write(opened: IO[bytes], data: bytes) -> None:

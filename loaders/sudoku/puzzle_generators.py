@@ -62,9 +62,9 @@ def _class_of(source: Source, boards: np.ndarray, answers: np.ndarray) -> np.nda
         which = answers if source.kind == "sudoku" else boards
         return _rust.sudoku_invariant(which - np.uint8(1), threads=machine.cores())
     weights = order.mix(np.arange(1, answers.shape[1] + 1, dtype=np.uint64))
-    if source.kind in BOXES:
-        return (weights * answers).sum(1, dtype=np.uint64)
-    return np.min([(weights * boards[:, turn]).sum(1, dtype=np.uint64) for turn in kinds.turns(source.side)], axis=0)
+    equal = [answers] if source.kind in BOXES else [boards[:, turn] for turn in kinds.turns(source.side)]
+    least: np.ndarray = np.min([(weights * each).sum(1, dtype=np.uint64) for each in equal], axis=0)
+    return least
 
 
 def _chunk(source: Source, seed: int, start: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

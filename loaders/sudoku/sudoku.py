@@ -209,7 +209,7 @@ def make_loader(config: Config, *, split: str, rows: Rows, seed: int) -> Boards:
 
 def _n_cells(source: Source, seed: int) -> int:
     if source.path:
-        return _split(source, seed, "train").inputs.shape[1]
+        return int(_split(source, seed, "train").inputs.shape[1])
     return (KINDS[source.kind] or source.side) ** 2
 
 

@@ -51,7 +51,7 @@ class Documents(NamedTuple):
     def read(self, document: int, offset: int, count: int) -> np.ndarray:
         """``count`` tokens of a document, from its token ``offset`` on, as a view of the map."""
         start = self.start[document] + offset
-        return self.shards[self.shard[document]][start : start + count]
+        return self.shards[int(self.shard[document])][start : start + count]
 
 
 def symbols(path: pathlib.Path) -> str:

@@ -250,7 +250,7 @@ def degrees(text: str, negative: str) -> float:
     if rest or not 0 < len(numbers) < 4 or len(letters) > 1 or any(letter not in allowed for letter in letters):
         raise ValueError(f"{text!r} is no number of degrees")
     parts = [abs(float(each.replace(",", "."))) for each in numbers]
-    value = sum(part / 60**n for n, part in enumerate(parts))
+    value = sum(part / 60.0**n for n, part in enumerate(parts))
     below = numbers[0][0] == "-" or letters == [negative]
     if value > (90 if negative == "S" else 180) or any(part >= 60 for part in parts[1:]):
         raise ValueError(f"{text!r} is no place on Earth")

@@ -111,7 +111,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
     if (version := about.get("version")) != VERSION:
         made = f"{folder / ABOUT} is of version {str(version)[:80]}"
         raise InferenceError(f"{made}, and this jaxtrain reads {VERSION}; embed again")
-    names = about.get("class_names")
+    names: Any = about.get("class_names")
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
     counts = all(type(about.get(key)) is int for key in ("done", "rows"))
     if not is_text or not counts or type(about.get("multilabel")) is not bool:
