@@ -131,7 +131,7 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
                 arguments.report(wrong)
                 return arguments.USER_ERROR
         try:
-            module = importlib.import_module(command.module)
+            main: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
         except ModuleNotFoundError as error:
             if not f"{command.module}.".startswith(f"{error.name}."):
                 raise  # a module that the command imports
@@ -140,7 +140,7 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
                 "which does not exist; correct it in WORKLOAD"
             )
             return arguments.USER_ERROR
-        return module.main(argv[1:])
+        return main(argv[1:])
     except KeyboardInterrupt:  # imports may take a second
         arguments.report("interrupted")
         return arguments.INTERRUPTED

@@ -114,8 +114,8 @@ def keep(rules: WarmStart, workdir: str, short: str) -> str:
     source = stored.place_of(rules.source)
     folder = pathlib.Path(workdir).absolute() / FOLDER
     target = folder / f"{short}-{source.name}"
-    if pathlib.Path(os.fspath(source)).parent == folder:
-        return os.fspath(source)
+    if pathlib.Path(place := str(source)).parent == folder:
+        return place
     folder.mkdir(parents=True, exist_ok=True)
     if not target.exists() and not source.is_dir():
         _copy(source, target)

@@ -337,7 +337,8 @@ class Checkpointer:
         own = {"position", *History._fields}
         changed = _differences({k: v for k, v in saved.items() if k not in own}, {k: v for k, v in now.items() if k not in own})
         if not changed:
-            return saved["offset"]
+            offset: int = saved["offset"]
+            return offset
         if fields := [str(change) for change in changes if change.path.startswith(("data.", "train.batch"))]:
             changed = f"{'; '.join(fields)}; {changed}"
         if self._config.resume.data == "restart":
@@ -412,7 +413,7 @@ def _read_state(step: epath.Path, arrays: Mapping[str, stored.Stored], abstract:
 
 def _part_bytes(saved: stored.Stored, target: jax.ShapeDtypeStruct) -> int:
     """Return the most bytes of an array that Orbax reads for one device: whole chunks."""
-    part = target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
+    part: tuple[int, ...] = target.sharding.shard_shape(saved.shape) if target.sharding else saved.shape
     sizes = (min(-(-n // c), -(-p // c) + 1) * c for n, c, p in zip(saved.shape, saved.chunk, part, strict=True))
     return saved.dtype.itemsize * math.prod(sizes)
 

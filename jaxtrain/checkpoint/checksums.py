@@ -99,7 +99,7 @@ def _problem(folder: epath.Path, name: str, expected: dict[str, Any]) -> str | N
 
 
 def digest_of(path: epath.Path) -> str:
-    return _measure(path)["hash"]
+    return str(_measure(path)["hash"])
 
 
 def _measure(path: epath.Path) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def open_source(config: WarmStart) -> dict[str, Stored]:
         if stored.is_safetensors(config.source):
             arrays = stored.open_safetensors(config.source)
             if foreign := workload.foreign_to(arrays):
-                return foreign.arrays(arrays, config.source, False)
+                own: dict[str, Stored] = foreign.arrays(arrays, config.source, False)
+                return own
             # Only our own exports may have model state next to the parameters.
             ours = (epath.Path(config.source).expanduser() / stored.EXPORT).exists()
             return {path: array for path, array in arrays.items() if not (ours and path.startswith(stored.MODEL_STATE))}

@@ -53,7 +53,7 @@ def earlier(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Callable
 def keep(lowered: jax.stages.Lowered, options: Mapping[str, Any], compile: Callable[[], Any]) -> Callable[..., Any]:
     """``compile()``, kept for the next start."""
     began = time.perf_counter()
-    program = compile()
+    program: jax.stages.Compiled = compile()
     config: Any = jax.config  # jax adds its options as it is imported
     if not _are_kept() or time.perf_counter() - began < config.jax_persistent_cache_min_compile_time_secs:
         return program

@@ -38,14 +38,14 @@ class CompileAhead:
         self.starts: dict[Hashable, int] = {}
         self.late: list[int] = []
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
-        self._programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
+        self._programs: dict[Hashable, concurrent.futures.Future[Callable[..., Any]]] = {}
 
     def expect(self, step: int, program: Callable[..., Any] | None = None) -> None:
         """Start to compile the step that is likely to be first, unless it is ``program``."""
         if program is None:
             self._submit(self._key_of(step))
         else:
-            done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            done: concurrent.futures.Future[Callable[..., Any]] = concurrent.futures.Future()
             done.set_result(program)
             self._programs[self._key_of(step)] = done
 
@@ -111,7 +111,8 @@ class StepCompiler:
         @functools.cache
         def lowered(key: tuple[Hashable, int]) -> jax.stages.Lowered:
             stage, bucket = key
-            return assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+            program: jax.stages.Lowered = assembly.with_batch(data.buckets[bucket]).trace(stage).lower()
+            return program
 
         self._lowered = lowered
         self._steps = CompileAhead(self._key_of, lambda key: self.compile(lowered(key)))

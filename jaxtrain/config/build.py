@@ -119,7 +119,7 @@ def _checked(tree: Mapping[str, Any], problems: list[tuple[str, str]], *, make_d
             problems.append((field, str(error)))
     parts = _taken_over(classes, {name: tree.pop(name, {}) for name in ("model", "data")})
     sections: dict[str, Any] = {name: _build(cls, parts[name], name, problems) for name, cls in classes.items()}
-    config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
+    config: Config = dataclasses.replace(_build(Config, tree, "", problems), **sections)
     try:
         if config.workdir.startswith("~"):
             config = dataclasses.replace(config, workdir=str(files.expanded(config.workdir)))
@@ -217,15 +217,15 @@ def _data_class(module_name: str) -> type[Section]:
 def _checked_class(module_name: str, cls: Any, base: type[Section], functions: Mapping[str, Any]) -> type[Section]:
     """``cls``, if it is a section of its kind with callable ``functions``. Raises TypeError."""
     missing = [f"the function {name!r}" for name, function in functions.items() if not callable(function)]
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        if not issubclass(cls, base):
-            parent = f"{base.__module__}.{base.__name__}"
-            raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
-    else:
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         missing.insert(0, "a dataclass named Config")
+    elif not issubclass(cls, base):
+        parent = f"{base.__module__}.{base.__name__}"
+        raise TypeError(f"is {module_name!r}, whose Config is not a {base.__name__}; derive it from {parent}")
     if missing:
         raise TypeError(f"is {module_name!r}, a module without {', '.join(missing)}; docs/your-model.md has an example")
-    return cls
+    found: type[Section] = cls
+    return found
 
 
 def _take_dataset_info(config: Config, problems: list[tuple[str, str]], unread: Sequence[str], *, make_data: bool) -> Config:
@@ -326,7 +326,7 @@ def locate(path: str) -> pathlib.Path:
 
 def function_of(module: types.ModuleType, file: pathlib.Path, name: str, what: str) -> Callable[..., Any]:
     """Return a function, called ``what``, that a config file must define. Raises ConfigError."""
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ConfigError([("", f"file {file} defines no function {what}")])
     return function

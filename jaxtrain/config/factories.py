@@ -37,7 +37,7 @@ def find(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module may raise anything while it is executed
         raise FactoryError(f"is {name!r}, and importing {module_name!r} failed: {first_line(error)}") from error
-    function = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n))]
         near = checks.nearest(function_name, names)

@@ -17,7 +17,10 @@ _END = object()
 
 def rows_for(batch: Mapping[str, jax.ShapeDtypeStruct]) -> Rows:
     """Return the rows that this process reads, by the sharding (law 2), not by a process index."""
-    leading = {name: {_rows(index, x.shape[0]) for index in _indices(x).values()} for name, x in batch.items()}
+    leading = {
+        name: {_rows(index, x.shape[0]) for index in x.sharding.addressable_devices_indices_map(x.shape).values()}
+        for name, x in batch.items()
+    }
     ranges = next(iter(leading.values()))
     if any(other != ranges for other in leading.values()):
         raise ValueError(f"all fields of a batch must be split over rows in the same way, and they are split as {leading}")
@@ -140,10 +143,6 @@ class Feed:
             self._queue.put(_END)
         except BaseException as error:  # noqa: BLE001  the consumer raises it
             self._queue.put(error)
-
-
-def _indices(x: jax.ShapeDtypeStruct) -> dict[jax.Device, tuple[slice, ...]]:
-    return x.sharding.addressable_devices_indices_map(x.shape)
 
 
 def _rows(index: tuple[slice, ...], n: int) -> tuple[int, int]:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.layout import DATA
-from jaxtrain.types import Array, PyTree
+from jaxtrain.types import Array, PyTree, T
 
 
-def over_data(x: PyTree) -> PyTree:
+def over_data(x: T) -> T:
     """Sum x, or each array of a tree, over the groups along "data", unless one sees all rows."""
     context = jax.sharding.get_abstract_mesh()
     grouped = not context.empty and DATA in context.manual_axes

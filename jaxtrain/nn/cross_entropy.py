@@ -170,7 +170,7 @@ def _run(
         if exchanged:
             dw_vd = _over(jax.lax.psum, dw_vd, others)
             return sums, (dx_btd, jax.lax.all_to_all(dw_vd, exchanged, split_axis=1, concat_axis=0, tiled=True))
-        dw_vd = _over(functools.partial(_scattered, axis=1), dw_vd, columns)
+        dw_vd = _over(functools.partial(_scattered, scatter_dimension=1), dw_vd, columns)
         return sums, (dx_btd, _over(jax.lax.psum, dw_vd, tuple(name for name in rows if name not in columns)))
 
     axes = (("batch", "seq", None), (of_rows, of_columns if exchanged else None), ("batch", "seq"), ("batch", "seq"))
@@ -184,13 +184,8 @@ def _over(reduce: Callable[..., Array], x: Array, names: tuple[str, ...]) -> Arr
     return reduce(x, names) if names else x
 
 
-def _gathered(x: Array, names: tuple[str, ...]) -> Array:
-    return jax.lax.all_gather(x, names, axis=0, tiled=True)
-
-
-def _scattered(x: Array, names: tuple[str, ...], *, axis: int = 0) -> Array:
-    """Sum over devices, each of which gets its part of the sum."""
-    return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+_gathered = functools.partial(jax.lax.all_gather, tiled=True)
+_scattered = functools.partial(jax.lax.psum_scatter, tiled=True)  # each device gets its part of the sum
 
 
 def _varying(x: Array, names: tuple[str, ...]) -> Array:

@@ -31,5 +31,5 @@ def flash(
     k_bshk, v_bshk = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k_bsgk, v_bsgk))
     q_bthk, k_bshk, v_bshk = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q_bthk, k_bshk, v_bshk))
     sizes = kernel_lib.BlockSizes(block_q=tile, block_k=tile, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32)
-    y_bthk = kernel_lib.mha(q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret)
+    y_bthk: Array = kernel_lib.mha(q_bthk, k_bshk, v_bshk, segments_bt, k**-0.5, causal, block_sizes=sizes, interpret=interpret)
     return y_bthk[:, :t]

@@ -17,6 +17,7 @@ A and B are the parameters ``…/w_a`` and ``…/w_b``. W and the frozen paramet
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class Adapted(Unmerged):
         return product(equation, x, self.w) + more
 
     def __getitem__(self, layer: Any) -> Array:
-        one = jax.tree.map(lambda x: x[layer], self)
+        one: Adapted = jax.tree.map(lambda x: x[layer], self)
         return one.astype(one.w.dtype)
 
     def __jax_array__(self) -> Array:
@@ -204,8 +205,7 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in (A, B)
 
 
-def _flat(tree: PyTree) -> dict[str, Any]:
-    return flax.traverse_util.flatten_dict(tree, sep="/")  # type: ignore[no-untyped-call]
+_flat: Callable[[PyTree], dict[str, Any]] = functools.partial(flax.traverse_util.flatten_dict, sep="/")
 
 
 def _nested(flat: Mapping[str, Any]) -> PyTree:

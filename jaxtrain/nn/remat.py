@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.types import Array, PyTree
+from jaxtrain.types import Array, PyTree, T
 
 WHOLE = ("none", "full")  # the policies of models that are not a stack of layers
 GLOSS = "none, full, or 'save attention,mlp'"
@@ -32,10 +32,11 @@ def problems(word: str, names: Sequence[str]) -> Iterator[str]:
 
 def name(x: Array, label: str) -> Array:
     """Name an activation, so that "save" can keep it."""
-    return checkpoint_name(x, label)
+    named: Array = checkpoint_name(x, label)
+    return named
 
 
-def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
+def cheap(word: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorate a part of a layer that the backward pass computes again from its arguments.
 
     It is for norms and activations, with the product that reads them. A product has no part in its
@@ -49,7 +50,7 @@ def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
     """
     whole = word != "none"
 
-    def decorate(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def decorate(f: Callable[..., T]) -> Callable[..., T]:
         def call(x: PyTree, *args: PyTree) -> PyTree:
             halves = all(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(x))
             return (jax.checkpoint(f, prevent_cse=False) if halves and not whole else f)(x, *args)
@@ -60,9 +61,9 @@ def cheap(word: str) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
 def scan(
-    layer: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], x: PyTree, stack: PyTree, word: str, *,
+    layer: Callable[[T, PyTree], tuple[T, PyTree]], x: T, stack: PyTree, word: str, *,
     unroll: int | bool = 1, kernels: Mapping[str, Callable[[str], bool]] | None = None
-) -> tuple[PyTree, PyTree]:  # fmt: skip
+) -> tuple[T, PyTree]:  # fmt: skip
     """Carry ``x`` through layer(x, w) -> (x, y) for every entry w of the stack's first axis.
 
     Returns (x, all y, stacked).

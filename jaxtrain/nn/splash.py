@@ -45,7 +45,8 @@ def splash(
 
     def row(q_grtk: Array, k_gsk: Array, v_gsk: Array, segments_t: Array) -> Array:
         segments = kernel_lib.SegmentIds(segments_t, segments_t)
-        return jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q_grtk, k_gsk, v_gsk)
+        y_grtk: Array = jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q_grtk, k_gsk, v_gsk)
+        return y_grtk
 
     y_bgrtk = jax.vmap(row)(q_bgrtk, k_bgsk, v_bgsk, segments_bt)
     return y_bgrtk.transpose(0, 3, 1, 2, 4).reshape(b, t, h, k)

@@ -157,7 +157,8 @@ def decoder_specs(c: Decoder, vocab: int) -> dict[str, Any]:
 
 def head(c: Decoder, params: PyTree) -> Array:
     """Return the matrix [V, D] from the last hidden states to logits."""
-    return params["embed"] if c.tied else params["w_head"]
+    w_vd: Array = params["embed" if c.tied else "w_head"]
+    return w_vd
 
 
 def norm(c: Decoder, w: Weights, name: str, x: Array, shard: Shard | None = None) -> Array:
@@ -295,7 +296,7 @@ def token_flops(c: Decoder, specs: PyTree) -> int:
 
     Each number of a matrix counts 2. A tied embedding counts once, as the head.
     """
-    flops = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
+    flops: int = sum(2 * math.prod(s.shape) for name, s in specs["blocks"].items() if name.startswith("w_"))
     return flops + 2 * math.prod(head(c, specs).shape)
 
 

@@ -41,7 +41,8 @@ def differentiable(
 
     def backward(args: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
         def pull(cotangent: Array, *args: Array) -> tuple[Array, ...]:
-            return jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
+            grads: tuple[Array, ...] = jax.vjp(lambda *a: f(*a, *args[n:]), *args[:n])[1](cotangent)
+            return grads
 
         ins = _specs(shard, args, axes)
         grads = _map(shard, pull, (cotangent, *args), [out, *ins], tuple(ins[:n]))

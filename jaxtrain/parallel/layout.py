@@ -175,7 +175,8 @@ class Sharder(NamedTuple):
     def __call__(self, x: Array, *axes: str | None) -> Array:
         """Constrain ``x`` to the layout."""
         mesh = jax.sharding.get_abstract_mesh() if manual_axes() else self.mesh
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(x.shape, axes)))
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(x.shape, axes)))
+        return x
 
     @property
     def mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:

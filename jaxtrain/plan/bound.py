@@ -126,7 +126,7 @@ class _Walk:
         return max(moments, key=_total, default=[])
 
     def block(self, jaxpr: Any, consts: list[Value], inputs: list[Value]) -> list[Value]:
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def value(v: Any) -> Value:
             if isinstance(v, core.Literal):

@@ -191,7 +191,7 @@ def groups(line: str, devices: int) -> list[list[int]]:
     if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", line):
         return [[int(i) for i in group.split(",")] for group in re.findall(r"\{(.*?)\}", explicit[1])]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _places(*iota.group(2, 3)).reshape(_dims(iota[1])).tolist()
+        return _places(*iota.group(2, 3)).reshape(-1, _dims(iota[1])[1]).tolist()
     if mesh := re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}", line
     ):

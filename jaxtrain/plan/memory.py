@@ -76,7 +76,7 @@ def offloaded(abstract: state_lib.Abstract) -> int:
 
 
 def is_on_host(x: jax.ShapeDtypeStruct) -> bool:
-    return x.sharding.memory_kind == state_lib.HOST
+    return bool(x.sharding.memory_kind == state_lib.HOST)
 
 
 def second(abstract: state_lib.Abstract, layout: layout_lib.Layout, *, tiled: bool) -> int:

@@ -89,11 +89,11 @@ def _summed(
     xs = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), (dict(batch), own))
     grads, out = jax.eval_shape(of_part, *jax.tree.map(lambda x: x[0], xs), shared)
     zeros = jax.tree.map(lambda x: cast(jnp.zeros(x.shape, x.dtype)), (grads, out._replace(model_state=None)))
-    (sums, shared), own = jax.lax.scan(body, (zeros, shared), xs)
+    ((grads, sums), shared), own = jax.lax.scan(body, (zeros, shared), xs)
     if out.model_state is None:
-        return sums
+        return grads, sums
     own = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), own)
-    return sums[0], sums[1]._replace(model_state=_joined(own, shared))
+    return grads, sums._replace(model_state=_joined(own, shared))
 
 
 def _microbatch(
@@ -154,7 +154,8 @@ def _state_partitions(task: Task) -> PyTree:
 
 def _equalised(x: Array) -> Array:
     """Return the mean of a shared array over data groups. Counts are the same on all already."""
-    return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
+    x = jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax(x, DATA)
+    return x
 
 
 def _varying(x: Array) -> Array:

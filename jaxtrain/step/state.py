@@ -133,7 +133,7 @@ def _require_split(
         return math.prod(x.sharding.shard_shape(x.shape))
 
     def parts(x: jax.ShapeDtypeStruct) -> int:
-        return math.prod(x.shape) // max(1, size(x))
+        return int(math.prod(x.shape) // max(1, size(x)))
 
     params = list(table.values()) if parameter is None else [table[parameter]]
     if parts(x) >= max(map(parts, params)) or size(x) <= max(WHOLE, 0 if parameter is None else size(params[0])):

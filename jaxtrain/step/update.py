@@ -78,7 +78,8 @@ def update_on_one_cpu(tx: Optimizer, given: Gradients, opt_state: PyTree, params
         return _norms_of_move(new, params) | norms("param_norm_after", new)
 
     def unknown() -> dict[str, Mean]:
-        return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured))
+        nans: dict[str, Mean] = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(measured))
+        return nans
 
     updates, _ = proposed(opt_state)
     found = measured() if given.due is None else jax.lax.cond(given.due, measured, unknown)

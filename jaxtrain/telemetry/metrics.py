@@ -20,7 +20,7 @@ class Sums:
     """Sums over batches, in float64 on the host, each read while the device computes the next."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, tuple[Any, float]] = {}
+        self._totals: dict[str, tuple[np.ndarray, float]] = {}
         self._pending: Mapping[str, Mean] | None = None
 
     def add(self, sums: Mapping[str, Mean]) -> None:

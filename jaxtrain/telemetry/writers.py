@@ -256,7 +256,7 @@ def write_pictures(
 
 def pixels(images: np.typing.ArrayLike) -> np.ndarray:
     """Grey pixels, the top row first, of arrays in 0..1."""
-    return (np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255).astype(np.uint8)[:, ::-1]
+    return np.asarray(np.clip(np.nan_to_num(np.asarray(images)), 0, 1) * 255, np.uint8)[:, ::-1]
 
 
 def write_lines(workdir: str, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:

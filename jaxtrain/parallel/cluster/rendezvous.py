@@ -315,7 +315,7 @@ async def _report(hello: dict[str, Any], host: str, port: int, secret: bytes, ti
 
 async def _verdict(line: Line, deadline: float, leave: Leave) -> dict[str, Any] | None:
     """Wait for the verdict. None if the time is up, or this process leaves, which it reports."""
-    answer = asyncio.ensure_future(line.receive())
+    answer: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(line.receive())
     while time.monotonic() < deadline:
         if leave():
             answer.cancel()

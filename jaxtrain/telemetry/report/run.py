@@ -123,7 +123,7 @@ class Run:
     @functools.cached_property
     def step(self) -> int:
         """The last step that is known."""
-        return max([self.latest.get("step", 0), *(start.step for start in self.starts[-1:])])
+        return max([int(self.latest.get("step", 0)), *(start.step for start in self.starts[-1:])])
 
     @functools.cached_property
     def tests(self) -> list[dict[str, Any]]:

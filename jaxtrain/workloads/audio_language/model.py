@@ -105,7 +105,8 @@ _IN_ROW = (("batch", None, None), ("batch", None))
 
 
 def take(x_bud: Array, at_bn: Array) -> Array:
-    return jax.vmap(lambda x_ud, at_n: x_ud.at[at_n].get(mode="promise_in_bounds"))(x_bud, at_bn)
+    x_bnd: Array = jax.vmap(lambda x_ud, at_n: x_ud.at[at_n].get(mode="promise_in_bounds"))(x_bud, at_bn)
+    return x_bnd
 
 
 def _rows(shard: Shard, x_bud: Array, at_bn: Array) -> Array:

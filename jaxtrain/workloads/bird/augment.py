@@ -123,9 +123,10 @@ def _crop(c: Augment, x_fw: Array, key: Key) -> Array:
     start = jax.random.uniform(key_place, (2,)) * (1 - extent)
     size = jnp.array(x_fw.shape, jnp.float32)
     # Products with two matrices of weights: a gather could not be split over devices.
-    return jax.image.scale_and_translate(
+    x_fw = jax.image.scale_and_translate(
         x_fw, x_fw.shape, (0, 1), 1 / extent, -start * size / extent, method="linear", antialias=False
     )
+    return x_fw
 
 
 def _add_background(c: Augment, of: FrontEnd, x_fw: Array, y_fw: Array, key: Key) -> Array:

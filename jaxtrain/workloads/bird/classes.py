@@ -33,7 +33,7 @@ def specs(c: Settings) -> PyTree:
     }
 
 
-def scores(params: PyTree, x_rd: Array) -> Array:
+def scores(params: dict[str, Array], x_rd: Array) -> Array:
     """Logits [R, C]."""
     return x_rd @ params["w"] + params["b"][None]
 

@@ -67,7 +67,7 @@ def evaluate(c: Config, shard: Shard, variables: Variables, batch: Batch) -> dic
         return measured(mask_bs)[1]
     source_b1 = batch["source"][:, None]
     by_source = [measured(jnp.where(source_b1 == source, mask_bs, 0))[1] for source in range(c.n_sources)]
-    metrics = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
+    metrics: dict[str, Mean] = jax.tree.map(lambda *sums: sum(sums), *by_source)  # every row is of one source
     return metrics | {f"cross_entropy_source_{i}": of_source["cross_entropy"] for i, of_source in enumerate(by_source)}
 
 

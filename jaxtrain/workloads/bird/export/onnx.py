@@ -59,7 +59,7 @@ for i, window in enumerate(windows):
 
 
 class Graph:
-    """Nodes and arrays of a model. A call adds a node and returns its ``n`` outputs."""
+    """Nodes and arrays of a model. A call adds a node and returns its (first) output."""
 
     def __init__(self, onnx: Any):
         self.nodes: list[Any] = []
@@ -68,19 +68,23 @@ class Graph:
 
     def array(self, x: np.ndarray, name: str = "") -> str:
         x = np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
-        self.arrays.append(self._onnx.numpy_helper.from_array(x, name or f"array_{len(self.arrays)}"))
-        return self.arrays[-1].name
+        self.arrays.append(self._onnx.numpy_helper.from_array(x, name := name or f"array_{len(self.arrays)}"))
+        return name
 
-    def __call__(self, operator: str, *inputs: str | np.ndarray | Sequence[int] | float, **attributes: Any) -> Any:
+    def __call__(self, operator: str, *inputs: str | np.ndarray | Sequence[int] | float, **attributes: Any) -> str:
         names = []
         for each in inputs:
             if not isinstance(each, str):
                 each = self.array(np.asarray(each, np.float32 if isinstance(each, float) else None))
             names.append(each)
-        n, own = attributes.pop("n", 1), attributes.pop("output", "")
-        outputs = [own] if own else [f"{operator}_{len(self.nodes)}_{i}" for i in range(n)]
+        n, own = attributes.get("num_outputs", 1), attributes.pop("output", "")
+        outputs: list[str] = [own] if own else [f"{operator}_{len(self.nodes)}_{i}" for i in range(n)]
         self.nodes.append(self._onnx.helper.make_node(operator, names, outputs, name=outputs[0], **attributes))
-        return outputs[0] if n == 1 else outputs
+        return outputs[0]
+
+    def split(self, x: str, n: int, axis: int) -> list[str]:
+        self("Split", x, axis=axis, num_outputs=n)
+        return list(self.nodes[-1].output)
 
     def slice(self, x: str, start: int, stop: int, axis: int) -> str:
         return self("Slice", x, [start], [stop], [axis])
@@ -174,7 +178,7 @@ def _spectrogram(graph: Graph, of: FrontEnd, n_frames: int, samples: int) -> str
     # The window's first value is 0, so that the first sample needs none before it.
     before = graph("Mul", graph.slice(x_bfn, 0, of.window - 1, 2), log_mel.EMPHASIS)
     y_bfn = graph("Sub", graph.slice(x_bfn, 1, of.window, 2), before)
-    parts = graph("Split", graph("MatMul", y_bfn, matrix[1:].astype(np.float32)), axis=2, num_outputs=2, n=2)
+    parts = graph.split(graph("MatMul", y_bfn, matrix[1:].astype(np.float32)), 2, axis=2)
     power = graph("Add", *(graph("Mul", part, part) for part in parts))
     energy = graph("MatMul", power, bands_kw[heard])
     x_bfw = graph("Log", graph("Max", energy, log_mel.FLOOR))
@@ -222,7 +226,7 @@ def _layer(graph: Graph, c: Config, w: Mapping[str, np.ndarray], x_btd: str, tur
 
     qkv = graph("Add", product(norm(x_btd, "attention"), "w_qkv", (d, 3 * d)), w["b_qkv"].reshape(-1))
     qkv = graph("Transpose", graph("Reshape", qkv, [0, 0, 3, h, k]), perm=[2, 0, 3, 1, 4])
-    q, k_bhtk, v = (graph("Squeeze", part, [0]) for part in graph("Split", qkv, axis=0, num_outputs=3, n=3))
+    q, k_bhtk, v = (graph("Squeeze", part, [0]) for part in graph.split(qkv, 3, axis=0))
     if c.qk_norm:
         q, k_bhtk = norm(q, "q"), norm(k_bhtk, "k")
     if turns:

@@ -176,10 +176,10 @@ def _patches(x_dchw: np.ndarray) -> np.ndarray:
 
 
 def _token(one: Stored, positions: Stored | None, place: slice) -> np.ndarray:
-    x = one.read(())[0]
-    if positions is None:
-        return x
-    return (x.astype(np.float32) + positions.read(())[0, place].astype(np.float32)).astype(x.dtype)
+    x: np.ndarray = one.read(())[0]
+    if positions is not None:
+        x = (x.astype(np.float32) + positions.read(())[0, place].astype(np.float32)).astype(x.dtype)
+    return x
 
 
 def _indexed(read: Any) -> Any:

@@ -69,7 +69,7 @@ class Parts(NamedTuple):
         try:
             with files.regular(self.path(number)) as file:
                 about = pq.read_metadata(file)
-            return about.num_rows == stop - start and about.num_columns == len(META) + len(self.names)
+            return bool(about.num_rows == stop - start and about.num_columns == len(META) + len(self.names))
         except (files.FileError, pa.ArrowException, OSError):
             return False
 

@@ -102,7 +102,7 @@ def data_config(model: Model, **changes: Any) -> spectrogram.Config:
             source_lib.refuse_address(data.get(name), f"data.{name}", "--data")
             if "**" in str(data.get(name)):  # it would be looked for on the whole disk, through links in circles
                 raise InferenceError(f"the run's config.data.{name} is {str(data[name])[:200]!r}; name the data with --data")
-    made = config_lib.section(spectrogram.Config, {**data, **own, "form": "spectrogram", **changes})
+    made: spectrogram.Config = config_lib.section(spectrogram.Config, {**data, **own, "form": "spectrogram", **changes})
     if unlike := model.front_end.differences(made.front_end):
         other = f"was trained on other spectrograms than are asked for: {unlike}"
         raise InferenceError(f"{model.name} {other}; omit those settings")

@@ -166,7 +166,7 @@ def calibrated(z: np.ndarray, y: np.ndarray, known: np.ndarray, softmax: bool) -
 
     def total(at: np.ndarray) -> float:
         fit = logistic.loss(np.exp(at[0]) * z + at[1], y, softmax=softmax, known=known)
-        return fit + PRIOR * (at[0] ** 2 + at[1] ** 2 / 100)
+        return float(fit + PRIOR * (at[0] ** 2 + at[1] ** 2 / 100))
 
     log_scale, offset = minimize(total, (0.0, 0.0), bounds=((-4, 4), (0, 0) if softmax else (None, None))).x
     return float(np.exp(log_scale)), float(offset)

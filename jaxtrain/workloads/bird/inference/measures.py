@@ -23,7 +23,8 @@ def accuracy(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray
     """[n, C], [n, C], [R, n] -> [R]."""
     has = y.any(1)
     right = y[np.arange(len(y)), score.argmax(1)] > 0
-    return (weight[:, has] @ right[has]) / np.maximum(weight[:, has].sum(1), 1e-9)
+    share: np.ndarray = (weight[:, has] @ right[has]) / np.maximum(weight[:, has].sum(1), 1e-9)
+    return share
 
 
 def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -32,7 +33,8 @@ def average_precision(score: np.ndarray, positive: np.ndarray, weight: np.ndarra
     hits, all_ = np.cumsum(w * y, 1)[:, last], np.cumsum(w, 1)[:, last]
     gained = np.diff(hits, axis=1, prepend=0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(gained > 0, gained * hits / all_, 0).sum(1) / hits[:, -1]
+        precision: np.ndarray = np.where(gained > 0, gained * hits / all_, 0).sum(1) / hits[:, -1]
+    return precision
 
 
 def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -41,7 +43,8 @@ def area_under_roc(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) 
     hits, misses = (np.diff(np.cumsum(w * z, 1)[:, last], axis=1, prepend=0) for z in (y, 1 - y))
     below = misses.sum(1, keepdims=True) - np.cumsum(misses, 1) + misses / 2
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (hits * below).sum(1) / (hits.sum(1) * misses.sum(1))
+        area: np.ndarray = (hits * below).sum(1) / (hits.sum(1) * misses.sum(1))
+    return area
 
 
 def _sorted(score: np.ndarray, positive: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,7 +58,8 @@ def over_classes(each: Callable[..., Any], score: np.ndarray, y: np.ndarray, wei
     """Mean of a measure over the classes that have it, [R]."""
     by_class = np.stack([each(score[:, c], y[:, c], weight) for c in range(y.shape[1])], 1)
     known = np.isfinite(by_class)
-    return np.where(known, by_class, 0).sum(1) / np.maximum(known.sum(1), 1)
+    mean: np.ndarray = np.where(known, by_class, 0).sum(1) / np.maximum(known.sum(1), 1)
+    return mean
 
 
 def measure(score: np.ndarray, y: np.ndarray, weight: np.ndarray) -> dict[str, np.ndarray]:

@@ -59,7 +59,8 @@ def linear(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, multilabel: bool
         return logistic.loss(x[held] @ w + b, y[held], softmax=softmax)
 
     w, b = logistic.fit(x, y, min(logistic.PENALTIES, key=held_out), softmax=softmax)
-    return x_test @ w + b
+    logits: np.ndarray = x_test @ w + b
+    return logits
 
 
 def _fifth(y: np.ndarray, seed: int) -> np.ndarray:
@@ -80,7 +81,8 @@ def nearest(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, k: int = 20) ->
     neighbours = KNeighborsRegressor(
         min(k, len(x)), metric="cosine", algorithm="brute", weights=lambda distance: np.exp(-distance / TEMPERATURE)
     )
-    return neighbours.fit(x - x.mean(0), y.astype(np.float32)).predict(x_test - x.mean(0))
+    scores: np.ndarray = neighbours.fit(x - x.mean(0), y.astype(np.float32)).predict(x_test - x.mean(0))
+    return scores
 
 
 def prototypes(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, *, shots: int, seed: int) -> np.ndarray:
@@ -133,7 +135,7 @@ def evaluate(
 
     def few_shot(n: int, draw: int) -> np.floating:
         scored = [(prototypes(a.x, a.y, b.x, shots=n, seed=draw), b.y) for a, b in splits]
-        return np.mean([measures.measure(score, y, np.ones((1, len(y))))[kind][0] for score, y in scored])
+        return np.mean([float(measures.measure(score, y, np.ones((1, len(y))))[kind][0]) for score, y in scored])
 
     for n in shots:
         values = [few_shot(n, draw) for draw in range(trials)]

@@ -132,7 +132,8 @@ def _best(
 
 def _unit(x: np.ndarray) -> np.ndarray:
     x = np.asarray(x, np.float32)
-    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+    x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-9)
+    return x
 
 
 def split_query(text: str) -> tuple[str, float | None]:
@@ -209,4 +210,4 @@ class Encoder:
             tokens = vit.encode(c, params, x)
             return vit.pooled(c, params, tokens.patches if self._kind == "mean" else tokens.cls)
 
-        return np.asarray(features(self._model.params, x[None]))[0]
+        return np.asarray(features(self._model.params, x[None])).squeeze(0)

@@ -59,7 +59,7 @@ def specs(c: Settings, s: Lejepa) -> PyTree:
     return table | {"w_out": Spec((h, s.size), ("embed", None), fan_in(h)), "b_out": Spec((s.size,), (None,), zeros)}
 
 
-def projected(s: Lejepa, params: PyTree, pooled_rd: Array, weight_r: Array) -> Array:
+def projected(s: Lejepa, params: Mapping[str, Array], pooled_rd: Array, weight_r: Array) -> Array:
     """Features through the projector, [R, P]."""
     x_rh = pooled_rd
     for i in range(2):
