@@ -91,7 +91,7 @@ def extreme() -> dict[str, Any]:
     the 7,500 steps take 1.1 hours. `jaxtrain plan` says 0.95 hours at 40 %, since it counts each
     step as one of the end, and 31.5 GB. No result has been measured.
     """
-    config = get_config().to_dict()
+    config: dict[str, Any] = get_config().to_dict()
     config["model"] |= dict(contract="last", least_steps=1, first_steps=1, growth_steps=6_000, test_steps=32, rollouts=4)
     config["model"]["symmetry"] = True
     config["train"] |= dict(steps=7_500, eval_every=1_500)
@@ -101,7 +101,7 @@ def extreme() -> dict[str, Any]:
 
 def other(**source: Any) -> dict[str, Any]:
     """Return another puzzle's config, with attention: 0.9 hours on one H100 at 40 %."""
-    config = get_config().to_dict()
+    config: dict[str, Any] = get_config().to_dict()
     config["train"] |= dict(steps=20_000, batch=128, eval_every=2_000)
     return config | dict(
         workdir=f"runs/trm-{source['kind']}",

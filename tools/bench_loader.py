@@ -186,7 +186,7 @@ class Running:
         lines = [cast(IO[str], process.stdout).readline() for process in processes]
         if not all(lines):
             raise PeerError(f"{self.name} ended early; its output is above")
-        return sum(answer["n"] / answer[clock] for answer in map(json.loads, lines))
+        return float(sum(answer["n"] / answer[clock] for answer in map(json.loads, lines)))
 
     def close(self) -> None:
         for process in dict.fromkeys(process for some in self.of.values() for process in some):
@@ -204,7 +204,8 @@ def first_rows(peer: Running, shard: pathlib.Path, threads: Sequence[int], n: in
         peer.rate(threads[0], of=1, shard=str(shard), epoch=0, n=n, to=f"{folder}/out.npy")
         for each in threads[1:]:
             peer.rate(each, shard=str(shard), epoch=0, n=n)
-        return np.load(f"{folder}/out.npy")[..., :120]
+        rows: np.ndarray = np.load(f"{folder}/out.npy")
+        return rows[..., :120]
 
 
 def measure(

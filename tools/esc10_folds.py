@@ -48,7 +48,7 @@ def train(path: str, objective: str, fold: int, out: pathlib.Path, overrides: Se
             f"tools.esc10_folds: {workdir} was trained on {earlier['path']} with {earlier['overrides'] or 'no overrides'}; "
             "choose another --out"
         )
-    return earlier["cpu_seconds"]
+    return float(earlier["cpu_seconds"])
 
 
 def embedded(path: str, source: pathlib.Path, fold: int, out: pathlib.Path, *, random: bool) -> probe.Features:

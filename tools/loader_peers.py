@@ -138,10 +138,11 @@ def torchaudio_fbank(wave_n: np.ndarray) -> np.ndarray:
     from torchaudio.compliance import kaldi
 
     with torch.inference_mode():
-        return kaldi.fbank(
+        fbank_tf: np.ndarray = kaldi.fbank(
             torch.from_numpy(np.ascontiguousarray(wave_n))[None], sample_frequency=RATE, num_mel_bins=N_MELS,
             window_type="hanning", htk_compat=True, use_energy=False, dither=0.0,
         ).numpy()  # fmt: skip
+        return fbank_tf
 
 
 class Datasets:
@@ -194,7 +195,8 @@ class TorchCrops:
         if rate not in self.resamplers:
             self.resamplers[rate] = torchaudio.transforms.Resample(rate, RATE)
         with torch.inference_mode():
-            return self.resamplers[rate](torch.from_numpy(wave_n)[None])[0].numpy()
+            resampled_n: np.ndarray = self.resamplers[rate](torch.from_numpy(wave_n)[None])[0].numpy()
+            return resampled_n
 
 
 class Torch:

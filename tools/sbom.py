@@ -29,7 +29,8 @@ def crates(wheel: pathlib.Path) -> dict[str, Any]:
         found = [name for name in archive.namelist() if "/sboms/" in name]
         if len(found) != 1:
             raise ValueError(f"{wheel} holds {len(found)} lists of crates; expected 1: build it with maturin 1.9 or newer")
-        return json.loads(archive.read(found[0]))
+        listed: dict[str, Any] = json.loads(archive.read(found[0]))
+        return listed
 
 
 def packages(processor: str) -> list[dict[str, Any]]:
@@ -43,7 +44,8 @@ def packages(processor: str) -> list[dict[str, Any]]:
         command += [f"--platform=manylinux_2_{minor}_{processor}" for minor in range(28, 4, -1)]
         command += [f"--platform={old}_{processor}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
         subprocess.run([*command, f"--report={report}", f"--constraint={pins}", *needs(project, [])], check=True)
-        return json.loads(report.read_text())["install"]
+        installed: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+        return installed
 
 
 def processor(wheel: pathlib.Path) -> str:

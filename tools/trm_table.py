@@ -127,7 +127,7 @@ def start(command: Sequence[str]) -> float:
 def boards(args: argparse.Namespace, grade: str) -> pathlib.Path:
     """Return the table of a grade's boards, which is made once, by a seed that no training has."""
     name, fewest, most = grade.split(":")
-    folder = args.out / f"{name}-{fewest}-{most}-{args.boards}"
+    folder: pathlib.Path = args.out / f"{name}-{fewest}-{most}-{args.boards}"
     if not (folder / "test.csv").exists():
         sizes = ["--train=1", f"--test={args.boards}", "--blanks", fewest, most, "--seed=1000003"]
         start([sys.executable, "-m", "jaxtrain", "sudoku", str(folder), f"--grade={name}", *sizes])

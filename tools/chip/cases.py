@@ -251,7 +251,7 @@ class Steps:
     def __init__(self, chosen: Chosen, batch: Batch, program: Callable[..., Any] | None = None):
         self.assembly, self.batch = chosen.assembly, batch
         a = self.assembly
-        self.program = program or compiled(chosen)
+        self.program: Callable[..., tuple[Any, step_lib.Metrics]] = program or compiled(chosen)
         self._go_on = step_lib.put_stop(a.layout, False)
         self.state = state_lib.init_state(a.task, a.tx, a.abstract, jax.random.key(a.config.seed))
 

@@ -72,6 +72,6 @@ def adamw_step(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), o.clip)
         adamw.step()
-        return loss.item()
+        return float(loss.item())
 
     return step

@@ -137,7 +137,7 @@ def make_theirs(c: trm.Config, params: PyTree, model_state: PyTree, batch: Batch
         least = torch.where(torch.rand(n) < c.explore, torch.randint(2, c.halt_steps + 1, (n,)), 0)
         wants = (q > 0) & (taken >= least)
         slots.update(z_h=z_h, z_l=z_l, steps=taken, halted=(taken >= c.halt_steps) | wants)
-        return loss.item()
+        return float(loss.item())
 
     return step
 
