@@ -83,11 +83,59 @@ def export(
     """
     source = source_lib.find(run, step, export="it is in safetensors already")
     _refuse_damage(source)
-    everything = source.arrays()
-    group = "ema" if ema else "params"
-    arrays = source.parameters(ema=ema)
-    config, step = source.config(), source.step(everything)
-    meta = {name: value for name, value in source.meta().items() if name != "config"}
+    config = source.config()
+    if license:
+        config["card"] = {**(config.get("card") or {}), "license": license}
+    chosen = _choose(source, config, "ema" if ema else "params", only=only, named=named, base=base, formats=formats)
+
+    # 1. Names and places follow from shapes alone.
+    entries = _entries_of_each(chosen, dtype)
+    flat = [entry for of_path in entries.values() for entry in of_path]
+    shards = _split(flat, shard_size)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = names if len(names) > 1 else [stored.WHOLE]
+    where = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
+
+    # 2. Everything goes into a folder of another name, which is renamed when it is whole.
+    target = files.expanded(out).absolute()
+    if target.exists() and any(target.iterdir()):
+        raise StoredError(f"{target} is not empty; choose another --out")
+    with atomic_write.folder(target) as partial:
+        further, hub = _further_files(chosen, flat)
+        # transformers needs a config.json of its own, and arrays marked as PyTorch's.
+        framework = "pt" if "config.json" in further else "flax"
+        sums = _write_shards(partial, names, shards, _content(chosen.arrays, entries), framework)
+        # 3. The files that make arrays a model: their index, config and card, and the way back.
+        for name, content in {**_own_files(chosen, entries, where, hub), **further}.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_bytes(content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+        (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    size = f"{len(flat)} arrays, {sum(entry.n_bytes for entry in flat) / 1e6:.1f} MB in {len(names)} file(s)"
+    use = f"a part of the model (--only={only}), for warm starts" if chosen.left_out.is_part else f"loaded by {hub.library}"
+    return f"{target}: {chosen.group} of step {chosen.step}, {size}, {use}"
+
+
+class _Chosen(NamedTuple):
+    """What is exported of a step."""
+
+    source: Source
+    step: int | None  # None: of weights without a step
+    config: dict[str, Any]  # of the run
+    based: dict[str, Any]  # the same, with the source of the weights below its adapters
+    group: str  # of the parameters: params or ema
+    arrays: dict[str, Stored]
+    contract: Export  # of the workload, or of a format with names of its own
+    formats: list[Format]
+    whole_model: dict[str, Stored]  # for the files of ``formats``
+    left_out: card.LeftOut
+
+
+def _choose(
+    source: Source, config: dict[str, Any], group: str, *, only: str, named: str, base: str, formats: Sequence[str]
+) -> _Chosen:
+    """Return the arrays that ``only`` matches, with adapters merged, and the contract of names."""
+    everything, arrays = source.arrays(), source.parameters(ema=group == "ema")
     contract = run_workload.export_of(config, named)
     if run_workload.of_run(config, named) is None:
         print(f"{run_workload.unknown(config)}: its arrays are named by their paths, and it adds no files")
@@ -105,78 +153,70 @@ def export(
     if renaming and renaming.rename:
         with _describing(source):
             arrays, contract = renaming.rename(arrays, run_workload.model_of(config)), renaming.export or Export()
-    if license:
-        config["card"] = {**(config.get("card") or {}), "license": license}
     chosen = {path: one for path, one in arrays.items() if re.search(only, path)}
     if not chosen:
         raise StoredError(f"--only={only} matches none of {', '.join(arrays)}")
     is_part = any(re.search(contract.needed, path) for path in arrays.keys() - chosen.keys())
     left_out = card.LeftOut(only, len(arrays) - len(chosen), is_part)
-    arrays = chosen
+    return _Chosen(source, source.step(everything), config, based, group, chosen, contract, others, whole_model, left_out)
 
-    # 1. Names and places follow from shapes alone.
+
+def _entries_of_each(chosen: _Chosen, dtype: np.dtype | None) -> dict[str, list[Entry]]:
+    """Path -> its arrays in the files, in the order of the files."""
     entries: dict[str, list[Entry]] = {}
-    for path, one in arrays.items():
+    for path, one in chosen.arrays.items():
         floating = (np.issubdtype(one.dtype, np.floating) or one.dtype.kind == "V") and not path.startswith(stored.MODEL_STATE)
-        entries[path] = list(_entries(path, one.shape, dtype if dtype and floating else one.dtype, config, contract))
-    # Wide types first: every array begins at a multiple of its width, for readers that map it.
-    order = sorted(arrays, key=lambda path: -entries[path][0].dtype.itemsize)
-    flat = [entry for path in order for entry in entries[path]]
-    if twice := sorted(name for name, n in collections.Counter(e.name for e in flat).items() if n > 1):
+        of_file = dtype if dtype and floating else one.dtype
+        entries[path] = list(_entries(path, one.shape, of_file, chosen.config, chosen.contract))
+    count = collections.Counter(entry.name for of_path in entries.values() for entry in of_path)
+    if twice := sorted(name for name, n in count.items() if n > 1):
+        workload = chosen.config.get("workload")
         raise StoredError(
-            f"the names {', '.join(twice)} are given twice, by EXPORT.names of {config.get('workload')}; make them differ there"
+            f"the names {', '.join(twice)} are given twice, by EXPORT.names of {workload}; make them differ there"
         )
-    shards = _split(flat, shard_size)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = names if len(names) > 1 else [stored.WHOLE]
+    # Wide types first: every array begins at a multiple of its width, for readers that map it.
+    return dict(sorted(entries.items(), key=lambda item: -item[1][0].dtype.itemsize))
 
-    # 2. Everything goes into a folder of another name, which is renamed when it is whole.
-    target = files.expanded(out).absolute()
-    if target.exists() and any(target.iterdir()):
-        raise StoredError(f"{target} is not empty; choose another --out")
-    with atomic_write.folder(target) as partial:
-        kinds: collections.Counter[str] = collections.Counter()
-        for entry in flat:
-            kinds[entry.dtype.name] += entry.n_bytes
-        with _describing(source):
-            # The files and the example are of a whole model: a library fills gaps at random.
-            further = {} if is_part else contract.files(based, kinds.most_common(1)[0][0])
-            hub = Hub() if is_part else contract.hub(config, {*further, *arrays})
-            for other in others:
-                if other.files:
-                    further |= other.files(config, whole_model, {"run": _name(config), "step": str(step)})
-                    hub = hub._replace(example=f"{hub.example}\n{other.example}")
-        # transformers needs a config.json of its own, and arrays marked as PyTorch's.
-        sums = _write_shards(
-            partial, names, shards, _content(order, arrays, entries), "pt" if "config.json" in further else "flax"
-        )
 
-        # 3. The files that make arrays a model: their index, config and card, and the way back.
-        total = sum(entry.n_bytes for entry in flat)
-        where = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
-        first = {path: entries[path][0] for path in order}  # of a stack, or the only one
-        folded = {p for p, e in first.items() if e.shape != arrays[p].shape[1 if e.path.endswith("]") else 0 :]}
-        export = {
-            "format": stored.FORMAT, "step": step, "group": group, "meta": meta, "config": config,
-            "paths": {e.name: e.path for e in flat},
-            "shapes": {path: list(arrays[path].shape) for path in order if path in folded},
-        }  # fmt: skip
-        texts = {
-            stored.INDEX: _json({"metadata": {"total_size": total}, "weight_map": where}),
-            "config.json": _json(config),
-            stored.EXPORT: _json(export),
-            "README.md": card.text(
-                card.Model(_name(config), step, group, flat, config, meta, hub, left_out), card.last_metrics(source, step)
-            ),
-        }
-        for name, content in {**{name: text.encode() for name, text in texts.items()}, **further}.items():
-            (partial / name).parent.mkdir(exist_ok=True)
-            (partial / name).write_bytes(content)
-            sums[name] = hashlib.sha256(content).hexdigest()
-        (partial / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
-    size = f"{len(flat)} arrays, {total / 1e6:.1f} MB in {len(names)} file(s)"
-    use = f"a part of the model (--only={only}), for warm starts" if is_part else f"loaded by {hub.library}"
-    return f"{target}: {group} of step {step}, {size}, {use}"
+def _further_files(chosen: _Chosen, flat: Sequence[Entry]) -> tuple[dict[str, bytes], Hub]:
+    """Return the files of the workload and of the formats by their names, and what the card says.
+
+    They are of a whole model, and so is the card's example: a library fills gaps at random.
+    """
+    bytes_of: collections.Counter[str] = collections.Counter()
+    for entry in flat:
+        bytes_of[entry.dtype.name] += entry.n_bytes
+    is_part, config = chosen.left_out.is_part, chosen.config
+    with _describing(chosen.source):
+        further = {} if is_part else chosen.contract.files(chosen.based, bytes_of.most_common(1)[0][0])
+        hub = Hub() if is_part else chosen.contract.hub(config, {*further, *chosen.arrays})
+        for other in chosen.formats:
+            if other.files:
+                further |= other.files(config, chosen.whole_model, {"run": _name(config), "step": str(chosen.step)})
+                hub = hub._replace(example=f"{hub.example}\n{other.example}")
+    return further, hub
+
+
+def _own_files(chosen: _Chosen, entries: Mapping[str, Sequence[Entry]], where: Mapping[str, str], hub: Hub) -> dict[str, bytes]:
+    """Return the index, the config, the card and the way back, by their names."""
+    source, step, config, arrays = chosen.source, chosen.step, chosen.config, chosen.arrays
+    flat = [entry for of_path in entries.values() for entry in of_path]
+    meta = {name: value for name, value in source.meta().items() if name != "config"}
+    first = {path: of_path[0] for path, of_path in entries.items()}  # of a stack, or the only one
+    folded = {p for p, e in first.items() if e.shape != arrays[p].shape[1 if e.path.endswith("]") else 0 :]}
+    export = {
+        "format": stored.FORMAT, "step": step, "group": chosen.group, "meta": meta, "config": config,
+        "paths": {e.name: e.path for e in flat},
+        "shapes": {path: list(arrays[path].shape) for path in first if path in folded},
+    }  # fmt: skip
+    model = card.Model(_name(config), step, chosen.group, flat, config, meta, hub, chosen.left_out)
+    texts = {
+        stored.INDEX: _json({"metadata": {"total_size": sum(entry.n_bytes for entry in flat)}, "weight_map": where}),
+        "config.json": _json(config),
+        stored.EXPORT: _json(export),
+        "README.md": card.text(model, card.last_metrics(source, step)),
+    }
+    return {name: text.encode() for name, text in texts.items()}
 
 
 def _formats(source: Source, config: Mapping[str, Any], named: str, names: Sequence[str]) -> Iterator[Format]:
@@ -357,12 +397,10 @@ def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def _content(
-    order: Sequence[str], arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]
-) -> Iterator[memoryview]:
+def _content(arrays: Mapping[str, Stored], entries: Mapping[str, Sequence[Entry]]) -> Iterator[memoryview]:
     """Yield the bytes of all arrays, in order: layers of a stack follow each other already."""
-    for path in order:
-        one, dtype = arrays[path], entries[path][0].dtype
+    for path, of_path in entries.items():
+        one, dtype = arrays[path], of_path[0].dtype
         for index in one.pieces():
             # No name for the piece: it would live on while the next one is read.
             yield _rounded(np.ascontiguousarray(one.read(index)), dtype, path).reshape(-1).view(np.uint8).data
