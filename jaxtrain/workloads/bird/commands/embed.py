@@ -14,7 +14,7 @@ long as the run's clips, and each is a row.
     DIR/mean.npy         float32 [n, D]        mean of the patches (--kinds: which of these three)
         cls.npy          float32 [n, D]        mean of the CLS tokens
         patches.npy      float16 [n, V, N, D]  every patch of every view
-        scores.npy       float32 [n, C]        of the run's supervised head, if it has one
+        scores.npy       float32 [n, C]        logits of the run's supervised head, if it has one
         label.npy        int64 [n]; or labels.npy uint8 [n, C] with --multilabel
         rows.parquet     path, start, end [s], clock of every row, as far as the data say them
         index.npy        int64 [n]             the recording's row in its split's shards
