@@ -150,7 +150,7 @@ def read_json(step_dir: epath.PathLike, item: str) -> dict[str, Any] | None:
 def check_format(meta: Mapping[str, Any], place: Any) -> None:
     """Raise StoredError if metadata at ``place`` are of another format than this version reads."""
     if meta.get("config") and (found := meta.get("format")) != FORMAT:
-        older = "from before formats had numbers" if found is None else f"of format {str(found)[:20]}"
+        older = "from before formats had numbers" if found is None else f"of format {found!r:.20}"
         raise StoredError(f"{place} is {older}, and this version reads format {FORMAT}; read it with the version that wrote it")
 
 

@@ -164,7 +164,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, NAME))
         if about.get("version") != VERSION:
-            raise TypeError(f"it is of version {about.get('version')}, and this jaxtrain reads {VERSION}")
+            raise TypeError(f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION}")
         if not isinstance(about["complete"], bool) or not isinstance(about["fingerprints"], dict):
             raise TypeError("it states no fingerprints, or not whether it is complete")
         Settings(**about["settings"])

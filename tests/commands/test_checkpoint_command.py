@@ -240,7 +240,9 @@ def test_other_peoples_orbax_directories_are_read_too(tmp_path):
         assert stored.nest((s.keys, p) for p, s in arrays.items()) == {"list": ["list/0", "list/1"], "w": "w"}
 
 
-@pytest.mark.parametrize(("number", "text"), [(None, "from before formats had numbers"), (7, "of format 7")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(None, "from before formats had numbers"), (7, "of format 7"), ("a\nb", r"of format 'a\nb'")]
+)
 def test_a_step_of_another_format_is_an_error_that_says_so(number, text, tmp_path, capsys):
     step = runs.save(tmp_path / "run", 10, runs.state(0, 10), manifest=False)
     meta = json.loads((step / "meta" / "metadata").read_text())

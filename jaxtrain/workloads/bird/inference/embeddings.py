@@ -109,7 +109,7 @@ def read(folder: str | pathlib.Path) -> Embeddings:
     except files.FileError as error:
         raise InferenceError(f"{folder} holds no embeddings ({error}); make them with `jaxtrain embed`") from error
     if (version := about.get("version")) != VERSION:
-        made = f"{folder / ABOUT} is of version {str(version)[:80]}"
+        made = f"{folder / ABOUT} is of version {version!r:.80}"
         raise InferenceError(f"{made}, and this jaxtrain reads {VERSION}; embed again")
     names: Any = about.get("class_names")
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
