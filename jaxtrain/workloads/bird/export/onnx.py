@@ -28,8 +28,9 @@ from loaders.audio import front_end
 from loaders.audio.front_end import FrontEnd
 
 OPSET, IR_VERSION = 20, 9  # the first opset with GELU; both are read by onnxruntime 1.17 (2024) and later
-MODEL = "model.onnx"
-LARGEST = 1_900_000_000  # [bytes] of the arrays, since the format ends at 2^31
+MODEL, DATA = "model.onnx", "model.onnx.data"
+LARGEST = 1_900_000_000  # [bytes] of the arrays inside of the file, whose format ends at 2^31; more lie next to it
+PAGE = 65_536  # [bytes] of which multiples are mapped into memory
 MAX_TOKENS = 1 << 16  # attention compares each with each
 MAX_VALUES = 1 << 28  # of the matrix of a frame's transform. Windows of 25 ms have fewer up to 384 kHz
 COMMAND = "python example_onnx.py bird.wav"
@@ -91,7 +92,7 @@ class Graph:
 
 
 def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapping[str, str]) -> dict[str, bytes]:
-    """model.onnx and example_onnx.py: name -> content.
+    """model.onnx, further data if it would be too large, and example_onnx.py: name -> content.
 
     ``c``, ``data``: sections of the run's config. ``arrays``: its parameters, without a head's for
     no scores. ``about``: further metadata. Raises StoredError: parameters are missing, or the front
@@ -131,9 +132,8 @@ def files(c: Config, data: Mapping[str, Any], arrays: Mapping[str, Stored], abou
     opsets = [helper.make_opsetid("", OPSET)]
     model = helper.make_model(made, producer_name="jaxtrain", ir_version=IR_VERSION, opset_imports=opsets)
     helper.set_model_props(model, {**about, **metadata})
-    if (size := sum(len(x.raw_data) for x in model.graph.initializer)) > LARGEST:
-        raise StoredError(f"the run's model has {size / 1e9:.1f} GB in float32, and an ONNX file holds {LARGEST / 1e9:g} GB")
-    return {MODEL: model.SerializeToString(deterministic=True), "example_onnx.py": EXAMPLE.encode()}
+    outside = _outside(onnx, model) if sum(len(x.raw_data) for x in model.graph.initializer) > LARGEST else {}
+    return {MODEL: model.SerializeToString(deterministic=True), **outside, "example_onnx.py": EXAMPLE.encode()}
 
 
 def _front_end(c: Config, data: Mapping[str, Any]) -> tuple[FrontEnd, int]:
@@ -262,6 +262,20 @@ def _scores(graph: Graph, kind: str, head: Mapping[str, np.ndarray], features: s
         x = graph("LayerNormalization", x, head["scale"], head["bias"], epsilon=vit.EPS)
     z = graph("Add", graph("MatMul", x, head["w"]), head["b"])
     graph("Softmax" if softmax else "Sigmoid", z, output="scores")  # a softmax is along the last axis
+
+
+def _outside(onnx: Any, model: Any) -> dict[str, bytes]:
+    """Move the arrays of a model into a file next to it: its name -> content."""
+    content = bytearray()
+    for x in model.graph.initializer:
+        if len(x.raw_data) < PAGE:
+            continue
+        content += bytes(-len(content) % PAGE)
+        onnx.external_data_helper.set_external_data(x, DATA, offset=len(content), length=len(x.raw_data))
+        content += x.raw_data
+        x.ClearField("raw_data")
+        x.data_location = onnx.TensorProto.EXTERNAL
+    return {DATA: bytes(content)}
 
 
 def _of_run(config: Mapping[str, Any], arrays: Mapping[str, Stored], about: Mapping[str, str]) -> dict[str, bytes]:
