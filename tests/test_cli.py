@@ -242,7 +242,7 @@ def test_a_store_that_cannot_be_read_is_reported(argv, run, text, capsys, monkey
 
 
 @pytest.mark.parametrize(("path", "text"), STORES)
-@pytest.mark.parametrize("field", ["checkpoint.folder", "warm_start.source"])
+@pytest.mark.parametrize("field", ["checkpoint.folder", "resume.path", "warm_start.source"])
 def test_a_store_in_a_config_that_cannot_be_read_is_reported(field, path, text, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(config_lib.ConfigError) as error:

@@ -327,13 +327,18 @@ def test_a_replay_of_other_data_is_refused_before_its_first_step(runs, capsys):
         assert error in capsys.readouterr().err.splitlines()[-1] and not (runs / f"{name}-replay-6").exists()
 
 
-def test_diff_of_runs_that_have_recorded_no_step_in_common(runs, capsys):
-    shutil.copytree(runs / "run", runs / "later")
-    records = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
-    later = (json.dumps({**record, "step": record["step"] + 100}) + "\n" for record in records)
-    (runs / "later" / "metrics.jsonl").write_text("".join(later))
-    assert cli.main(["diff", "run", "later"]) == 1
-    assert "run and later have recorded no step in common" in capsys.readouterr().out
+def test_a_run_that_began_with_another_runs_checkpoint_is_replayed_from_it(runs, capsys):
+    command = ["train", "--config=my_config.py", "--config.workdir=second", "--config.train.steps=14", "--config.optim.lr=0.03"]
+    command += ["--config.metrics.digest=true", "--config.metrics.every=1", "--config.resume.path=first"]
+    shutil.copytree(runs / "run", runs / "first")
+    assert cli.main(command) == 0
+    assert replay("second", "--step", "13", "--no-page") == 0
+    assert "identical to step 13: 1 recorded steps have the same digest" in capsys.readouterr().out
+    assert cli.main(["diff", "run", "second"]) == 1
+    assert "run and second have recorded no step in common" in capsys.readouterr().out
+    shutil.rmtree(runs / "first")
+    assert replay("second", "--step", "14", "--no-page", "--out", "third") == 2
+    assert "began with a checkpoint of first (config.resume.path), which is no longer there" in capsys.readouterr().err
 
 
 def test_diff_names_the_first_step_and_the_field_and_the_arrays(runs, capsys):

@@ -142,20 +142,29 @@ class Checkpointer:
         train, since = self._config.train, self._scores.progress
         return bool(train.patience) and since is not None and (step - since) // train.eval_every >= train.patience
 
-    def listed(self) -> int:
-        """Return the newest step in this workdir by folders' names, or 0."""
-        return max((int(x.name) for x in self._path.iterdir() if x.name.isdecimal() and x.is_dir()), default=0)
+    def listed(self, other: str = "") -> int:
+        """Return the newest step in this workdir, else in ``other``, by folders' names, or 0."""
+        folders = [self._path, *([_folder(other) / "checkpoints"] if other else [])]
+        steps = [[int(x.name) for x in f.iterdir() if x.name.isdecimal() and x.is_dir()] for f in folders if f.is_dir()]
+        return max(next(filter(None, steps), [0]))
 
-    def restore(self, abstract: "Abstract", data: Mapping[str, Any]) -> Restored | None:
-        """Read the newest readable checkpoint of this run, or return None.
+    def restore(self, abstract: "Abstract", data: Mapping[str, Any], workdir: str = "") -> Restored | None:
+        """Read the newest readable checkpoint of this run or of another ``workdir``, or None.
 
         ``abstract`` is the target of every array: the mesh that saved it need not exist any more.
         ``data`` is the loader's state now, whose fingerprints must equal the saved ones, unless
         config.resume.data is "restart". Raises CheckpointError: the model or the data differ from
-        the saved ones, or no checkpoint of several can be read.
+        the saved ones, no checkpoint of several can be read, or ``workdir`` has none.
         """
-        if not (restored := self._newest(abstract, data)):
-            self._scores.forget("no checkpoint of the run that wrote it is left")
+        if not workdir:
+            if not (restored := self._newest(self._manager.all_steps(), self._path, abstract, data)):
+                self._scores.forget("no checkpoint of the run that wrote it is left")
+            return restored
+        path = _folder(workdir) / "checkpoints"
+        with _manager(path, ocp.CheckpointManagerOptions(read_only=True)) as manager:
+            restored = self._newest(manager.all_steps(), path, abstract, data)
+        if not restored:
+            raise CheckpointError(f"config.resume.path: {path} holds no checkpoint")
         return restored
 
     def rewind(self, abstract: "Abstract", before: int) -> "tuple[TrainState, int] | None":
@@ -259,8 +268,8 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             return first_line(error)
 
-    def _newest(self, abstract: "Abstract", data: Mapping[str, Any]) -> Restored | None:
-        path, steps = self._path, sorted(self._manager.all_steps(), reverse=True)
+    def _newest(self, steps: Sequence[int], path: epath.Path, abstract: "Abstract", data: Mapping[str, Any]) -> Restored | None:
+        steps = sorted(steps, reverse=True)
         for step in cluster.agree_on(steps):
             damage = self._damage(path / str(step))
             if cluster.agree(bool(damage)):

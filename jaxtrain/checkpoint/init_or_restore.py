@@ -44,12 +44,16 @@ def init_or_restore(assembly: Assembly, checkpoints: CheckpointManager) -> Start
     """
     config, abstract = assembly.config, assembly.abstract
     # 1. The newest checkpoint of this workdir that can be read.
-    if restored := checkpoints.newest():
+    restored = checkpoints.newest()
+    # 2. The newest one of config.resume.path that can be read.
+    if not restored and config.resume.path:
+        restored = checkpoints.newest(config.resume.path)
+    if restored:
         log.info("resuming from step %d: %s", restored.step, restored.source)
         _report_schedule(config, restored)
         return _with_frozen(assembly, restored)
-    # 2. The initial parameters, and over them those of config.warm_start.source.
-    # 3. The initial parameters.
+    # 3. The initial parameters, and over them those of config.warm_start.source.
+    # 4. The initial parameters.
     rules, history = _exact(config.warm_start), History()
     frozen, keep = abstract.state.variables.frozen, config.warm_start.keep
     base = _record(rules, config.warm_start.source) if frozen or keep else None

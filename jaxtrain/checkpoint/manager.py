@@ -55,15 +55,15 @@ class CheckpointManager:
         found = 0
         if cluster.is_main():
             with contextlib.suppress(OSError):  # `newest` reports it later
-                found = self._checkpointer.listed()
+                found = self._checkpointer.listed(self._config.resume.path)
         return cluster.agree(min(found, self._config.train.steps))
 
-    def newest(self) -> Restored | None:
-        """Return the newest readable checkpoint of this workdir, or None.
+    def newest(self, path: str = "") -> Restored | None:
+        """Return the newest readable checkpoint of this workdir, or of workdir ``path``, or None.
 
         Raises CheckpointError: none can be read, or they are of another model or other data.
         """
-        return self._checkpointer.restore(self._abstract, self._data.fingerprints())
+        return self._checkpointer.restore(self._abstract, self._data.fingerprints(), path)
 
     def save(self, step: int, state: TrainState) -> Saved:
         """Start to save a state, unless its step is saved. First wait for the previous save.

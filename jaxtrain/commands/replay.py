@@ -149,10 +149,15 @@ def _begin(args: argparse.Namespace, run: "Run", out: pathlib.Path, until: int) 
         raise RunError(f"{out} exists; remove it, or choose another --out")
     if out.resolve().is_relative_to(run.path.resolve()):
         raise RunError(f"{out} is inside the run, which is only read; choose an --out outside of {run.path}")
-    saved = run.checkpoints()
+    saved = _kept(run)
     for begin in sorted((step for step in saved if step < args.step), reverse=True):
         if _link(saved[begin], out):
             return
+    if run.setting("resume.path"):
+        raise RunError(
+            f"{args.run} began with a checkpoint of {run.setting('resume.path')} (config.resume.path), which is no longer "
+            f"there, and no checkpoint before step {args.step} is kept; choose a step after {min(saved, default=until)}"
+        )
     out.mkdir(parents=True)
     pace = run.latest.get("steps_per_second")
     cost = f", about {until / pace:,.0f} s at the run's pace" if isinstance(pace, float) and pace > 0 else ""
@@ -262,6 +267,14 @@ def _write_page(args: argparse.Namespace, config: Any, run: "Run", lines: list[s
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, step {args.step}; open it in a browser")
 
 
+def _kept(run: "Run") -> dict[int, pathlib.Path]:
+    found: dict[int, pathlib.Path] = run.checkpoints()
+    if (other := run.setting("resume.path", "")) and run.starts:
+        path = pathlib.Path(other, "checkpoints", str(run.starts[0].first))
+        found |= {int(path.name): path} if path.is_dir() else {}
+    return found
+
+
 def _link(saved: pathlib.Path, out: pathlib.Path) -> bool:
     """Make a workdir with links to a checkpoint's files. False if one was deleted meanwhile."""
     from jaxtrain.telemetry.report.run import RunError
@@ -309,7 +322,7 @@ def _config(run: "Run", out: pathlib.Path, args: argparse.Namespace) -> Any:
     if own and not args.workload:
         why = "which is imported only if you trust its code: name the run's workload with --workload"
         raise RunError(f"{run.path}: {own[0]}, {why}")
-    own_start = {**run.config.get("resume", {}), "data": "exact"}  # the run's data
+    own_start = {**run.config.get("resume", {}), "path": "", "data": "exact"}  # the linked checkpoint, the run's data
     found = config_lib.from_dict({**run.config, "resume": own_start})
     every = found.checkpoint.every if found.guard.rewinds else found.train.steps  # rewinds go back to regular saves
     stays = 0 if args.no_page else args.step - 1  # on disk, until the page is made

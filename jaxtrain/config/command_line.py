@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str], *, find: bool = True) -> Arguments:
         elif flag not in ("--config", "--plan-setup") and not flag.startswith("--config."):
             known = ("--config", "--explain", "--plan", "--plan-setup", "--config.section.field")
             problems.append(("", f"argument {argument!r} is unknown; {checks.expected(flag, known)}"))
-        elif (text := value if equals else next(rest, None)) is None:  # "" is a value: --config.checkpoint.best ""
+        elif (text := value if equals else next(rest, None)) is None:  # "" is a value: --config.resume.path ""
             problems.append(("", f"{flag} is given without a value"))
         elif flag == "--config":
             source = text

@@ -153,13 +153,16 @@ def _schedule_problems(train: Train, optim: Optim) -> Problems:
 def on_this_machine(config: Config) -> Problems:
     """Yield missing files, packages and permissions of this machine. Nothing is left behind."""
     yield from _workdir_problems(config.workdir)
-    source = config.warm_start.source
+    path, source = config.resume.path, config.warm_start.source
     if (folder := config.checkpoint.folder) and "://" not in folder and (why := unusable(folder)):
         yield "checkpoint.folder", f"is {folder!r}, which {why}; choose another folder"
-    for name, place in (("checkpoint.folder", folder), ("warm_start.source", source)):
+    for name, place in (("checkpoint.folder", folder), ("resume.path", path), ("warm_start.source", source)):
         if why := unreachable(place):
             yield name, f"is {place!r}, which {why}"
-    there = [files.expanded(config.workdir) / "base", files.expanded(source)]  # the first by warm_start.keep
+    if path and "://" not in path and not (files.expanded(path) / "checkpoints").is_dir():
+        yield "resume.path", f"is {path!r}, which has no folder checkpoints; name the workdir of a run"
+    kept = [files.expanded(folder) / "base" for folder in (config.workdir, path) if folder]  # by warm_start.keep
+    there = [*kept, files.expanded(source)]
     if source and "://" not in source and not any(place.exists() for place in there):
         yield "warm_start.source", f"is {source!r}, which does not exist"
     packages = {"tensorboard": "tensorboardX", "wandb_project": "wandb",

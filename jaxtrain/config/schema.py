@@ -345,10 +345,11 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True)
 class Resume(Section):
-    """What may differ between a run and the checkpoint of its workdir that it resumes from."""
+    """The source of a resumed run. Checkpoints in its own workdir come first."""
 
     on_resume = OnResume(FREE)
 
+    path: str = ""  # [path] workdir of another run whose newest checkpoint, all of it, this run begins with
     data: str = "exact"  # [name] "exact": the data must be those of the checkpoint; "restart": others, from their beginning
     allow: tuple[str, ...] = ()  # [fields] such as lora.alpha that may differ from the checkpoint's and change the function
 

@@ -92,14 +92,14 @@ def test_a_base_that_is_gone_or_differs_ends_every_command_that_needs_it(runs, f
 
 
 def test_a_kept_base_is_used_when_its_run_is_gone(runs, folder):
-    """This also holds for a copy of the run, and an export of checkpoints in separate folders."""
+    """This also holds for a run that resumes from another run's checkpoints, and for an export of
+    checkpoints in separate folders."""
     shutil.rmtree(folder / "A")
     for run in ("K", "apart/F"):
         assert export.main([run, "--out", f"{run}-kept"]) == 0
         assert weights(folder / f"{run}-kept") == weights(folder / "exported")
-    shutil.copytree("K", "copy")
-    for workdir in ("copy", "K"):
-        assert adapters(workdir, train__steps="4") == runs[1]
+    for workdir, fields in (("other", {"resume__path": "K"}), ("K", {})):
+        assert adapters(workdir, train__steps="4", **fields) == runs[1]
 
 
 def test_an_export_has_the_frozen_weights_as_the_run_rounded_them(folder):

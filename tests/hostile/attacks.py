@@ -255,6 +255,14 @@ ATTACKS = (
     _attack("train on the Hub's shards", f"train {BIRDS}", inputs.parquet, short=0, most=20),
     _attack("train from an export", f"train {OTHER} {FROM}", inputs.export, inputs.recordings, short=0, most=20),
     _attack(
+        "resume a run",
+        f"train {OTHER} --config.resume.path={{input}} --config.train.steps=2",
+        inputs.trained,
+        inputs.recordings,
+        short=0,
+        most=20,
+    ),
+    _attack(
         "resume in a workdir",
         f"train {OTHER.replace('{out}', '{input}')} --config.train.steps=2",
         inputs.trained,
