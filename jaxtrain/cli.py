@@ -130,15 +130,17 @@ def _run(command: Command, argv: Sequence[str], workload: str) -> int:
             if wrong := installation.problem(argv, caches=command.caches):
                 arguments.report(wrong)
                 return arguments.USER_ERROR
+        wrong = "has no function main"
+        main: Callable[[Sequence[str]], int] | None = None
         try:
-            main: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+            main = getattr(importlib.import_module(command.module), "main", None)
         except ModuleNotFoundError as error:
             if not f"{command.module}.".startswith(f"{error.name}."):
                 raise  # a module that the command imports
-            arguments.report(
-                f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module {command.module!r}, "
-                "which does not exist; correct it in WORKLOAD"
-            )
+            wrong = "does not exist"
+        if main is None:
+            what = f"the command {argv[0]!r} of {workload or 'jaxtrain'} is the module {command.module!r}"
+            arguments.report(f"{what}, which {wrong}; correct it in WORKLOAD")
             return arguments.USER_ERROR
         return main(argv[1:])
     except KeyboardInterrupt:  # imports may take a second

@@ -71,12 +71,14 @@ def test_a_workload_that_does_not_exist_is_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == ["error: --workload nothing_here: No module named 'nothing_here'"]
 
 
-def test_a_command_whose_module_does_not_exist_is_one_line(tmp_path, monkeypatch, capsys):
-    value = 'WORKLOAD = Workload(None, None, commands={"show": Command("nowhere.show", "data", "shows")})\n'
+@pytest.mark.parametrize(("name", "wrong"), [("nowhere.show", "does not exist"), ("json.decoder", "has no function main")])
+def test_a_command_that_is_no_module_with_a_main_is_one_line(name, wrong, tmp_path, monkeypatch, capsys):
+    value = f'WORKLOAD = Workload(None, None, commands={{"show": Command("{name}", "data", "shows")}})\n'
     module(tmp_path, "showing", value)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "showing", raising=False)
     assert cli.main(["--workload=showing", "show"]) == 2
-    text = "the command 'show' of showing is the module 'nowhere.show', which does not exist; correct it in WORKLOAD"
+    text = f"the command 'show' of showing is the module '{name}', which {wrong}; correct it in WORKLOAD"
     assert capsys.readouterr().err.splitlines() == [f"error: {text}"]
 
 

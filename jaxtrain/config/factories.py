@@ -7,6 +7,7 @@ and by a call under `jax.eval_shape`, which makes no array.
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ class _CallError(Exception):
     """An optimizer that could not update parameters which are not the run's own."""
 
 
-_MORE_VALUES = "required keyword-only argument"  # optax.lbfgs needs the loss, and a function that computes it
+# In Python's TypeError: optax.lbfgs and others need the loss, or a function that computes it.
+_NEEDS_LOSS = re.compile(r"required keyword-only argument.*'(value|grad|value_fn)'")
 
 
 def is_factory(name: str) -> bool:
@@ -121,8 +123,8 @@ def of_optimizer(found: Any) -> str:
     try:
         found.update(params, found.init(params), params)
     except Exception as error:
-        if _MORE_VALUES in str(error):  # in the text of Python's TypeError
-            return f"needs more than gradients and parameters: {first_line(error)}"
+        if _NEEDS_LOSS.search(str(error)):
+            return "needs the loss at each update, which a step does not give; name one that needs gradients and parameters"
         raise _CallError from error
     return ""
 

@@ -58,7 +58,7 @@ def test_arguments_are_read_from_the_command_line():
         (["name=own_optim:transformation"], "name", "has no function 'transformation'"),
         (["name=optax.adamw"], "name", "sign_sgd, module:factory; did you mean 'optax:adamw'?"),
         (["name=own_optim:number"], "name", "returned a float; expected an optax.GradientTransformation"),
-        (["name=optax:lbfgs"], "name", "which needs more than gradients and parameters: TypeError: "),
+        (["name=optax:lbfgs"], "name", "which needs the loss at each update, which a step does not give; name one"),
         (["name=own_optim:optimizer"], "arguments", "lacks 'strength', which own_optim:optimizer needs"),
         (["name=own_optim:broken"], "arguments", "own_optim:broken failed: KeyError: 'no such size'"),
         (
