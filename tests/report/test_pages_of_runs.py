@@ -17,7 +17,7 @@ from tests.support.reports import assert_drawn, data_of
 pytest.importorskip("plotly")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not chromium.PROGRAM, reason="no Chromium is installed here")]
 KILLS, EVERY = 14, 4
-TOLD = {"tiny": "Classes", "trm": "Pictures", "lm": "Samples", "giblet": "Pictures", "higgs": "Gradients and parameters"}
+TOLD = {"tiny": "Classes", "trm": "Pictures", "lm": "Generations", "giblet": "Pictures", "higgs": "Gradients and parameters"}
 
 
 def page_of(workdir, folder):
