@@ -60,3 +60,18 @@ def test_whole_files_and_folders(tmp_path, error):
     with atomic_write.folder(tmp_path / "out") as folder:
         atomic_write.write(pathlib.Path(folder) / "a", "all")
     assert files(tmp_path) == ["out/a", "x.npy"]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(pathlib.Path, "open"), (atomic_write.fcntl, "flock")])
+def test_an_interrupt_while_a_file_is_made_leaves_none(tmp_path, monkeypatch, owner, name):
+    call = getattr(owner, name)
+
+    def interrupted(*args):
+        call(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_write.file(tmp_path / "x.npy"):
+        pass
+    assert not list(tmp_path.iterdir())

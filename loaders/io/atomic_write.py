@@ -50,17 +50,23 @@ def file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             opened = partial.open("xb")  # never through a link that someone left there
         except FileExistsError as error:
             raise BusyError(path) from error
+        except KeyboardInterrupt:  # perhaps after the file was made
+            with contextlib.suppress(OSError):
+                _remove_left(partial, path)
+            raise
         with opened:
-            is_ours = _own(partial, path, closing)
-            try:
+            made = os.fstat(opened.fileno())
+            try:  # at once: an interrupt may come while the file is locked
+                is_ours = _own(partial, path, closing)
                 yield opened
                 opened.close()
                 if not is_ours():
                     raise BusyError(path)
                 partial.replace(path)
             except BaseException:
-                if is_ours():
-                    partial.unlink()
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(partial), made):
+                        partial.unlink()
                 raise
 
 

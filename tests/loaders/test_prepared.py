@@ -153,7 +153,7 @@ def test_an_index_that_cannot_be_read_is_refused_by_name(tmp_path, capsys):
     about = json.loads((made / "index.json").read_text())
     (made / "index.json").write_text(json.dumps(about | {"version": "0"}))
     assert prepare.main([str(made), "--out", str(tmp_path / "out")]) == 2
-    assert "it is of version 0, and this jaxtrain reads 2" in capsys.readouterr().err
+    assert "it is of version '0', and this jaxtrain reads '2'" in capsys.readouterr().err
     (made / "index.json").write_text(json.dumps(about))
     (recordings / "b.wav").unlink()
     assert prepare.main([str(made), "--out", str(tmp_path / "out")]) == 2

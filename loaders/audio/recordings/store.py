@@ -99,7 +99,9 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     try:
         about = files.read_json(files.inside(folder, "index.json"))
         if about.get("version") != VERSION:
-            raise TypeError(f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION}; make it again")
+            raise TypeError(
+                f"it is of version {about.get('version')!r:.80}, and this jaxtrain reads {VERSION!r}; make it again"
+            )
         splits, names = about.get("splits"), about.get("classes")
         if not isinstance(splits, dict) or not all(map(_is_counted, splits.values())):
             raise TypeError("it has no splits, or one without its rows and hours")
