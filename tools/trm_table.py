@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.workloads.trm import confidence
+from jaxtrain.telemetry.report import class_scores
 
 
 class Result(NamedTuple):
@@ -156,7 +156,7 @@ def table(results: Sequence[Result]) -> str:
         groups.setdefault((one.contract, one.grade, one.noise, one.rollouts), []).append(one)
     for (contract, grade, noise, rollouts), rows in groups.items():
         n = sum(row.boards for row in rows)
-        low, high = confidence.interval(round(sum(row.by_check * row.boards for row in rows)), n)
+        low, high = class_scores.interval(round(sum(row.by_check * row.boards for row in rows)), n)
         q, check, cpu, seconds = (
             statistics.mean(getattr(row, name) for row in rows) for name in ("by_q", "by_check", "cpu", "seconds")
         )

@@ -117,7 +117,7 @@ def export(
 
 
 class _Chosen(NamedTuple):
-    """What is exported of a step."""
+    """The arrays of a step that an export has, and what its other files are made of."""
 
     source: Source
     step: int | None  # None: of weights without a step

@@ -27,7 +27,8 @@ def test_a_line_holds_the_counts_of_many_classes_in_few_bytes():
 
 
 @pytest.mark.parametrize(
-    ("right", "of", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (50, 100, 0.4038, 0.5962)]
+    ("right", "of", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (0, 20, 0.0, 0.1611), (50, 100, 0.4038, 0.5962)],
 )
 def test_intervals_are_wilsons(right, of, low, high):
     """The ends are the shares p at which right / of is exactly 1.96 deviations of p away."""

@@ -210,8 +210,3 @@ def test_a_confidence_is_as_often_right():
     assert 0.9 < all_right(3.0) < 1
     with pytest.raises(DataError, match="19 boards calibrate no confidence; expected at least 20"):
         confidence.fit(q[:19], right[:19])
-
-
-def test_intervals_are_wilsons():
-    np.testing.assert_allclose(confidence.interval(8, 10), (0.4902, 0.9433), atol=1e-4)
-    np.testing.assert_allclose(confidence.interval(0, 20), (0, 0.1611), atol=1e-4)

@@ -1,4 +1,4 @@
-"""Confidence that says how often a board is right, and intervals of accuracies."""
+"""Confidence that says how often a board is right."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit
-from scipy.stats import binomtest
 
 from loaders.base import DataError
 
@@ -38,9 +37,3 @@ def fit(q: np.ndarray, right: np.ndarray) -> Scale:
 
     start = np.array([0.0, math.log((n_right + 1) / (len(q) - n_right + 1))])
     return Scale(*minimize(loss, start, jac=True, options={"gtol": 1e-9}).x.tolist())
-
-
-def interval(right: int, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927)."""
-    low, high = binomtest(right, n).proportion_ci(method="wilson")
-    return float(low), float(high)

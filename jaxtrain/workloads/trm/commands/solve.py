@@ -217,7 +217,8 @@ def _calibrated(
 def _curve(
     args: argparse.Namespace, solver: "solve.Solver", puzzles: "list[solve.Puzzle]", search: "Search", noises: list[float]
 ) -> int:
-    from jaxtrain.workloads.trm import confidence, solve
+    from jaxtrain.telemetry.report import class_scores
+    from jaxtrain.workloads.trm import solve
     from loaders.io import atomic_write
 
     counts = sorted({1 << i for i in range(search.rollouts.bit_length())} | {search.rollouts})
@@ -233,7 +234,7 @@ def _curve(
         halts = sum(each.halts() for each in found) / len(found)
         for n in counts if noise == noises[0] else counts[1:]:
             right = sum(each.q_valid(n) for each in found), sum(bool(each.solved[:n].any()) for each in found)
-            shares = [f"{x:.4f}" for k in right for x in (k / len(found), *confidence.interval(k, len(found)))]
+            shares = [f"{x:.4f}" for k in right for x in (k / len(found), *class_scores.interval(k, len(found)))]
             own = n == 1  # without noise or symmetry
             values = (0.0 if own else noise, int(search.symmetry and not own), n, len(found), *shares, f"{halts:.4f}")
             rows.append((*values, f"{n * seconds:.3g}"))
